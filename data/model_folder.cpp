@@ -8,6 +8,7 @@
 #include "files.h"
 #include "json.h"
 #include "safetensors.h"
+#include "vocabulary.h"
 
 namespace coat {
 
@@ -368,6 +369,27 @@ std::string tokenizer_in(const std::string& folder) {
         if (is_tokenizer_file(name) && entry.is_regular_file(none)) names.insert(name);
     }
     return names.empty() ? "" : *names.begin();
+}
+
+// The tokens of tokenizer.json by their text, without those that were added later; null if it has no such
+// list: Python has other kinds of tokenizers.
+static json tokens_by_text(const std::string& folder) {
+    try {
+        return read_json(path_in(folder, "tokenizer.json")).get<Fields>("model").get<Fields>("vocab").object;
+    } catch (const Error&) {
+        return {};
+    }
+}
+
+bool tokenizers_differ(const std::string& a, const std::string& b) {
+    const std::string file_a = path_in(a, "tokenizer.bin"), file_b = path_in(b, "tokenizer.bin");
+    if (fs::exists(file_a) && fs::exists(file_b)) {
+        const std::vector<std::string> x = read_vocabulary(file_a).pieces, y = read_vocabulary(file_b).pieces;
+        const auto common = std::ptrdiff_t(std::min(x.size(), y.size()));  // tokens may be added at the end
+        return !std::equal(x.begin(), x.begin() + common, y.begin());
+    }
+    const json x = tokens_by_text(a), y = tokens_by_text(b);
+    return !x.is_null() && !y.is_null() && x != y;
 }
 
 // The files of a folder, and of its folder of chat templates, that have such a name.

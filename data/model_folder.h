@@ -35,6 +35,9 @@ bool is_tokenizer_file(const std::string& name);
 
 // The name of a file of the tokenizer that is in this folder; empty if there is none.
 std::string tokenizer_in(const std::string& folder);
+// Whether the same token has another text in the tokenizer of folder b than in that of a. False if that is
+// not known: it is if both have tokenizer.bin, or if both have tokenizer.json with a list of tokens.
+bool tokenizers_differ(const std::string& a, const std::string& b);
 
 // Returns all bytes of a tensor on rank 0, and none on other ranks. Every rank calls this function at the
 // same time.

@@ -229,8 +229,8 @@ static void read_token_file(const std::string& path, bool held_out, Corpus& corp
     const bool known_version = version == 1 || (wide && version == 7);  // llm.c's first with 32 bits was 7
     const bool known = (wide || magic == MAGIC_16_BIT) && known_version && seq >= 0;
     if (!known || file->bytes() != HEADER + int64_t{count} * width)
-        throw Error(path, " is not a whole token file, as others are; give files of one kind, or ",
-                    "write it again with data/tokenize.py.");
+        throw Error(path, " is not a whole token file; write it again with data/tokenize.py, and give ",
+                    "either token files (*.bin) or texts, not both.");
     if (corpus.train.size() + corpus.validation.size() == 0) corpus.seq = seq;
     if (seq != corpus.seq)
         throw Error(path, " has windows of ", seq, " tokens, and other files have ", corpus.seq,

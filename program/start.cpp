@@ -55,6 +55,13 @@ std::string choose_device(const ProcessGroup& processes, Flags& flags) {
 // -----------------------------------------------------------------------------------------------------------
 // The model and the formats
 
+static const ModelConfig& find_model(const std::string& name) {
+    for (const ModelConfig& c : models())
+        if (c.name == name) return c;
+    throw Error("--model ", name, " is no folder on this machine, and no model that ./train --help lists; ",
+                "correct it, or download a model (hf download NAME --local-dir FOLDER) and give its folder.");
+}
+
 static std::string find_weights(const Resumed& resumed, const Flags& flags) {
     if (flags.resumes()) return resumed.checkpoint;
     if (!fs::is_directory(flags.model)) return "";
@@ -76,7 +83,7 @@ ModelAndFormats choose_model_and_formats(const Place& place, const Resumed& resu
     const std::string folder = find_weights(resumed, flags);
     return {
         .weights_folder = folder,
-        .config = folder.empty() ? find_row(models(), flags.model, "--model") : read_model_config(folder),
+        .config = folder.empty() ? find_model(flags.model) : read_model_config(folder),
         .recipe = recipe,
         .optimizer = optimizer,
     };
@@ -148,6 +155,15 @@ static void require_no_tokenizer(const std::string& model, const std::string& da
                     "the text with the same tokenizer (data/tokenize.py).");
 }
 
+// Token files have no meaning for a model with another tokenizer.
+static void require_tokenizer_of(const std::string& model, const Corpus& data) {
+    std::string folder = data.tokenizer_folder;
+    if (!data.vocabulary_file.empty()) folder = (fs::path(data.vocabulary_file).parent_path() / ".").string();
+    if (!folder.empty() && tokenizers_differ(model, folder))
+        throw Error("--data has tokens of another tokenizer than that of ", model,
+                    "; make token files with that one (python3 data/tokenize.py --tokenizer ", model, ").");
+}
+
 // The model with the vocabulary of the data, or of bytes, if it has none of its own.
 static ModelConfig with_vocabulary(ModelConfig config, const Corpus& data) {
     const int64_t largest = std::max(data.train_facts.largest, data.validation_facts.largest);
@@ -160,7 +176,9 @@ static ModelConfig with_vocabulary(ModelConfig config, const Corpus& data) {
 }
 
 Setup make_setup(const Place& place, const Flags& flags, const ModelAndFormats& chosen, const Corpus& data) {
-    if (data.bytes && !chosen.weights_folder.empty()) require_no_tokenizer(chosen.weights_folder, flags.data);
+    const std::string& folder = chosen.weights_folder;
+    if (data.bytes && !folder.empty()) require_no_tokenizer(folder, flags.data);
+    if (!data.bytes && !folder.empty() && !flags.resumes()) require_tokenizer_of(folder, data);
     const Setup setup{
         .config = with_vocabulary(chosen.config, data),
         .recipe = chosen.recipe,
@@ -280,7 +298,9 @@ FileContents find_other_files(const std::string& weights_folder, const Corpus& c
 void open_windows(Run& run) {
     const Setup& s = run.setup;
     run.held_out_windows.emplace(run.corpus.validation, 1, s.T, 0, "held out (" + run.corpus.held_out + ")");
-    if (run.flags.steps > 0) run.training_windows.emplace(run.corpus.train, s.B, s.T, s.seed);
+    const char* const purpose =
+        run.flags.val.empty() ? "to train on" : "to train on (without those of --val)";
+    if (run.flags.steps > 0) run.training_windows.emplace(run.corpus.train, s.B, s.T, s.seed, purpose);
 }
 
 std::unique_ptr<Model> make_model(const Run& run) {

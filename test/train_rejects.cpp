@@ -19,7 +19,8 @@ text; --batch | --batch needs a value after it; --batch 2.5; --batch ''; --batch
 --plan=yes | --plan takes no value; --batch 0 | --batch 0 is not a whole number from 1 to; --batch 4294967297;
 --accumulate 0; --ranks 0; --steps -5; --lr nan; --lr -1; --lr 1e99;
 --lr 0.1x | --lr 0.1x is not a number of at least 0 that is finite in FP32; give such a number.; --device tpu; --recipe fp9; --optimizer sgd; --attention fp8;
---master bf16; --master 'exact none'; --gradients some; --model llama-tinny;
+--master bf16; --master 'exact none'; --gradients some; --model llama-tinny | no model that ./train --help lists;
+--model Qwen/Qwen2.5-0.5B | no folder on this machine;
 --recipe "a$(printf '\033')[31mc" | a?[31mc; --resume '' | --resume  has no complete checkpoint)");
 }
 

@@ -318,7 +318,7 @@ TEST_CASE("train: --val names what is held out; a run that goes on needs it unch
     check_same(folder, "whole/step-000004", "again/step-000004");
     // Nothing is left to train on, but it can be evaluated.
     check_rejected(folder, TINY + "--data held --val held --steps 1 --out new",
-                   "--data has 0 tokens to train on,");
+                   "--data has 0 tokens to train on (without those of --val),");
     check_rejected(folder, TINY + "--val held --seq 256 --steps 1 --out new",
                    "tokens held out (--val held), too few for 1 sequence of --seq 256; give more text");
     require_success(tiny(folder, "--data held --val held --steps 0"));

@@ -509,6 +509,40 @@ TEST_CASE("train: config.json and the tokenizer's files go from the model folder
     CHECK((read_other_files(folder / "moved").at("tokenizer.json") == expected["merges.txt"]));
 }
 
+TEST_CASE("train: token files of another tokenizer are no tokens of a model; added tokens change nothing") {
+    RunFolder folder;
+    fs::copy(small_model(), folder.path / "chat");
+    folder.write("train.bin", token_file(std::vector<uint16_t>(1000, 7)));
+    struct Row {
+        const char* file;
+        std::string of_model, of_data;
+        bool differ;
+    };
+    const auto list = [](const std::string& vocabulary, const std::string& more = "") {
+        return "{" + more + "\"model\": {\"type\": \"BPE\", \"vocab\": {" + vocabulary + "}}}";
+    };
+    const std::string ab = "\"a\": 0, \"b\": 1", ba = "\"b\": 1, \"a\": 0", other = "\"a\": 1, \"b\": 0";
+    for (const auto& [file, of_model, of_data, differ] :
+         {Row{"tokenizer.bin", tokenizer_file({"a", "b"}), tokenizer_file({"a", "b"}), false},
+          {"tokenizer.bin", tokenizer_file({"a", "b"}), tokenizer_file({"a", "b", "<added>"}), false},
+          {"tokenizer.bin", tokenizer_file({"a", "b"}), tokenizer_file({"b", "a"}), true},
+          {"tokenizer.json", list(ab), list(ba), false},
+          {"tokenizer.json", list(ab), list(ab, "\"added_tokens\": [{\"id\": 2}], "), false},
+          {"tokenizer.json", list(ab), list(other), true},
+          {"tokenizer.json", list(ab), "{}", false},  // Python has tokenizers of other kinds
+          {"tokenizer.json", "no JSON", list(ab), false}}) {
+        INFO(std::string(file), ": ", of_model, ", ", of_data);
+        folder.write(concat("chat/", file), of_model);
+        folder.write(file, of_data);
+        const std::string flags = TINY + "--model chat --data train.bin --steps 0 ";
+        if (differ)
+            check_rejected(folder, flags, "--data has tokens of another tokenizer than that of chat; make");
+        else require_success(train(folder, flags));
+        fs::remove(folder.path / "chat" / file);
+        fs::remove(folder.path / file);
+    }
+}
+
 TEST_CASE("train: bytes of text are no tokens of a model that has a tokenizer of any kind") {
     RunFolder folder;
     fs::copy(small_model(), folder.path / "chat");
