@@ -72,8 +72,8 @@ template <WhichMoment WHICH, Format FORMAT, bool EXPANSION> struct MomentTraits 
     static constexpr bool E5M2 = FORMAT == Format::E5M2;
     static constexpr bool EXPANDS = EXPANSION;
     static constexpr bool SIGNED = WHICH == WhichMoment::First;
-    static constexpr float FMAX = info(FORMAT).max;  // the largest value of the format: 448 for E4M3
-    static constexpr float FMIN = info(FORMAT).min;  // the smallest positive one: 2^-9
+    static constexpr float FMAX = info(FORMAT).fmax;  // the largest value of the format: 448 for E4M3
+    static constexpr float FMIN = info(FORMAT).fmin;  // the smallest positive one: 2^-9
     static constexpr float LOG_FMAX = E5M2 ? 15.80735492f : 8.80735492f;    // log2(FMAX)
     static constexpr float LOG_RANGE = E5M2 ? 31.80735492f : 17.80735492f;  // log2(FMAX / FMIN)
 };
@@ -500,8 +500,8 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
     require(has_fp8_moment_groups || optimizer.per_tensor || !any_scales,
             "moments in moment groups must both be in FP8");
     const AdamWArguments arguments{.constants = kernel_constants(options),
-                                   .fmax_m = info(optimizer.m).max,
-                                   .fmax_v = info(optimizer.v).max,
+                                   .fmax_m = info(optimizer.m).fmax,
+                                   .fmax_v = info(optimizer.v).fmax,
                                    .per_tensor = optimizer.per_tensor,
                                    .shards = g.shards,
                                    .shard_count = g.count,

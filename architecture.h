@@ -15,8 +15,8 @@ struct Architecture {
     bool rope = false;      // positions are rotations of q and k (RoPE); else learned vectors
     bool gated = false;     // the activation function is SiLU(gate) * up; else GELU in its tanh form
     bool qkv_bias = false;  // the linear layer of q, k and v has a bias
-    bool bias = false;      // the other linear layers have a bias
-    bool qk_norm = false;   // each head of q and of k passes an RMSNorm before RoPE
+    bool other_biases = false;  // the other linear layers have a bias
+    bool qk_norm = false;       // each head of q and of k passes an RMSNorm before RoPE
 };
 // clang-format off
 inline constexpr Architecture LLAMA{
@@ -30,7 +30,7 @@ inline constexpr Architecture QWEN3{
     .name = "qwen3", .causal_lm = "Qwen3ForCausalLM", .rms = true, .rope = true, .gated = true,
     .qk_norm = true};
 inline constexpr Architecture GPT2{
-    .name = "gpt2", .causal_lm = "GPT2LMHeadModel", .qkv_bias = true, .bias = true};
+    .name = "gpt2", .causal_lm = "GPT2LMHeadModel", .qkv_bias = true, .other_biases = true};
 // clang-format on
 
 // RoPE rotates pair i of a head at position t by the angle t f_i, with f_i = theta^(-2i / HS). A model may
@@ -186,12 +186,14 @@ inline std::vector<Param> parameters(const ModelConfig& config) {
         if (config.arch.qk_norm)  // [of q | of k]
             table.add(prefix + "qk_norm.weight", NORM_WEIGHT, 1, 2 * config.HS(), 0);
         table.bucket++;
-        table.add_linear(prefix + "attention_out", config.C, config.q_cols(), residual_std, config.arch.bias);
+        table.add_linear(prefix + "attention_out", config.C, config.q_cols(), residual_std,
+                         config.arch.other_biases);
         table.bucket++;
         table.add_norm(prefix + "norm2");
-        table.add_linear(prefix + "gate_up", config.gate_up_cols(), config.C, init_std, config.arch.bias);
+        table.add_linear(prefix + "gate_up", config.gate_up_cols(), config.C, init_std,
+                         config.arch.other_biases);
         table.bucket++;
-        table.add_linear(prefix + "down", config.C, config.F, residual_std, config.arch.bias);
+        table.add_linear(prefix + "down", config.C, config.F, residual_std, config.arch.other_biases);
     }
     table.layer = -1;
     table.bucket++;
@@ -216,8 +218,7 @@ inline int64_t parameter_count(const ModelConfig& config) {  // elements, withou
 // The initial values of parameters
 
 // A random value with the standard deviation init_std, for element i of parameter number `param`. The sum of
-// four uniform integers of 16 bits is nearly a normal variate. (mixed_bits() in step.h would serve as well
-// as the mixing here. But it would give other initial values, and no earlier run could be repeated.)
+// four uniform integers of 16 bits is nearly a normal variate.
 COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, float init_std) {
     uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // after splitmix64, mixed once more
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull + 0x9E3779B97F4A7C15ull;

@@ -195,7 +195,7 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
         auto kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/true>;
         launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer,
-               x.rows, amax_and_scale_of(out.tensor), info(FP8).max, static_cast<uint8_t*>(out.tensor.data),
+               x.rows, amax_and_scale_of(out.tensor), info(FP8).fmax, static_cast<uint8_t*>(out.tensor.data),
                static_cast<uint8_t*>(out.transposed));
     });
 }
@@ -289,7 +289,7 @@ void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, cons
     auto kernel = write_operand_and_sum_columns_kernel<P, Format::E4M3>;
     if (q.format == Format::E5M2) kernel = write_operand_and_sum_columns_kernel<P, Format::E5M2>;
     launch("write_operand_and_sum_columns", kernel, column_grid(x.cols), TILE_THREADS, 0, stream,
-           P{plain<bf16>(x.input.data), x.cols, x}, x.rows, amax_and_scale_of(out.tensor), info(q.format).max,
+           P{plain<bf16>(x.input.data), x.cols, x}, x.rows, amax_and_scale_of(out.tensor), info(q.format).fmax,
            static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }

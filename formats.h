@@ -58,23 +58,23 @@ struct FormatInfo {
     const char* safetensors_dtype;  // in safetensors files
     int bytes;                      // of an element
     int mantissa_bits;  // a normal value has a relative rounding error of at most 2^-(mantissa_bits + 1)
-    float max;          // FMAX, the largest finite value
-    float min;          // FMIN, the smallest positive value, which is subnormal
+    float fmax;         // FMAX, the largest finite value
+    float fmin;         // FMIN, the smallest positive value, which is subnormal
 };
 
 // The rows have the order of Format.
 // clang-format off
 inline constexpr FormatInfo FORMATS[] = {
     {.name = "fp32", .safetensors_dtype = "F32", .bytes = 4, .mantissa_bits = 23,
-     .max = FLT_MAX, .min = 0x1p-149f},
+     .fmax = FLT_MAX, .fmin = 0x1p-149f},
     {.name = "bf16", .safetensors_dtype = "BF16", .bytes = 2, .mantissa_bits = 7,
-     .max = 0x1.fep127f, .min = 0x1p-133f},
+     .fmax = 0x1.fep127f, .fmin = 0x1p-133f},
     {.name = "fp16", .safetensors_dtype = "F16", .bytes = 2, .mantissa_bits = 10,
-     .max = 65504.0f, .min = 0x1p-24f},
+     .fmax = 65504.0f, .fmin = 0x1p-24f},
     {.name = "e4m3", .safetensors_dtype = "F8_E4M3", .bytes = 1, .mantissa_bits = 3,
-     .max = 448.0f, .min = 0x1p-9f},
+     .fmax = 448.0f, .fmin = 0x1p-9f},
     {.name = "e5m2", .safetensors_dtype = "F8_E5M2", .bytes = 1, .mantissa_bits = 2,
-     .max = 57344.0f, .min = 0x1p-16f},
+     .fmax = 57344.0f, .fmin = 0x1p-16f},
 };
 // clang-format on
 
@@ -158,20 +158,20 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // of 1x16 this would happen too often, so they are no operands of GEMMs.
 //
 // In recipes(), below, `cols` of an operand's Granularity always runs along the dimension that the GEMM sums
-// over, also where that GEMM reads the transpose. Two GEMMs read each operand, and one of them reads the
-// transpose:
+// over, also where that GEMM reads the transpose: 1x128 of x is 128 features in fprop, and 128 tokens in
+// wgrad. Two GEMMs read each operand, and one of them reads the transpose:
 //
 //   operand   read as it is by   transposed by   codes are made
-//   x         fprop              wgrad           for each GEMM (they are not kept from forward to backward)
-//   w         fprop              dgrad           as those of g if a GPU caches weights, else for each GEMM
-//   g         dgrad              wgrad           once for both GEMMs if symmetric, else for each
+//   x         fprop              wgrad           for each GEMM: they are not kept from forward to backward
+//   w         fprop              dgrad           for each GEMM. A GPU may keep them for a whole step
+//   g         dgrad              wgrad           once for both GEMMs if scale blocks are symmetric
 //
 // Scale blocks are symmetric (a tensor, 128x128) if they are the same in the transpose. Then so are the
 // codes. With others (a row, 1x128) each of the two GEMMs reads codes that are made for it.
 
 // Where the scale of a whole tensor comes from. JustInTime: from the tensor's own amax. Delayed: from the
-// largest amax of the last Recipe::history_steps steps. While there is no history, as in the first step, it
-// comes from the largest amax of the step so far, over its micro-batches: so within this step it can grow.
+// largest amax of the last Recipe::history_steps steps. In the first step there is no history: each of its
+// micro-batches takes the scale from the largest amax of the step so far.
 enum class Scaling : uint8_t { JustInTime, Delayed };
 
 // Fast accumulation, for fprop, dgrad and wgrad: whether the whole sum of a GEMM stays in the FP8 tensor

@@ -66,10 +66,11 @@ inline void require_supported(const Setup& s) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// What a rank owns. A matrix is divided among the ranks (as in ZeRO-3). A rank adds up all ranks' gradients
-// of its part, and keeps and updates the weights, masters and moments of its part. A whole matrix is gathered
-// just before it is used. A vector is small: every rank owns the whole of it, and all compute the same. With
-// one rank all of this is trivial: what follows, up to gradient_format(), can wait.
+// What a rank owns. A matrix is divided among the ranks (as in ZeRO-3). A rank updates the weights, masters
+// and moments of its part. On a GPU a rank stores nothing but its part, and gathers a whole matrix just
+// before it is used. On the CPU every rank has all weights, and sends its part of them after each update. A
+// vector is small: every rank owns the whole of it, and all compute the same. With one rank all of this is
+// trivial: what follows, up to gradient_format(), can wait.
 
 // A matrix is cut only at multiples of SHARD_UNIT elements, so no moment group is cut. A sum that is taken
 // first within shard units, then over them, is the same for any number of ranks. If a matrix has fewer shard
@@ -263,7 +264,11 @@ public:
     virtual const Setup& setup() const = 0;
 };
 
-std::unique_ptr<Model> make_reference(const Setup& setup);  // on the CPU (reference_model.cpp)
+// On the CPU (reference_model.cpp).
+std::unique_ptr<Model> make_reference(const Setup& setup);
+// From then on the allocator of this process returns no memory to the system. Every step on the CPU allocates
+// the same temporary tensors: a third of the time would go into fresh pages.
+void keep_freed_memory();
 // The following are in gpu/make_gpu.cpp or, in a program that is built without CUDA, in gpu/no_cuda.cpp.
 // On a GPU. It is an Error if this machine has no GPU that can run it.
 std::unique_ptr<Model> make_gpu(const Setup& setup);
@@ -286,9 +291,9 @@ public:
     // Whether the ranks are threads of one process, as in tests, and share its addresses.
     bool ranks_are_threads = false;
 
-    // Every rank calls this at the same time. It returns what the ranks have given, by rank, on every rank. T
-    // is a type of one value, or a vector or string, which may have another length on each rank.
-    template <class T> std::vector<T> all_gather(const T& mine);
+    // Every rank calls this at the same time. It returns what the ranks have given, by rank, on every rank. A
+    // Value is a number or a struct; or a vector or string, which may have another length on each rank.
+    template <class Value> std::vector<Value> all_gather(const Value& mine);
     // The same for bytes. If `on_all` is false, rank 0 alone gets them.
     virtual std::vector<Bytes> gather(const Bytes& mine, bool on_all) = 0;
 
@@ -299,14 +304,15 @@ public:
     [[noreturn]] virtual void fail(const std::string& sentence) = 0;
 };
 
-template <class T> std::vector<T> Communicator::all_gather(const T& mine) {
-    std::vector<T> all;
-    if constexpr (std::is_trivially_copyable_v<T>) {
-        for (const std::vector<T>& theirs : all_gather(std::vector<T>{mine})) all.push_back(theirs[0]);
+template <class Value> std::vector<Value> Communicator::all_gather(const Value& mine) {
+    std::vector<Value> all;
+    if constexpr (std::is_trivially_copyable_v<Value>) {
+        for (const std::vector<Value>& theirs : all_gather(std::vector<Value>{mine}))
+            all.push_back(theirs[0]);
     } else {
         const auto* bytes = reinterpret_cast<const uint8_t*>(mine.data());
         for (const Bytes& theirs : gather(Bytes(bytes, bytes + mine.size() * sizeof(mine[0])), true)) {
-            all.emplace_back(theirs.size() / sizeof(mine[0]), typename T::value_type{});
+            all.emplace_back(theirs.size() / sizeof(mine[0]), typename Value::value_type{});
             if (!theirs.empty()) std::memcpy(&all.back()[0], theirs.data(), theirs.size());
         }
     }

@@ -55,7 +55,7 @@ static float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 uint16_t encode(Format f, float x) {
     const int M = info(f).mantissa_bits;
     const int bias = exponent_bias(f);
-    const float magnitude = std::min(info(f).max, std::abs(x));  // of NaN: max, whose code is replaced below
+    const float magnitude = std::min(info(f).fmax, std::abs(x));  // of NaN: max, whose code is replaced below
     const int e = std::max(int(std::bit_cast<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
     const float steps = magnitude * power_of_two(M - e);  // |x| / 2^(e - M)
     const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << M);
@@ -71,8 +71,8 @@ float decode(Format f, uint16_t code) {
     const uint32_t magnitude = code & (sign_bit(f) - 1);
     const uint32_t bits = magnitude << (23 - M);  // exponent and mantissa where FP32 has them
     float value = std::bit_cast<float>(bits + (uint32_t(127 - exponent_bias(f)) << 23));
-    if (magnitude >> M == 0) value = float(magnitude) * info(f).min;            // subnormal
-    if (value > info(f).max) value = std::bit_cast<float>(bits | 0x7F800000u);  // infinity or NaN
+    if (magnitude >> M == 0) value = float(magnitude) * info(f).fmin;            // subnormal
+    if (value > info(f).fmax) value = std::bit_cast<float>(bits | 0x7F800000u);  // infinity or NaN
     return code & sign_bit(f) ? -value : value;
 }
 
@@ -142,7 +142,7 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
-    const float s = std::max(amax / info(storage.format).max, 0x1p-126f);  // so that 1 / s is finite
+    const float s = std::max(amax / info(storage.format).fmax, 0x1p-126f);  // so that 1 / s is finite
     return round_to(storage.scale_format, s);
 }
 
@@ -228,16 +228,16 @@ static void compute_codes(const float* x, StoredMatrix& q) {
     });
 }
 
-// Adds the errors of all elements of x (rows, cols) to statistics. A value up to half a step above FMAX s is
-// rounded to FMAX, as any value is to its neighbour. A value that is further above counts as saturated. In
-// E4M3 the step at 448 is 32, so these are values beyond 464 s.
+// Adds the errors of all elements of x (rows, cols) to statistics. A value that is above FMAX s by up to half
+// the spacing of values there is rounded to FMAX, as any value is to its neighbour. A value that is further
+// above counts as saturated. In E4M3 the spacing at 448 is 32, so these are values beyond 464 s.
 static void add_quant_errors(const float* x, const StoredMatrix& q, QuantStats& stats) {
     const FormatInfo& f = info(q.storage.format);
-    const float half_step = std::ldexp(0.5f, std::ilogb(f.max) - f.mantissa_bits);  // at FMAX
+    const float half_spacing = std::ldexp(0.5f, std::ilogb(f.fmax) - f.mantissa_bits);  // at FMAX
     for (int64_t i = 0; i < q.rows * q.cols; i++) {
         const int64_t row = i / q.cols, col = i % q.cols;
         add_error(stats, x[i], q.value(row, col));
-        stats.saturated += std::abs(x[i]) > (f.max + half_step) * q.scale(row, col);
+        stats.saturated += std::abs(x[i]) > (f.fmax + half_spacing) * q.scale(row, col);
     }
 }
 
@@ -324,7 +324,7 @@ void DelayedScale::update_history_and_scale(Format fp8) {
 // or -FMAX, and contract() gives max or -max.
 float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
-    const float log_range = std::log2(info(fp8).max) - std::log2(info(fp8).min);  // log R
+    const float log_range = std::log2(info(fp8).fmax) - std::log2(info(fp8).fmin);  // log R
     const float log_ratio = std::log2(max) - std::log2(min_nonzero);              // log R_X
     if (log_ratio * k_max <= log_range) return k_max;                             // also for log R_X = 0
     return std::max(std::rint(256.0f * log_range / log_ratio) / 256.0f, 1.0f / 16.0f);
@@ -334,7 +334,7 @@ float expansion_factor(Format fp8, float max, float min_nonzero) {
 // logarithms, because |x| / max may underflow.
 float expand(Format fp8, float x, float max, float k) {
     if (x == 0) return 0.0f;
-    return std::copysign(info(fp8).max * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
+    return std::copysign(info(fp8).fmax * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
 }
 
 // The inverse of expand(): x = sign(y) max (|y| / FMAX)^(1/k) for a decoded y. If R_X is very large, the
@@ -343,7 +343,7 @@ float expand(Format fp8, float x, float max, float k) {
 // must not become zero.
 float contract(Format fp8, float y, float max, float k) {
     if (y == 0 || max == 0) return 0.0f;
-    const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(fp8).max)) / (2 * k));
+    const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(fp8).fmax)) / (2 * k));
     return std::copysign(std::max(max * root * root, 0x1p-149f), y);
 }
 
@@ -398,7 +398,7 @@ void Moment::store_moment_group(int64_t g, int64_t first, int64_t end, const flo
         // they may stay zero.)
         const bool vanished = x[i] > 0 && read_element(format, codes.data(), i) == 0;
         if (is_second_moment && !per_tensor && vanished)
-            write_element(format, codes.data(), i, info(format).min);
+            write_element(format, codes.data(), i, info(format).fmin);
     }
 }
 

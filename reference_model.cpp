@@ -746,14 +746,11 @@ double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
 
 }  // namespace coat::reference
 
-// From now on the allocator of this process returns no memory to the system. Every step allocates the same
-// temporary tensors: a third of the time would go into fresh pages.
-static void keep_freed_memory() {
-    mallopt(M_MMAP_THRESHOLD, 1 << 30);
-    mallopt(M_TRIM_THRESHOLD, 2147483647);
+std::unique_ptr<coat::Model> coat::make_reference(const Setup& setup) {
+    return std::make_unique<reference::ReferenceModel>(setup);
 }
 
-std::unique_ptr<coat::Model> coat::make_reference(const Setup& setup) {
-    keep_freed_memory();
-    return std::make_unique<reference::ReferenceModel>(setup);
+void coat::keep_freed_memory() {
+    mallopt(M_MMAP_THRESHOLD, 1 << 30);
+    mallopt(M_TRIM_THRESHOLD, 2147483647);
 }

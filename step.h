@@ -11,12 +11,12 @@ namespace coat {
 
 // What a step of AdamW is given besides parameters and gradients.
 struct AdamWOptions {
-    int64_t step;  // counts from 1, for the bias correction
+    int64_t step;  // the number of this update, from 1, for the bias correction. Skipped steps do not count
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     // The largest norm that all gradients together may have; 0: no clipping.
     float clip = 1.0f;
-    // How many steps before this one were skipped. They count in the random bits of stochastic rounding, so
-    // that no two steps round with the same ones.
+    // How many steps before this one were skipped. step + skipped is the number of this attempt. It seeds
+    // stochastic rounding, so that no two attempts have the same random bits.
     int64_t skipped = 0;
 };
 
@@ -28,7 +28,7 @@ struct AdamWOptions {
 inline constexpr int32_t NO_TARGET = -1;
 
 // -----------------------------------------------------------------------------------------------------------
-// Stochastic rounding of weights to BF16, if they have no FP32 master
+// Stochastic rounding of weights to BF16, if they have no FP32 master. (This section can wait.)
 
 // 64 bits that look random, from a number. Nearby numbers give unrelated bits.
 COAT_HD inline uint64_t mixed_bits(uint64_t number) {
@@ -37,13 +37,13 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
     return z ^ (z >> 29);
 }
 // A rounding is bf16 = (bits of the FP32 value + 16 random bits) >> 16. Its expected value is the FP32 value:
-// updates that are smaller than half a BF16 step are not lost, but count on average. rounding_bits(key, q)
-// has the random bits of elements 4q to 4q + 3 in the flat order of all parameters (architecture.h,
-// Param::flat_offset). The lowest 16 bits are for element 4q.
+// updates of less than half the spacing of BF16 values are not lost, but count on average.
+// rounding_bits(key, q) has the random bits of elements 4q to 4q + 3 in the flat order of all parameters
+// (architecture.h, Param::flat_offset). The lowest 16 bits are for element 4q.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
-// The key of one update. step = AdamWOptions::step + AdamWOptions::skipped: it counts skipped steps, too.
-inline uint64_t rounding_key(uint64_t seed, int64_t step) {
-    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step)) << 32;
+// The key of one update. attempt = AdamWOptions::step + AdamWOptions::skipped.
+inline uint64_t rounding_key(uint64_t seed, int64_t attempt) {
+    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(attempt)) << 32;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -52,7 +52,8 @@ inline uint64_t rounding_key(uint64_t seed, int64_t step) {
 struct QuantStats {
     double signal = 0, noise = 0;  // sums of x^2 and of (x - dequantized x)^2
     int64_t elements = 0;
-    int64_t saturated = 0;  // elements that are cut off: |x| / scale is above FMAX by more than half a step
+    // Elements that are cut off: |x| / scale is above FMAX by more than half the spacing of values there.
+    int64_t saturated = 0;
     int64_t flushed = 0;    // elements that were not zero and became zero
 
     double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-noise ratio in dB

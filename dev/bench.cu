@@ -360,9 +360,9 @@ private:
     }
     void linear_layers() {
         linear("qkv", c_.qkv_cols(), c_.C, c_.arch.qkv_bias);
-        linear("attention out", c_.C, c_.q_cols(), c_.arch.bias);
-        linear("up", c_.gate_up_cols(), c_.C, c_.arch.bias);
-        linear("down", c_.C, c_.F, c_.arch.bias);
+        linear("attention out", c_.C, c_.q_cols(), c_.arch.other_biases);
+        linear("up", c_.gate_up_cols(), c_.C, c_.arch.other_biases);
+        linear("down", c_.C, c_.F, c_.arch.other_biases);
     }
 
     Rope rope_of_model() {
@@ -431,9 +431,9 @@ private:
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
         pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
              [&] { norm_backward(n, gradients, workspace, nullptr); });
-        if (c_.arch.bias && needs_amax_)
+        if (c_.arch.other_biases && needs_amax_)
             return write_operand_and_sum_columns_pass("residual gradient", 2 * layers_, stored(x), r_.g);
-        bias_pass("residual gradient", 2 * layers_, stored(x), c_.arch.bias, false);
+        bias_pass("residual gradient", 2 * layers_, stored(x), c_.arch.other_biases, false);
         quantize_pass("residual gradient", 2 * layers_, stored(x), r_.g, Use::Both);
     }
     void attention_operands() {
@@ -482,7 +482,7 @@ private:
         quantize_pass(name, layers_, h, r_.x, Use::Wgrad);
         // Without FP8 the gradient is already stored
         const LazyTensor gradient = fp8_ ? du : stored(random(N_, c_.gate_up_cols()));
-        bias_pass(name + " backward", layers_, gradient, c_.arch.bias, true);
+        bias_pass(name + " backward", layers_, gradient, c_.arch.other_biases, true);
         quantize_pass(name + " backward", layers_, du, r_.g, Use::Both);
     }
     // The four weights of a layer. With several micro-batches, a step quantizes them once.

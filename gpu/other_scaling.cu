@@ -99,7 +99,7 @@ static void block_scales(const LazyTensor& x, const Operand& out, cudaStream_t s
     for (const ScaleGrid& g : grids)
         if (g.scales)
             launch("block_scales", block_scales_kernel, blocks(g.count, 256), 256, 0, stream, g.scales,
-                   g.count, info(out.tensor.storage.format).max, out.amax_out);
+                   g.count, info(out.tensor.storage.format).fmax, out.amax_out);
 }
 
 // The second pass: codes with a scale for each row or block. `codes` or `transposed` may be null.
@@ -182,7 +182,7 @@ void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant
         auto kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/true>;
         launch("quantize_delayed", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream,
-               producer, x.rows, amax_and_scale_of(out.tensor), info(fp8).max, fp8 == Format::E5M2,
+               producer, x.rows, amax_and_scale_of(out.tensor), info(fp8).fmax, fp8 == Format::E5M2,
                static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
     });
 }
@@ -213,7 +213,7 @@ void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped
                            cudaStream_t stream) {
     launch("update_delayed_scales", update_delayed_scales_kernel, blocks(delayed.n, HISTORY_THREADS),
            HISTORY_THREADS, 0, stream, delayed.scales, delayed.n, delayed.histories, delayed.length,
-           info(delayed.fp8).max, skipped, empty);
+           info(delayed.fp8).fmax, skipped, empty);
 }
 
 }  // namespace coat::gpu

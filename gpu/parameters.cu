@@ -200,7 +200,7 @@ static __global__ void combine_amaxes_kernel(AmaxAndScale* mine, const AmaxAndSc
 void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
                     cudaStream_t stream) {
     launch("combine_amaxes", combine_amaxes_kernel, blocks(n, 128), 128, 0, stream, mine, theirs, n, ranks,
-           info(fp8).max);
+           info(fp8).fmax);
 }
 
 // Transposes the codes of a tile of a weight. (They have arrived from other ranks row-major, and dgrad reads

@@ -62,7 +62,7 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
         with_producer_for_fp8(x, [&](auto producer) {
             launch("add_quant_errors", add_quant_errors_kernel<decltype(producer)>,
                    tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows,
-                   amax_and_scale, block_scales, q.format == Format::E5M2, info(q.format).max, quant_stats);
+                   amax_and_scale, block_scales, q.format == Format::E5M2, info(q.format).fmax, quant_stats);
         });
     };
     if (q == E4M3_1x16) return with_scales(nullptr, {});

@@ -151,7 +151,7 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
     const int64_t rows = 300, cols = 272;
     for (Storage q : {E4M3_TENSOR, E5M2_TENSOR}) {
         CAPTURE(q.text());
-        const float fmax = info(q.format).max, scale = 0x1p-8f;
+        const float fmax = info(q.format).fmax, scale = 0x1p-8f;
         const float half_step = std::ldexp(fmax / 1.75f, -info(q.format).mantissa_bits - 1);
         Floats x = heavy(rng, Format::BF16, rows * cols);
         for (int64_t i = 0; i < 100; i++)

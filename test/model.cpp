@@ -621,7 +621,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
             };
             const float now = std::max(newest(after[0]), newest(after[1])), last = newest(before);
             CHECK(values_of<float>(after[2], operand + ".history") == Floats{now, last, 0, 0});
-            const float fmax = info(storage_of(s.recipe, o).format).max;
+            const float fmax = info(storage_of(s.recipe, o).format).fmax;
             CHECK(values_of<float>(after[2], operand + ".scale")[0] == std::max(now, last) / fmax);
         }
     auto saturated = [&] { return t.report().kinds[int(ReportKind::Weight)].saturated; };

@@ -120,7 +120,7 @@ template <class Check> void for_every_setup(Check check) {
     for (const Recipe& recipe : recipes())
         for (const Architecture& arch : {LLAMA, QWEN3, GPT2})
             for (const std::string flags : {"", " attention", " master", " gradients", " lean"}) {
-                Setup setup = setup_of(recipe.name + flags, tiny_config(arch, arch.bias), 3, 20);
+                Setup setup = setup_of(recipe.name + flags, tiny_config(arch, arch.other_biases), 3, 20);
                 if (!supported(setup)) continue;
                 INFO(text(setup));
                 check(setup);

@@ -121,7 +121,7 @@ TEST_CASE("precision plan: says what each memory mode changes and which linear l
 TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a projection for each weight") {
     for (const Recipe& recipe : recipes())
         for (const Architecture& arch : {LLAMA, QWEN3, GPT2}) {
-            const Setup s = setup_of(recipe.name, tiny_config(arch, arch.bias), 1, 32);
+            const Setup s = setup_of(recipe.name, tiny_config(arch, arch.other_biases), 1, 32);
             if (!supported(s)) continue;
             INFO(text(s));
             const LinearFormats linear = linear_formats(s);

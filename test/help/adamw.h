@@ -39,7 +39,7 @@ inline Floats load(const Moment& m) {
 inline Doubles load_exactly(const Moment& m) {
     Doubles x = doubles(load(m));
     if (!moments_need_scaling(m.format)) return x;
-    const double fmax = info(m.format).max;
+    const double fmax = info(m.format).fmax;
     for (const Group& g : groups(m))
         for (int64_t i = g.first; i < g.last; i++) {
             const double code = reference::decode(m.format, code_of(m, i)),
@@ -278,7 +278,7 @@ struct MomentCheck {
 
     // The codes of a group. Returns how many are wrong.
     int64_t wrong_codes(const Group& g, bool keep_positive) const {
-        const double fmax = info(got.format).max;
+        const double fmax = info(got.format).fmax;
         const uint16_t sign = got.format == Format::FP16 ? 0x8000 : 0x80;
         const float max = got.max[g.number], k = got.expanded ? got.k[g.number] : 1;
         const float scale = reference::scale_of(Storage{got.format}, max);

@@ -59,7 +59,7 @@ static Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, Red
 
 static float scale_by_definition(const Storage& q, float amax) {
     if (amax == 0) return 1;
-    const float s = std::max(amax / info(q.format).max, 0x1p-126f);  // so that 1 / s is finite
+    const float s = std::max(amax / info(q.format).fmax, 0x1p-126f);  // so that 1 / s is finite
     const Definition& bf16 = definition(Format::BF16);
     return q.scale_format == Format::FP32 ? s : float(bf16.value(bf16.nearest(s)));
 }
@@ -80,19 +80,19 @@ TEST_CASE("decode: every code has the value of its definition and encode gives t
             else wrong += !std::isnan(got);
         }
         CHECK(wrong == 0);
-        CHECK((f.max == d.value(d.top) && f.min == d.value(1) && f.mantissa_bits == d.M));
+        CHECK((f.fmax == d.value(d.top) && f.fmin == d.value(1) && f.mantissa_bits == d.M));
     }
-    CHECK((info(Format::FP32).max == float_of(0x7F7FFFFF) && info(Format::FP32).min == float_of(1)));
+    CHECK((info(Format::FP32).fmax == float_of(0x7F7FFFFF) && info(Format::FP32).fmin == float_of(1)));
 }
 
 TEST_CASE("encode and to_bf16: nearest code; ties to even; large values saturate; NaN stays") {
     FRESH_RANDOM(rng);
     for (const Definition& d : DEFINITIONS) {
-        const float top = info(d.format).max;
+        const float top = info(d.format).fmax;
         INFO(std::string(info(d.format).name));
         int wrong = 0;
         auto check = [&](float x) { wrong += !encodes(d, x) + !encodes(d, -x); };
-        for (float x : {INFINITY, info(Format::FP32).max, top, std::nextafter(top, INFINITY)}) check(x);
+        for (float x : {INFINITY, info(Format::FP32).fmax, top, std::nextafter(top, INFINITY)}) check(x);
         for (uint32_t nan : {0x7FC00000u, 0x7F800001u, 0x7F80FFFFu, 0x7FFFFFFFu}) check(float_of(nan));
         for (int code = 0; code < d.top; code++) {
             const float tie = float((d.value(code) + d.value(code + 1)) / 2);  // exact: one more bit
@@ -123,7 +123,7 @@ TEST_CASE("scale_of: amax / FMAX rounded to the nearest BF16 where it is stored 
         for (int64_t i = 0; i < count(20000, 1000); i++) {
             float a = float(std::exp2(-149 + 277 * rng.uniform())) * 0.999f;
             // Every fourth scale is a power of two, or next to one.
-            if (i % 4 == 0) a = std::ldexp(info(q.format).max, int(rng.below(200)) - 100);
+            if (i % 4 == 0) a = std::ldexp(info(q.format).fmax, int(rng.below(200)) - 100);
             if (i % 8 == 0) a = std::nextafter(a, INFINITY);
             const float s = scale_of(q, a);
             REQUIRE((s == scale_by_definition(q, a) && std::isfinite(1 / s)));
@@ -197,7 +197,7 @@ TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; o
         const StoredMatrix after = quantize(x.data(), 4, 32, q, &stats);
         CHECK(std::isnan(after.value(1, 5)));
         if (q.granularity == PER_TENSOR) {
-            CHECK(after.value(1, 6) == -info(q.format).max * after.scale(1, 6));
+            CHECK(after.value(1, 6) == -info(q.format).fmax * after.scale(1, 6));
             CHECK(stats.saturated == 1);
         } else CHECK(std::isnan(after.value(1, 6)));
         // No error crosses tokens (paper, figure 4a).
@@ -208,7 +208,7 @@ TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; o
 
 TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate and are counted") {
     for (Format f : {Format::E4M3, Format::E5M2}) {
-        const float scale = 0.25f, edge = info(f).max * scale,
+        const float scale = 0.25f, edge = info(f).fmax * scale,
                     half_step =
                         std::ldexp(edge / 1.75f, -1 - info(f).mantissa_bits);  // edge / scale = 1.75 x 2^e
         const Floats x = {0.3f, 2 * edge, -3 * edge, edge, edge + half_step, edge + 1.01f * half_step};
@@ -235,7 +235,7 @@ TEST_CASE("update_history_and_scale: the scale is the largest amax of the histor
                 seen.insert(seen.begin(), d.amax);
                 seen.pop_back();
                 const float top = compute_amax(seen.data(), int64_t(length));  // infinity if one is NaN
-                if (std::isfinite(top) && top > 0) expected = top / info(f).max;
+                if (std::isfinite(top) && top > 0) expected = top / info(f).fmax;
                 d.update_history_and_scale(f);
                 REQUIRE((d.scale == expected && d.amax == 0));
                 for (size_t i = 0; i < length; i++) REQUIRE(bits_of(d.history[i]) == bits_of(seen[i]));

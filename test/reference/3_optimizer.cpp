@@ -7,7 +7,7 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
 
-static double log2_range(Format f) { return std::log2(double(info(f).max) / double(info(f).min)); }
+static double log2_range(Format f) { return std::log2(double(info(f).fmax) / double(info(f).fmin)); }
 
 // Error of y = FMAX 2^(k (log2 |x| - log2 max)) in FP32, and back. Logarithms are below 150 and round by
 // 2^-17, so the exponent is wrong by at most 2^-15. So much is the value wrong, and y by k times as much.
@@ -17,8 +17,8 @@ constexpr double EXPONENT_ERROR = 0x1p-15 * 0.6931;
 // code is wrong by half a step relative to y, and value = max (code / FMAX)^(1/k): the error is divided by
 // about k. A range of 10, typical of second moments, gives k = log2(229376) / log2(10) = 5.3.
 static double expansion_bound(Format f, double ratio, double k) {
-    const double y = info(f).max * std::pow(ratio, k);
-    const double step = std::max(std::ldexp(1.0, -info(f).mantissa_bits - 1), info(f).min / 2 / y);
+    const double y = info(f).fmax * std::pow(ratio, k);
+    const double step = std::max(std::ldexp(1.0, -info(f).mantissa_bits - 1), info(f).fmin / 2 / y);
     const double up = std::pow(1 + step, 1 / k) - 1, down = step < 1 ? 1 - std::pow(1 - step, 1 / k) : 1.0;
     return std::max(up, down) + 2 * EXPONENT_ERROR * (1 + 1 / k);
 }
@@ -91,8 +91,8 @@ TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the gro
             REQUIRE((k >= rounded(exact - slack) && k <= rounded(exact + slack)));
             REQUIRE(k * 256 == std::floor(k * 256));
         }
-        CHECK(expansion_factor(f, info(Format::FP32).max, 0x1p-149f) == rounded(log2_range(f) / 277));
-        CHECK(expansion_factor(f, info(f).max, info(f).min) == 1.0f);
+        CHECK(expansion_factor(f, info(Format::FP32).fmax, 0x1p-149f) == rounded(log2_range(f) / 277));
+        CHECK(expansion_factor(f, info(f).fmax, info(f).fmin) == 1.0f);
         CHECK(expansion_factor(f, 1.0f, 1.0f) == 64.0f);  // the released code gives infinity
         CHECK(expansion_factor(f, 1.0f, std::nextafter(1.0f, 0.0f)) == 64.0f);
         CHECK(reference::expand(f, 0.0f, 1.0f, 2.0f) == 0);
