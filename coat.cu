@@ -289,8 +289,9 @@ void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, cons
     auto kernel = write_operand_and_sum_columns_kernel<P, Format::E4M3>;
     if (q.format == Format::E5M2) kernel = write_operand_and_sum_columns_kernel<P, Format::E5M2>;
     launch("write_operand_and_sum_columns", kernel, column_grid(x.cols), TILE_THREADS, 0, stream,
-           P{plain<bf16>(x.input.data), x.cols, x}, x.rows, amax_and_scale_of(out.tensor), info(q.format).fmax,
-           static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed), workspace);
+           P{plain<bf16>(x.input.data), x.cols, x}, x.rows, amax_and_scale_of(out.tensor),
+           info(q.format).fmax, static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed),
+           workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }
 

@@ -409,8 +409,8 @@ private:
     // q, k, v as attention reads them. qkv: as they are saved. RoPE, in forward, comes right after the q, k,
     // v projection, and q and k are saved with it. But in Qwen3 norms of the heads come first, whose backward
     // needs their inputs: there q, k, v are saved as the projection writes them, and norms and RoPE follow
-    // here, in backward again. (In reference_model.cpp this is norm_and_rotate_after_loading(), and
-    // rope_at_projection() belongs to rotate_before_saving().)
+    // here, in backward again. (In reference_model.cpp this is qkv_for_attention(), and rope_at_projection()
+    // belongs to qkv_to_save().)
     TensorRef attention_input(const Pass& pass, const Layer& layer, const TensorRef& qkv) {
         if (!qk_norms_) return qkv;
         const TensorRef x = allocate_tensor(pass.N, qkv.cols);

@@ -135,10 +135,10 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // rounded to the nearest, and may be too small by a factor of 1 + 2^-8. In E4M3 amax / s is then at most
 // 449.75. It saturates at 448, which is the value nearest to it: there is no more error than rounding makes.
 //
-// If amax is not finite, codes would hide this, because they saturate. A training step notices it in one of
-// two ways. It checks the amax of a whole tensor, whose scale is then 1: the step changes nothing. A smaller
-// scale block needs no check of its amax (a GPU makes none for groups): its scale is NaN, so every value that
-// is decoded with it is NaN, and so is the loss or a gradient.
+// If amax is not finite, codes would hide this, because they saturate. The training step is skipped all the
+// same. Of a whole tensor it checks the amax itself; the scale 1 is a placeholder. A smaller scale block has
+// the scale NaN, so every value that is decoded with it is NaN, and so is the loss or a gradient. (So a GPU
+// checks no amaxes of groups.)
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -207,7 +207,7 @@ static void compute_scales(const float* x, StoredMatrix& q) {
 
 // Calls convert(first, end, scale) for each part of a row that lies in one scale block. The part has the
 // elements from first to end - 1.
-template <class Convert> static void for_each_part(const StoredMatrix& q, const Convert& convert) {
+template <class Convert> static void for_each_row_part(const StoredMatrix& q, const Convert& convert) {
     const int64_t width = q.block_cols();
 #pragma omp parallel for if (q.rows * q.cols > MIN_PARALLEL)
     for (int64_t row = 0; row < q.rows; row++)
@@ -221,7 +221,7 @@ template <class Convert> static void for_each_part(const StoredMatrix& q, const 
 static void compute_codes(const float* x, StoredMatrix& q) {
     const Format format = q.storage.format;
     uint8_t* const codes = q.codes.data();
-    for_each_part(q, [&](int64_t first, int64_t end, float s) {
+    for_each_row_part(q, [&](int64_t first, int64_t end, float s) {
         const float inverse = 1.0f / s;
 #pragma omp simd
         for (int64_t i = first; i < end; i++) write_element(format, codes, i, x[i] * inverse);
@@ -243,7 +243,7 @@ static void add_quant_errors(const float* x, const StoredMatrix& q, QuantStats& 
 
 // Quantizes x (rows, cols): the codes of all elements and the scales of all scale blocks.
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage, QuantStats* stats,
-                      const float* scale) {
+                      std::optional<float> scale) {
     StoredMatrix q{.codes = {}, .scales = {}, .rows = rows, .cols = cols, .storage = storage};
     q.codes.resize(storage.code_bytes(rows, cols));
     q.scales.resize(storage.scale_count(rows, cols) * info(storage.scale_format).bytes);
@@ -265,7 +265,7 @@ Floats dequantize(const StoredMatrix& q) {
     }
     float values[256];  // by code
     for (uint16_t code = 0; code < 256; code++) values[code] = decode(q.storage.format, code);
-    for_each_part(q, [&](int64_t first, int64_t end, float s) {
+    for_each_row_part(q, [&](int64_t first, int64_t end, float s) {
         for (int64_t i = first; i < end; i++) x[i] = values[q.codes[i]] * s;
     });
     return x;
@@ -286,7 +286,7 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 // columns of a granularity run along the reduction (formats.h, Recipes). So for a reduction over rows the
 // transpose is quantized, unless it has the same scale blocks.
 Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage& storage, ReduceOver over,
-                     QuantStats* stats, const float* scale) {
+                     QuantStats* stats, std::optional<float> scale) {
     if (over == ReduceOver::Columns || storage.granularity.symmetric())
         return dequantize(quantize(x.data(), rows, cols, storage, stats, scale));
     const Floats transpose = transposed(x.data(), rows, cols, cols);
@@ -294,7 +294,14 @@ Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage&
     return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
-// Delayed scaling (recipe te) at the end of a step. The amax of the step replaces the oldest of the history,
+// Delayed scaling (recipe te) of a tensor of this step. While the history has no amax, the scale comes from
+// the largest amax of the step so far.
+float DelayedScale::scale_with(const Storage& storage, float tensor_amax) {
+    amax = std::max(amax, tensor_amax);
+    return scale > 0 ? scale : scale_of(storage, amax);
+}
+
+// Delayed scaling at the end of a step. The amax of the step replaces the oldest of the history,
 // and max(history) / FMAX is the scale of the next step. If this maximum is 0 or not finite, the scale stays.
 void DelayedScale::update_history_and_scale(Format fp8) {
     std::rotate(history.begin(), history.end() - 1, history.end());  // forgets the oldest
@@ -317,11 +324,11 @@ void DelayedScale::update_history_and_scale(Format fp8) {
 //   contract:  x = f^-1(decode(code) * s)
 // f(x) / s = sign(x) FMAX (|x| / max)^k, so the codes and the moment scaling (max, k) are all that is stored.
 
-// k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64. (No k is below 1/16: E4M3 has this k
-// at the widest ratio of FP32, R_X = 2^277.) Rounding hides that the logarithms of CPU and GPU differ in
-// their last bits: most k are the same on both. (The released code rounds down to a multiple of 1/16, which
-// costs precision.) If all magnitudes are equal, log R_X is 0 and any k is exact: every code is that of FMAX
-// or -FMAX, and contract() gives max or -max.
+// k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64. The lower limit changes no k: even
+// R_X = 2^277, the widest of FP32, gives 16/256 in E4M3. Rounding hides that the logarithms of CPU and GPU
+// differ in their last bits: most k are the same on both. (The released code rounds down to a multiple of
+// 1/16, which costs precision.) If all magnitudes are equal, log R_X is 0 and any k is exact: every code is
+// that of FMAX or -FMAX, and contract() gives max or -max.
 float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(fp8).fmax) - std::log2(info(fp8).fmin);  // log R
@@ -350,12 +357,12 @@ float contract(Format fp8, float y, float max, float k) {
 // Without expansion: the scale of a moment group whose amax is max.
 static float moment_scale(Format f, float max) { return scale_of(Storage{.format = f}, max); }
 
-void Moment::init(Format f, bool expansion, int64_t n, bool per_tensor) {
+void Moment::init(const Optimizer& optimizer, Format f, int64_t elements) {
     format = f;
-    expanded = expansion && is_fp8(f);
-    this->n = n;
-    this->per_tensor = per_tensor;
-    const int64_t moment_groups = moments_need_scaling(f) ? ceil_div(n, moment_group_size()) : 0;
+    expanded = optimizer.uses_expansion(f);
+    n = elements;
+    per_tensor = optimizer.per_tensor;
+    const int64_t moment_groups = optimizer.moment_group_count(f, n);
     codes.assign(n * info(f).bytes, 0);
     max.assign(moment_groups, 0.0f);
     k.assign(expanded ? moment_groups : 0, 1.0f);
@@ -377,6 +384,13 @@ void Moment::load(float* x) const {
 
 // Stores the elements from first to end - 1, which are moment group g: first its moment scaling, then its
 // codes.
+//
+// A second moment that became zero would make the next update explode, because the update divides by
+// sqrt(v) + eps. So it gets the smallest positive code, that of FMIN. Only without expansion can one become
+// zero. With expansion the smallest value becomes FMIN or, because k is rounded to 1/256, at worst 0.69 FMIN
+// (2^(-277/512), a bound for every ratio of FP32), which is nearer to FMIN than to 0. The optimizer fp8lm has
+// second moments in FP16 with one scale per tensor. There only values below about 2^-40 of the largest become
+// zero, and they may stay zero.
 void Moment::store_moment_group(int64_t g, int64_t first, int64_t end, const float* x,
                                 bool is_second_moment) {
     float largest = 0, smallest = INFINITY;  // magnitudes; `smallest` is that of the smallest but zeros
@@ -390,12 +404,6 @@ void Moment::store_moment_group(int64_t g, int64_t first, int64_t end, const flo
     for (int64_t i = first; i < end; i++) {
         const float y = expanded ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
         write_element(format, codes.data(), i, y);
-        // A second moment that became zero would make the next update explode. So it gets the smallest
-        // positive code, that of FMIN. Only without expansion can one become zero. Expansion gives the
-        // smallest value FMIN or, because k is rounded to 1/256, at worst 0.69 FMIN (at the widest ratio of
-        // FP32, 2^277): and this is nearer to FMIN than to 0. (The optimizer fp8lm has second moments in FP16
-        // with one scale per tensor. There only values below about 2^-40 of the largest become zero, and
-        // they may stay zero.)
         const bool vanished = x[i] > 0 && read_element(format, codes.data(), i) == 0;
         if (is_second_moment && !per_tensor && vanished)
             write_element(format, codes.data(), i, info(format).fmin);
@@ -655,10 +663,10 @@ template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Rea
 // out[j] = factor * (x . column j) for the first n columns of a matrix (HS, T). This is a sum over HS, but
 // the inner loop runs over j, because that loop vectorizes.
 template <class Real>
-static void dot_products(const Real* x, const std::vector<Real>& columns, int64_t T, int64_t n, Real factor,
-                         Real* out) {
+static void dot_products(int64_t HS, int64_t T, const Real* x, const std::vector<Real>& columns, int64_t n,
+                         Real factor, Real* out) {
     std::fill(out, out + n, Real(0));
-    for (size_t d = 0; d < columns.size() / T; d++) add_scaled(n, x[d] * factor, columns.data() + d * T, out);
+    for (int64_t d = 0; d < HS; d++) add_scaled(n, x[d] * factor, columns.data() + d * T, out);
 }
 
 // Causal attention: query t reads the keys and values j <= t,
@@ -679,13 +687,13 @@ void attention_forward(const ModelConfig& config, int64_t B, int64_t T, const Re
             const Real* keys = qkv + b * T * stride + config.q_cols() + kv_head * HS;
             const Real* values = keys + config.kv_cols();
             const auto key_columns = transposed(keys, T, HS, stride);
-            std::vector<Real> p(T);
+            std::vector<Real> scores(T), p(T);
             for (int64_t t = 0; t < T; t++) {
-                dot_products(queries + t * stride, key_columns, T, t + 1, score_factor, p.data());
-                const Real largest = *std::max_element(p.begin(), p.begin() + t + 1);
+                dot_products(HS, T, queries + t * stride, key_columns, t + 1, score_factor, scores.data());
+                const Real largest = *std::max_element(scores.begin(), scores.begin() + t + 1);
                 Real sum = 0;
                 for (int64_t j = 0; j <= t; j++) {
-                    p[j] = std::exp(p[j] - largest);
+                    p[j] = std::exp(scores[j] - largest);
                     sum += p[j];
                 }
                 lse[(b * NH + head) * T + t] = largest + std::log(sum);
@@ -698,7 +706,8 @@ void attention_forward(const ModelConfig& config, int64_t B, int64_t T, const Re
 
 // The backward pass of attention_forward(). p is computed again from the saved log-sum-exp:
 //   p_j = exp(q . k_j / sqrt(HS) - lse)
-//   dv_j += p_j dout,  ds_j = p_j (dout . v_j - dout . out) / sqrt(HS),  dq += ds_j k_j,  dk_j += ds_j q
+//   dp_j = dout . v_j,  ds_j = p_j (dp_j - dout . out) / sqrt(HS)
+//   dv_j += p_j dout,  dq += ds_j k_j,  dk_j += ds_j q
 // One thread has all query heads that share a key/value head, so sums have a fixed order.
 template <class Real>
 void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const Real* qkv, const Real* out,
@@ -719,7 +728,7 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
             Real *dk = dqkv + keys_at, *dv = dqkv + values_at;
             const auto key_columns = transposed(k, T, HS, stride);
             const auto value_columns = transposed(qkv + values_at, T, HS, stride);
-            std::vector<Real> p(T), ds(T);
+            std::vector<Real> scores(T), p(T), dp(T), ds(T);
             for (int64_t head = kv_head * heads; head < (kv_head + 1) * heads; head++)
                 for (int64_t t = 0; t < T; t++) {
                     const int64_t query_at = (b * T + t) * stride + head * HS;
@@ -728,10 +737,10 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
                     Real* dq = dqkv + query_at;
                     const Real lse_t = lse[(b * NH + head) * T + t];
                     const Real dout_out = dot(dout_t, out + output_at, HS);  // dout . out
-                    dot_products(q, key_columns, T, t + 1, score_factor, p.data());
-                    dot_products(dout_t, value_columns, T, t + 1, Real(1), ds.data());
-                    for (int64_t j = 0; j <= t; j++) p[j] = std::exp(p[j] - lse_t);
-                    for (int64_t j = 0; j <= t; j++) ds[j] = p[j] * (ds[j] - dout_out) * score_factor;
+                    dot_products(HS, T, q, key_columns, t + 1, score_factor, scores.data());
+                    dot_products(HS, T, dout_t, value_columns, t + 1, Real(1), dp.data());
+                    for (int64_t j = 0; j <= t; j++) p[j] = std::exp(scores[j] - lse_t);
+                    for (int64_t j = 0; j <= t; j++) ds[j] = p[j] * (dp[j] - dout_out) * score_factor;
                     for (int64_t j = 0; j <= t; j++) {
                         add_scaled(HS, p[j], dout_t, dv + j * stride);
                         add_scaled(HS, ds[j], q, dk + j * stride);

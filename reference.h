@@ -1,11 +1,13 @@
 // reference.h - the operators of COAT's training step on the CPU. They are in reference.cpp; only matmul() is
-// in reference_matmul.cpp. Training uses them through make_reference() (model.h). loss_in_double(), at the
-// end, is for tests only.
+// in reference_matmul.cpp, and loss_in_double(), at the end, which is for tests only, in reference_model.cpp.
+// Training uses the operators through make_reference() (model.h).
 //
 // Here are shapes, units and special cases. The equations, their reasons, and what each function does step by
 // step are in reference.cpp. All pointers are to row-major arrays, with shapes such as (rows, cols). The
 // template parameter Real is float. It is double only where tests compare gradients with finite differences.
 #pragma once
+#include <optional>
+
 #include "architecture.h"
 #include "step.h"
 
@@ -49,7 +51,7 @@ float compute_amax(const float* x, int64_t n);       // the largest |x| of n val
 // Quantizes x (rows, cols). Scales are just-in-time, unless `scale` is given: then this is the scale of the
 // whole tensor, and values beyond FMAX * scale saturate. If storage is FP8, the errors are added to *stats.
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage,
-                      QuantStats* stats = nullptr, const float* scale = nullptr);
+                      QuantStats* stats = nullptr, std::optional<float> scale = {});
 std::vector<float> dequantize(const StoredMatrix& q);  // (rows, cols)
 
 // x (rows, cols), quantized and decoded again. Columns: for a GEMM that sums over the columns of x, as fprop
@@ -57,7 +59,7 @@ std::vector<float> dequantize(const StoredMatrix& q);  // (rows, cols)
 enum class ReduceOver : uint8_t { Columns, Rows };
 std::vector<float> fake_quantize(const std::vector<float>& x, int64_t rows, int64_t cols,
                                  const Storage& storage, ReduceOver over, QuantStats* stats = nullptr,
-                                 const float* scale = nullptr);
+                                 std::optional<float> scale = {});
 
 // Delayed scaling (formats.h, Scaling) of one operand of a linear layer.
 struct DelayedScale {
@@ -66,6 +68,8 @@ struct DelayedScale {
     std::vector<float> history;
     float scale = 0;  // the scale in the current step, from the history; 0: the history has no amax yet
     float amax = 0;   // the largest amax of the current step so far, over its micro-batches
+    // The scale of a tensor with this amax, which counts for the history.
+    float scale_with(const Storage& storage, float tensor_amax);
     // After a step: moves amax into the history, and clears it. scale becomes the largest amax of the history
     // over FMAX, unless that amax is 0 or not finite.
     void update_history_and_scale(Format fp8);
@@ -90,12 +94,12 @@ struct Moment {
     std::vector<float> max;      // of each moment group; empty if the format is not scaled
     std::vector<float> k;        // of each moment group; empty without expansion
 
-    // A moment of n zeros. expansion, per_tensor: as in formats.h, Optimizer.
-    void init(Format f, bool expansion, int64_t n, bool per_tensor = false);
+    // A moment of n zeros. f: the format that the optimizer has for it, or FP32 (Param::moment_format()).
+    void init(const Optimizer& optimizer, Format f, int64_t n);
     void load(float* x) const;  // x: (n)
     // Stores x (n). If the format is scaled, the errors are added to *stats. A positive second moment in a
-    // moment group of 128 gets at least the smallest positive code: if it became zero, the next update would
-    // explode.
+    // moment group of 128 gets at least the smallest positive code: if it became zero, the next update, which
+    // divides by sqrt(v) + eps, would explode.
     void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
     int64_t moment_group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP; }

@@ -28,8 +28,8 @@ using Floats = std::vector<float>;
 //   all other tensors             BF16: attention, residual stream, final norm, embedding, head
 // Four results go to the quantizer directly from FP32:
 //   residual sums                           residual_sum and residual_sum2 in layer_forward()
-//   outputs of norms                        norm_layer_forward()
-//   output of the activation function       activation()
+//   outputs of norms                        apply_norm()
+//   output of the activation function       apply_activation()
 //   gradient of the activation's input      dgate_up in layer_backward()
 // All others are rounded to BF16 first.
 //
@@ -47,9 +47,67 @@ public:
     // In double nothing is rounded or quantized: what is saved for backward is the tensor itself.
     static constexpr bool QUANTIZES = std::is_same_v<Real, float>;
     using Tensor = std::vector<Real>;
-    using SavedActivation = std::conditional_t<QUANTIZES, StoredMatrix, Tensor>;
 
+    const Setup setup;
+    const std::vector<Param> params = parameters(setup.config);
+    std::vector<Tensor> weights;    // by parameter (rows, cols), in the compute dtype
+    std::vector<Tensor> gradients;  // by parameter (rows, cols), in gradient_format()
+    // By parameter and WhichOperand. Only linear layers in a recipe with delayed scaling have histories.
+    std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
+    QuantStats* stats = nullptr;  // one element for each ReportKind; null: errors are not measured
+    bool finite = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
+
+    explicit Network(const Setup& s) : setup(s), delayed_scales(params.size()) {
+        for (size_t i = 0; i < params.size(); i++) {
+            param_index_[params[i].name] = i;
+            weights.emplace_back(params[i].size());
+            gradients.emplace_back(params[i].size());
+            if (!params[i].role.linear || recipe_.scaling != Scaling::Delayed) continue;
+            for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe_.history_steps);
+        }
+    }
+
+    // Comes before a step, or a forward pass on its own: forgets what was observed of earlier tensors.
+    void reset_finite_and_amaxes() {
+        finite = true;
+        for (auto& operands : delayed_scales)
+            for (DelayedScale& d : operands) d.amax = 0;
+    }
+
+    // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
+    // of the losses. Backward adds the gradients of loss_weight times this sum to gradients. loss_weight is
+    // 1 / the number of targets of the step that count: so all micro-batches together give the gradients of
+    // the mean loss.
+    double run_micro_batch(const int32_t* tokens, const int32_t* targets, int64_t sequences, int64_t length,
+                           double loss_weight, bool backward) {
+        const Tensor x = forward(tokens, sequences, length);    // (N, C)
+        const Tensor y = rounded(apply_norm("final_norm", x));  // (N, C)
+        Tensor logits = head_forward(y);                        // (N, padded_V)
+        const double loss =
+            cross_entropy(N_, config_.V, config_.padded_V(), logits.data(), targets, Real(loss_weight));
+        finite = finite && std::isfinite(loss);
+        if (!backward) return loss;
+
+        const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
+        const Tensor dy = head_backward(y, dlogits);
+        Tensor dresidual = rounded(apply_norm_backward("final_norm", x, dy));
+        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
+        add_embedding_gradients(tokens, dresidual);
+        return loss;
+    }
+
+    // The logits (padded_V) of the token that follows n tokens.
+    Tensor next_logits(const int32_t* tokens, int64_t n) {
+        const Tensor x = forward(tokens, 1, n);
+        const Tensor last(x.end() - config_.C, x.end());
+        return head_forward(rounded(apply_norm("final_norm", last)));
+    }
+
+    QuantStats* stats_of(ReportKind k) const { return stats ? stats + int(k) : nullptr; }
+
+private:
     // What a layer saves for backward (paper, table 2; architecture.h, saved_per_layer()).
+    using SavedActivation = std::conditional_t<QUANTIZES, StoredMatrix, Tensor>;
     struct SavedLayer {
         SavedActivation norm1_input, norm2_input;  // (N, C)
         SavedActivation qkv;                       // (N, qkv_cols)
@@ -58,32 +116,13 @@ public:
         Tensor lse;                                // (B, NH, T)
     };
 
-    const Setup setup_;
-    const ModelConfig& config_ = setup_.config;
-    const Recipe& recipe_ = setup_.recipe;
-    const LinearFormats formats_ = linear_formats(setup_);
-    const std::vector<Param> params_ = parameters(config_);
-    std::map<std::string, size_t> param_index_;  // by name: the index of the parameter in params_
-    std::vector<Tensor> weights_;                // by parameter (rows, cols), in the compute dtype
-    std::vector<Tensor> gradients_;              // by parameter (rows, cols), in gradient_format()
-    // By parameter and WhichOperand. Only linear layers in a recipe with delayed scaling have histories.
-    std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales_;
-    QuantStats* stats_ = nullptr;  // one element for each ReportKind; null: errors are not measured
-    bool finite_ = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
-
+    const ModelConfig& config_ = setup.config;
+    const Recipe& recipe_ = setup.recipe;
+    const LinearFormats formats_ = linear_formats(setup);
+    std::map<std::string, size_t> param_index_;  // by name: the index of the parameter in params
     // The size of the micro-batch in the current pass, and what its layers have saved.
     int64_t B_ = 0, T_ = 0, N_ = 0;
     std::vector<SavedLayer> saved_layers_;
-
-    explicit Network(const Setup& s) : setup_(s), delayed_scales_(params_.size()) {
-        for (size_t i = 0; i < params_.size(); i++) {
-            param_index_[params_[i].name] = i;
-            weights_.emplace_back(params_[i].size());
-            gradients_.emplace_back(params_[i].size());
-            if (!params_[i].role.linear || recipe_.scaling != Scaling::Delayed) continue;
-            for (DelayedScale& d : delayed_scales_[i]) d.history.resize(recipe_.history_steps);
-        }
-    }
 
     // --- Values, gradients, names ---
 
@@ -99,24 +138,14 @@ public:
         return x;
     }
     void add_gradient(const std::string& name, const Tensor& contribution) {
-        Tensor& gradient = gradients_[param_index_.at(name)];
+        Tensor& gradient = gradients[param_index_.at(name)];
         gradient = add(gradient, contribution);
-        if (gradient_format(setup_) == recipe_.compute) gradient = rounded(gradient);
+        if (gradient_format(setup) == recipe_.compute) gradient = rounded(gradient);
     }
 
     bool has_bias(const std::string& linear) const { return param_index_.count(linear + ".bias"); }
-    const Tensor& weight(const std::string& name) const { return weights_[param_index_.at(name)]; }
-    std::string head() const { return config_.tied ? "embedding" : "head"; }
-    QuantStats* stats_of(ReportKind k) const { return stats_ ? stats_ + int(k) : nullptr; }
-
-    // --- The whole network ---
-
-    // Comes before a step, or a forward pass on its own: forgets what was observed of earlier tensors.
-    void reset_finite_and_amaxes() {
-        finite_ = true;
-        for (auto& operands : delayed_scales_)
-            for (DelayedScale& d : operands) d.amax = 0;
-    }
+    const Tensor& weight(const std::string& name) const { return weights[param_index_.at(name)]; }
+    std::string head_name() const { return config_.tied ? "embedding" : "head"; }
 
     // tokens (B, T) -> input of the final norm (N, C). Sets the sizes B_, T_ and N_, which all functions of a
     // pass read. The embedding is not quantized, as in the paper:
@@ -137,33 +166,11 @@ public:
         return rounded(residual);
     }
 
-    // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses. Backward adds the gradients of loss_weight times this sum to gradients_. loss_weight is
-    // 1 / the number of targets of the step that count: so all micro-batches together give the gradients of
-    // the mean loss.
-    double run_micro_batch(const int32_t* tokens, const int32_t* targets, int64_t sequences, int64_t length,
-                           double loss_weight, bool backward) {
-        const Tensor x = forward(tokens, sequences, length);            // (N, C)
-        const Tensor y = rounded(norm_layer_forward("final_norm", x));  // (N, C)
-        Tensor logits = head_forward(y);                                // (N, padded_V)
-        const double loss =
-            cross_entropy(N_, config_.V, config_.padded_V(), logits.data(), targets, Real(loss_weight));
-        finite_ = finite_ && std::isfinite(loss);
-        if (!backward) return loss;
-
-        const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
-        const Tensor dy = head_backward(y, dlogits);
-        Tensor dresidual = rounded(norm_layer_backward("final_norm", x, dy));
-        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
-        add_embedding_gradients(tokens, dresidual);
-        return loss;
-    }
-
     // --- What a layer saves for backward ---
 
     // FP8 codes saturate, which hides an infinity. So this checks the amax of each tensor that is quantized
-    // to FP8.
-    void check_finite(float amax) { finite_ = finite_ && std::isfinite(amax); }
+    // to FP8. (Tensors with small scale blocks do not need it: see scale_of().)
+    void check_finite(float amax) { finite = finite && std::isfinite(amax); }
 
     // Saves x (N, cols) for backward, stored as `storage` says. load_saved() gives the stored values.
     SavedActivation save_for_backward(const Tensor& x, int64_t cols, const Storage& storage,
@@ -194,13 +201,13 @@ public:
     // rope_at_projection(), attention_input() and core_attention_backward() of model.cu.)
 
     // q, k and v (N, qkv_cols) as the projection gives them -> as they are saved, in the compute dtype.
-    Tensor rotate_before_saving(Tensor qkv) const {
+    Tensor qkv_to_save(Tensor qkv) const {
         const bool rotates = config_.arch.rope && !config_.arch.qk_norm;
         if (rotates) rope(config_, B_, T_, qkv.data(), /*inverse=*/false);
         return rounded(qkv);
     }
     // q, k and v (N, qkv_cols) as they were saved -> as attention reads them.
-    Tensor norm_and_rotate_after_loading(const std::string& prefix, Tensor qkv) const {
+    Tensor qkv_for_attention(const std::string& prefix, Tensor qkv) const {
         if (!config_.arch.qk_norm) return qkv;
         qk_norm_forward(config_, N_, weight(prefix + "qk_norm.weight").data(), qkv.data());
         qkv = rounded(qkv);
@@ -209,7 +216,7 @@ public:
     }
     // The backward pass of both: dqkv (N, qkv_cols), the gradient of what attention reads -> the gradient of
     // what the projection gives. saved_qkv: as loaded. Adds to the gradient of the weight of Qwen3's norms.
-    Tensor norm_and_rotate_backward(const std::string& prefix, const Tensor& saved_qkv, Tensor dqkv) {
+    Tensor qkv_backward(const std::string& prefix, const Tensor& saved_qkv, Tensor dqkv) {
         if (config_.arch.rope) {
             rope(config_, B_, T_, dqkv.data(), /*inverse=*/true);
             dqkv = rounded(dqkv);
@@ -226,9 +233,8 @@ public:
 
     // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
-    // Layer l: the residual stream before the layer (N, C) -> after it (N, C). Both are sums in FP32
-    // that are not rounded yet. The input of a norm is saved in groups of the exact sum. The residual stream
-    // goes on with rounded(sum).
+    // Layer l: the residual stream before the layer (N, C) -> after it (N, C), both as sums in FP32. A sum
+    // has two readers. The norm reads it as it is saved, in groups; the next sum reads it rounded to BF16.
     Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         SavedLayer& s = saved_layers_.emplace_back();
@@ -238,15 +244,14 @@ public:
             save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 1 -> q, k, v -> RoPE
-        const Tensor norm1 =
-            norm_layer_forward(prefix + "norm1", what_forward_reads(residual_sum, s.norm1_input));
+        const Tensor norm1 = apply_norm(prefix + "norm1", what_forward_reads(residual_sum, s.norm1_input));
         const Tensor projected = linear_forward(prefix + "qkv", norm1);
-        s.qkv = save_for_backward(rotate_before_saving(projected), config_.qkv_cols(),
-                                  recipe_.saved_attention, ReportKind::Attention);
+        s.qkv = save_for_backward(qkv_to_save(projected), config_.qkv_cols(), recipe_.saved_attention,
+                                  ReportKind::Attention);
 
         // Attention reads q, k and v as backward will load them: the log-sum-exp has to belong to these
         // values. Values that are dequantized from groups are FP32, and attention reads them rounded to BF16.
-        const Tensor qkv = norm_and_rotate_after_loading(prefix, rounded(load_saved(s.qkv)));
+        const Tensor qkv = qkv_for_attention(prefix, rounded(load_saved(s.qkv)));
         Tensor attention_output(N_ * config_.q_cols());
         s.lse.resize(N_ * config_.NH);
         attention_forward(config_, B_, T_, qkv.data(), attention_output.data(), s.lse.data());
@@ -260,14 +265,13 @@ public:
             save_for_backward(residual_sum2, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 2 -> gate and up
-        const Tensor norm2 =
-            norm_layer_forward(prefix + "norm2", what_forward_reads(residual_sum2, s.norm2_input));
+        const Tensor norm2 = apply_norm(prefix + "norm2", what_forward_reads(residual_sum2, s.norm2_input));
         const Tensor gate_up = linear_forward(prefix + "gate_up", norm2);
         s.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
                                       ReportKind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
-        const Tensor act = activation(what_forward_reads(gate_up, s.gate_up));
+        const Tensor act = apply_activation(what_forward_reads(gate_up, s.gate_up));
         return add(rounded(residual_sum2), linear_forward(prefix + "down", act));
     }
 
@@ -280,16 +284,16 @@ public:
 
         // Down; act = SiLU(gate) x up is computed again
         const Tensor gate_up = load_saved(s.gate_up);
-        const Tensor dact = linear_backward(prefix + "down", activation(gate_up), dresidual);
+        const Tensor dact = linear_backward(prefix + "down", apply_activation(gate_up), dresidual);
 
         // SiLU(gate) x up -> gate and up -> norm 2 -> residual gradient
         Tensor dgate_up(gate_up.size());
         activation_backward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), dact.data(),
                                   dgate_up.data());
         const Tensor norm2_input = load_saved(s.norm2_input);
-        const Tensor norm2 = norm_layer_forward(prefix + "norm2", norm2_input);
+        const Tensor norm2 = apply_norm(prefix + "norm2", norm2_input);
         const Tensor dnorm2 = linear_backward(prefix + "gate_up", norm2, dgate_up);
-        dresidual = rounded(add(dresidual, norm_layer_backward(prefix + "norm2", norm2_input, dnorm2)));
+        dresidual = rounded(add(dresidual, apply_norm_backward(prefix + "norm2", norm2_input, dnorm2)));
 
         // Attention out. wgrad quantizes the attention output as it is saved. The backward pass of attention,
         // below, reads it rounded to the compute dtype.
@@ -299,44 +303,37 @@ public:
         // Attention -> RoPE
         const Tensor attention_output = rounded(load_saved(s.attention_output));
         const Tensor saved_qkv = rounded(load_saved(s.qkv));
-        const Tensor qkv = norm_and_rotate_after_loading(prefix, saved_qkv);
+        const Tensor qkv = qkv_for_attention(prefix, saved_qkv);
         Tensor dqkv(qkv.size());
         attention_backward(config_, B_, T_, qkv.data(), attention_output.data(), s.lse.data(),
                            dattention_output.data(), dqkv.data());
-        dqkv = norm_and_rotate_backward(prefix, saved_qkv, rounded(dqkv));
+        dqkv = qkv_backward(prefix, saved_qkv, rounded(dqkv));
 
         // q, k, v -> norm 1 -> residual gradient
         const Tensor norm1_input = load_saved(s.norm1_input);
-        const Tensor norm1 = norm_layer_forward(prefix + "norm1", norm1_input);
+        const Tensor norm1 = apply_norm(prefix + "norm1", norm1_input);
         const Tensor dnorm1 = linear_backward(prefix + "qkv", norm1, dqkv);
-        return rounded(add(dresidual, norm_layer_backward(prefix + "norm1", norm1_input, dnorm1)));
+        return rounded(add(dresidual, apply_norm_backward(prefix + "norm1", norm1_input, dnorm1)));
     }
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
-    // The scale of a whole operand x of the linear layer with the weight number i (formats.h, Scaling). With
-    // delayed scaling the amax of x goes into the operand's history, and the scale comes from there. An
-    // operand has no such scale if it is not in FP8, or if its scale blocks are smaller: quantize() computes
-    // their scales. Of all FP8 operands this checks that x is finite.
-    std::optional<float> scale_for(WhichOperand which, size_t i, const Tensor& x) {
-        const Storage& storage = storage_of(formats_, which);
-        if (!storage.fp8()) return {};
-        const float amax = compute_amax(x.data(), int64_t(x.size()));
-        check_finite(amax);
-        if (storage.granularity != PER_TENSOR) return {};
-        if (recipe_.scaling == Scaling::JustInTime) return scale_of(storage, amax);
-        DelayedScale& delayed = delayed_scales_[i][int(which)];
-        delayed.amax = std::max(delayed.amax, amax);
-        return delayed.scale > 0 ? delayed.scale : scale_of(storage, delayed.amax);
-    }
-    // An operand of the linear layer with the weight number i, as a GEMM reads it: x (rows, cols), quantized
-    // and decoded again.
+    // The operand x (rows, cols) of the linear layer with the weight number i, as a GEMM reads it: quantized
+    // and decoded again. Of every FP8 operand this checks that x is finite. With delayed scaling the amax of
+    // x goes into the operand's history, from which its scale comes. Else x has just-in-time scales.
     Tensor make_operand(WhichOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return x;
         else {
-            const std::optional<float> scale = scale_for(which, i, x);
-            return fake_quantize(x, int64_t(x.size()) / cols, cols, storage_of(formats_, which), over,
-                                 stats_of(report_kind(which)), scale ? &*scale : nullptr);
+            const Storage& storage = storage_of(formats_, which);
+            std::optional<float> delayed_scale;
+            if (storage.fp8()) {
+                const float amax = compute_amax(x.data(), int64_t(x.size()));
+                check_finite(amax);
+                if (recipe_.scaling == Scaling::Delayed)
+                    delayed_scale = delayed_scales[i][int(which)].scale_with(storage, amax);
+            }
+            return fake_quantize(x, int64_t(x.size()) / cols, cols, storage, over,
+                                 stats_of(report_kind(which)), delayed_scale);
         }
     }
 
@@ -344,9 +341,9 @@ public:
     // each of which the format of the operand can represent. In most recipes this format is FP8.
     Tensor linear_forward(const std::string& name, const Tensor& x) {
         const size_t i = param_index_.at(name);
-        const int64_t in = params_[i].cols, out = params_[i].rows;
+        const int64_t in = params[i].cols, out = params[i].rows;
         const Tensor x_operand = make_operand(WhichOperand::X, i, x, in, ReduceOver::Columns);
-        const Tensor w_operand = make_operand(WhichOperand::W, i, weights_[i], in, ReduceOver::Columns);
+        const Tensor w_operand = make_operand(WhichOperand::W, i, weights[i], in, ReduceOver::Columns);
         Tensor y(N_ * out);
         // fprop: y = x w^T
         matmul<Real>(N_, out, in, {x_operand.data(), in, 1}, {w_operand.data(), 1, in}, y.data());
@@ -359,9 +356,9 @@ public:
     // x (N, in), dy (N, out) -> dx (N, in). Adds to the gradients of the weight and of the bias.
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         const size_t i = param_index_.at(name);
-        const int64_t in = params_[i].cols, out = params_[i].rows;
+        const int64_t in = params[i].cols, out = params[i].rows;
         const Tensor x_operand = make_operand(WhichOperand::X, i, x, in, ReduceOver::Rows);
-        const Tensor w_operand = make_operand(WhichOperand::W, i, weights_[i], in, ReduceOver::Rows);
+        const Tensor w_operand = make_operand(WhichOperand::W, i, weights[i], in, ReduceOver::Rows);
         const Tensor g_operand = make_operand(WhichOperand::G, i, dy, out, ReduceOver::Columns);
         Tensor dx(N_ * in), dw(out * in);
         // dgrad: dx = g w
@@ -388,7 +385,7 @@ public:
     // --- Norms and the activation function ---
 
     // x (rows, C) -> the norm's output (rows, C), in FP32.
-    Tensor norm_layer_forward(const std::string& name, const Tensor& x) const {
+    Tensor apply_norm(const std::string& name, const Tensor& x) const {
         const int64_t C = config_.C, rows = int64_t(x.size()) / C;
         const Real* bias = config_.arch.rms ? nullptr : weight(name + ".bias").data();
         Tensor y(x.size());
@@ -398,7 +395,7 @@ public:
     }
 
     // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
-    Tensor norm_layer_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
+    Tensor apply_norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         Tensor dx(x.size()), dweight(config_.C), dbias(config_.C);
         norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
                             weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
@@ -409,7 +406,7 @@ public:
     }
 
     // gate_up (N, gate_up_cols) -> act (N, F), in FP32.
-    Tensor activation(const Tensor& gate_up) const {
+    Tensor apply_activation(const Tensor& gate_up) const {
         Tensor act(N_ * config_.F);
         activation_forward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), act.data());
         return act;
@@ -421,18 +418,18 @@ public:
     Tensor head_forward(const Tensor& y) const {
         const int64_t rows = int64_t(y.size()) / config_.C, V = config_.padded_V(), C = config_.C;
         Tensor logits(rows * V);
-        matmul<Real>(rows, V, C, {y.data(), C, 1}, {weight(head()).data(), 1, C}, logits.data());
+        matmul<Real>(rows, V, C, {y.data(), C, 1}, {weight(head_name()).data(), 1, C}, logits.data());
         return rounded(logits);
     }
 
     // dlogits (N, padded_V) -> dy (N, C); adds to the gradient of the head.
     Tensor head_backward(const Tensor& y, const Tensor& dlogits) {
         const int64_t V = config_.padded_V(), C = config_.C;
-        const Tensor& w = weight(head());  // (V, C)
+        const Tensor& w = weight(head_name());  // (V, C)
         Tensor dhead(V * C), dy(N_ * C);
         matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
         matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {w.data(), C, 1}, dy.data());
-        add_gradient(head(), dhead);
+        add_gradient(head_name(), dhead);
         return rounded(dy);
     }
 
@@ -455,10 +452,8 @@ public:
 // 6. The Model that program/train.cpp drives: weights, moments, and one training step
 //
 // Each rank has all weights and the sums of all gradients, and updates the part of the state that it owns.
-// The model is the network of part 5 with this state: params_, weights_, gradients_ and the like are
-// Network's.
 
-class ReferenceModel : public Model, Network<float> {
+class ReferenceModel : public Model {
     // The state of one parameter. weight and remainder have all elements of the parameter, but only those
     // that this rank owns are up to date. The moments have only the elements that this rank owns.
     struct ParamState {
@@ -466,33 +461,36 @@ class ReferenceModel : public Model, Network<float> {
         std::vector<int16_t> remainder;  // of the FP32 master; 0 without a master
         Moment m, v;
     };
+    Network<float> network_;  // has the weights as forward and backward read them, and the gradients
+    const Setup& setup_ = network_.setup;
+    const std::vector<Param>& params_ = network_.params;
     std::vector<ParamState> states_;  // by parameter
     // Several ranks: the sums of the gradients of all ranks and micro-batches so far, by parameter.
     std::vector<Floats> sums_;
 
 public:
-    explicit ReferenceModel(const Setup& setup)
-        : Network(setup), states_(params_.size()), sums_(params_.size()) {
+    explicit ReferenceModel(const Setup& s) : network_(s), states_(params_.size()), sums_(params_.size()) {
         for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = params_[i];
-            const Optimizer& o = setup.optimizer;
-            const int64_t used = used_elements(setup.config, p), owned_count = owned(setup, p).count;
+            const Optimizer& o = setup_.optimizer;
+            const int64_t used = used_elements(setup_.config, p), owned_count = owned(setup_, p).count;
             ParamState& s = states_[i];
-            s.m.init(p.moment_format(o.m), o.expansion, owned_count, o.per_tensor);
-            s.v.init(p.moment_format(o.v), o.expansion, owned_count, o.per_tensor);
+            s.m.init(o, p.moment_format(o.m), owned_count);
+            s.v.init(o, p.moment_format(o.v), owned_count);
             s.weight.resize(p.size());
             s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
-                const float initial = initial_value(p.init_std, p.role.starts_at_one, used, setup.seed, i, e);
+                const float initial =
+                    initial_value(p.init_std, p.role.starts_at_one, used, setup_.seed, i, e);
                 split_master(initial, &s.weight[e], &s.remainder[e]);
-                if (!setup.keep_masters) s.remainder[e] = 0;
-                weights_[i][e] = weight_of(s, e);
+                if (!setup_.keep_masters) s.remainder[e] = 0;
+                network_.weights[i][e] = weight_of(s, e);
             }
         }
     }
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
-        reset_finite_and_amaxes();
+        network_.reset_finite_and_amaxes();
         const int64_t tokens_of_rank = setup_.micro_batches_per_rank * setup_.B * setup_.T;
         int64_t target_count = 0;  // targets of the step that count
         for (int64_t theirs : all_gather(counted_targets(targets, tokens_of_rank))) target_count += theirs;
@@ -502,38 +500,38 @@ public:
         const double grad_norm = gradient_norm();
         // No rank updates if one has met a value that is not finite. (Ranks send a char, because vector<bool>
         // has no array of its elements.)
-        for (char theirs : all_gather(char(finite_))) finite_ = finite_ && theirs;
+        bool finite = true;
+        for (char theirs : all_gather(char(network_.finite))) finite = finite && theirs;
         // The norm after clipping. Below 2^62 the square of a gradient fits every format of v. NaN is
         // skipped, too.
         const double clipped_norm = grad_norm * clip_factor(options, grad_norm);
-        const bool skipped = !finite_ || !(clipped_norm < 0x1p62);
+        const bool skipped = !finite || !(clipped_norm < 0x1p62);
         if (!skipped) update_all(options, grad_norm);
         return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = target_count};
     }
 
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        reset_finite_and_amaxes();
+        network_.reset_finite_and_amaxes();
         const double divisor = divisor_of_mean(targets, setup_.B * setup_.T);
         const double sum =
-            run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, /*backward=*/false);
-        return finite_ ? sum / divisor : NAN;  // a quotient, as in step(), so that both have the same bits
+            network_.run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, /*backward=*/false);
+        return network_.finite ? sum / divisor
+                               : NAN;  // a quotient, as in step(), so that both have the same bits
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        reset_finite_and_amaxes();
-        const auto x = forward(tokens, 1, n);
-        const Floats last(x.end() - config_.C, x.end());
-        const auto row = head_forward(rounded(norm_layer_forward("final_norm", last)));
-        std::copy(row.begin(), row.begin() + config_.V, logits);
+        network_.reset_finite_and_amaxes();
+        const Floats padded = network_.next_logits(tokens, n);
+        std::copy_n(padded.begin(), setup_.config.V, logits);
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
-        reset_finite_and_amaxes();
+        network_.reset_finite_and_amaxes();
         clear_gradients();
         QuantReport report;
-        stats_ = report.kinds;
+        network_.stats = report.kinds;
         const double loss_weight = 1.0 / divisor_of_mean(targets, setup_.B * setup_.T);
-        run_micro_batch(tokens, targets, setup_.B, setup_.T, loss_weight, /*backward=*/true);
+        network_.run_micro_batch(tokens, targets, setup_.B, setup_.T, loss_weight, /*backward=*/true);
         // k_m and k_v belong to the moments that are stored now. The errors belong to the moments that a step
         // with these gradients, unclipped, and with the default betas would store. This step is computed with
         // lr = 0, on a copy of the state.
@@ -546,7 +544,7 @@ public:
                 adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
             update(s, i, constants, /*key=*/0);
         }
-        stats_ = nullptr;
+        network_.stats = nullptr;
         return report;
     }
 
@@ -565,7 +563,7 @@ public:
 private:
     // --- The parts of a step ---
 
-    // All micro-batches of the step. Afterwards gradients_ has the gradients of the mean loss over the
+    // All micro-batches of the step. Afterwards the network has the gradients of the mean loss over the
     // target_count targets that count. Returns the sum of the losses of all ranks. Losses are added in the
     // order of the micro-batches: number a of rank r is number a * ranks + r of the step.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
@@ -574,15 +572,16 @@ private:
         const double loss_weight = 1.0 / double(target_count);
         std::vector<double> losses;  // by micro-batch
         for (int64_t a = 0; a < micro_batches; a++) {
-            // One rank adds up all micro-batches in gradients_. Several ranks have one micro-batch each in
-            // gradients_, and add them up in sums_.
+            // One rank adds up all micro-batches in network_.gradients. Several ranks have the gradients of
+            // one micro-batch there, and add them up in sums_.
             if (a == 0 || setup_.communicator) clear_gradients();
             const int64_t first = a * batch_tokens;
-            losses.push_back(run_micro_batch(tokens + first, targets + first, setup_.B, setup_.T, loss_weight,
-                                             /*backward=*/true));
+            losses.push_back(network_.run_micro_batch(tokens + first, targets + first, setup_.B, setup_.T,
+                                                      loss_weight,
+                                                      /*backward=*/true));
             if (setup_.communicator) reduce_gradients(/*is_first_micro_batch=*/a == 0);
         }
-        if (setup_.communicator) gradients_.swap(sums_);
+        if (setup_.communicator) network_.gradients.swap(sums_);
         const auto of_ranks = all_gather(losses);
         double loss = 0;
         for (int64_t a = 0; a < micro_batches; a++)
@@ -594,7 +593,7 @@ private:
     // gets the same sum with any number of ranks, because each rank has whole shard units.)
     double gradient_norm() const {
         double sum = 0;
-        for (const Floats& gradient : gradients_)
+        for (const Floats& gradient : network_.gradients)
             for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
                 double unit = 0;
                 for (size_t e = first; e < std::min<size_t>(gradient.size(), first + SHARD_UNIT); e++)
@@ -622,9 +621,9 @@ private:
         for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
         s.m.load(m.data());
         s.v.load(v.data());
-        adamw(constants, n, gradients_[i].data() + first, master.data(), m.data(), v.data());
-        s.m.store(m.data(), /*is_second_moment=*/false, stats_of(ReportKind::Moment1));
-        s.v.store(v.data(), /*is_second_moment=*/true, stats_of(ReportKind::Moment2));
+        adamw(constants, n, network_.gradients[i].data() + first, master.data(), m.data(), v.data());
+        s.m.store(m.data(), /*is_second_moment=*/false, network_.stats_of(ReportKind::Moment1));
+        s.v.store(v.data(), /*is_second_moment=*/true, network_.stats_of(ReportKind::Moment2));
         for (int64_t e = 0; e < n; e++) {
             const int64_t at = first + e;  // in the parameter
             if (setup_.keep_masters) split_master(master[e], &s.weight[at], &s.remainder[at]);
@@ -635,12 +634,12 @@ private:
     // --- Weights and gradients ---
 
     void clear_gradients() {
-        for (size_t i = 0; i < params_.size(); i++) gradients_[i].assign(params_[i].size(), 0.0f);
+        for (size_t i = 0; i < params_.size(); i++) network_.gradients[i].assign(params_[i].size(), 0.0f);
     }
 
     // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
     float weight_of(const ParamState& s, int64_t e) const {
-        const bool bf16 = recipe_.compute == Format::BF16;
+        const bool bf16 = setup_.recipe.compute == Format::BF16;
         return bf16 ? from_bf16(s.weight[e]) : join_master(s.weight[e], s.remainder[e]);
     }
 
@@ -657,7 +656,7 @@ private:
         for (size_t i = 0; i < params_.size(); i++) {
             Floats& sum = sums_[i];
             if (is_first_micro_batch) sum.assign(params_[i].size(), 0.0f);
-            const std::vector<Floats> of_ranks = all_gather(gradients_[i]);
+            const std::vector<Floats> of_ranks = all_gather(network_.gradients[i]);
             for (size_t e = 0; e < sum.size(); e++) {
                 for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
                 sum[e] = round_to(gradient_format(setup_), sum[e]);
@@ -673,7 +672,7 @@ private:
         Floats mine(own.count);
         for (int64_t e = 0; e < own.count; e++) mine[e] = weight_of(s, own.first + e);
         const bool is_sharded = !params_[i].is_vector();  // a vector is whole on every rank
-        auto to = weights_[i].begin();
+        auto to = network_.weights[i].begin();
         for (const Floats& part : is_sharded ? all_gather(mine) : std::vector<Floats>{mine})
             to = std::copy(part.begin(), part.end(), to);
     }
@@ -682,12 +681,12 @@ private:
     // layers that fall back from FP8 take no amaxes: then histories and scales stay as they are.
     void update_delayed_scales() {
         if (!linear_formats(setup_).x.fp8()) return;
-        for (auto& operands : delayed_scales_)
+        for (auto& operands : network_.delayed_scales)
             for (WhichOperand o : LINEAR_OPERANDS) {
                 DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
                 for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
-                d.update_history_and_scale(storage_of(recipe_, o).format);
+                d.update_history_and_scale(storage_of(setup_.recipe, o).format);
             }
     }
 
@@ -715,9 +714,9 @@ private:
                                                 {".v", whole(s.v.codes)},   {".v.max", whole(s.v.max)},
                                                 {".v.k", whole(s.v.k)}};
         if (setup_.keep_masters) places[".remainder"] = part(s.remainder, own);
-        if (setup_.keep_gradients && !to_write) places[".gradient"] = part(gradients_[i], own);
+        if (setup_.keep_gradients && !to_write) places[".gradient"] = part(network_.gradients[i], own);
         for (WhichOperand o : LINEAR_OPERANDS) {
-            DelayedScale& d = delayed_scales_[i][int(o)];
+            DelayedScale& d = network_.delayed_scales[i][int(o)];
             if (d.history.empty()) continue;
             places[concat(suffix_of(o), ".history")] = whole(d.history);
             places[concat(suffix_of(o), ".scale")] = {.data = &d.scale, .bytes = sizeof d.scale};
@@ -736,11 +735,11 @@ double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
     const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
     const Optimizer& optimizer = find_row(optimizers(), "fp32", "--optimizer");
     Network<double> network({config, recipe, optimizer, B, T});
-    network.weights_ = weights;
+    network.weights = weights;
     const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);
     const double loss =
         network.run_micro_batch(tokens, targets, B, T, loss_weight, gradients != nullptr) * loss_weight;
-    if (gradients) *gradients = network.gradients_;
+    if (gradients) *gradients = network.gradients;
     return loss;
 }
 

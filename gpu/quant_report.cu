@@ -94,7 +94,7 @@ void add_moment_quant_errors(const Optimizer& o, const MomentRef& m, const Momen
     };
     auto moment_on_host = [&](const void* data, Format f, const float* max, const float* k) {
         reference::Moment x;
-        x.init(f, k, n, o.per_tensor);
+        x.init(o, f, n);
         fetch_pieces(x.codes, data, 1, info(f).bytes);
         if (max && o.per_tensor) copy_async(x.max.data(), max, sizeof(float), stream);
         else if (max) fetch_pieces(x.max, max, MOMENT_GROUP, sizeof(float));

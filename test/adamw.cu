@@ -78,7 +78,7 @@ GPU_TEST_CASE("add_moment_quant_errors: errors of the moments equal the referenc
                 for (int64_t j = 0; j < n; j++)
                     if (!in_part || (j / apart < 128 && j % apart < 2048)) measured.push_back(x[i][j]);
                 Moment expected;
-                expected.init(i ? o.v : o.m, o.expansion, int64_t(measured.size()), o.per_tensor);
+                expected.init(o, i ? o.v : o.m, int64_t(measured.size()));
                 QuantStats stats;
                 expected.store(measured.data(), i, &stats);
                 const QuantStats& got = report.kinds[int(i ? ReportKind::Moment2 : ReportKind::Moment1)];

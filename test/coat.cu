@@ -160,9 +160,9 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
         const Tensor out({rows, cols}, q, scale);
         const Buffer<QuantStats> stats({BEFORE});
         gpu::quantize(gpu::stored(in.ref()), out.operand(), stats.get(), 0);
-        check_quantized(out, x, &scale);
+        check_quantized(out, x, scale);
         QuantStats wanted;
-        reference::quantize(x.data(), rows, cols, q, &wanted, &scale);
+        reference::quantize(x.data(), rows, cols, q, &wanted, scale);
         check_statistics(stats, wanted);
     }
 }
@@ -291,7 +291,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
         gpu::quantize(x, operand, nullptr, 0);
         CHECK(out.amax() == amax);
         const reference::StoredMatrix wanted =
-            reference::quantize(values.data(), rows, 2 * F, E5M2_TENSOR, nullptr, &scale);
+            reference::quantize(values.data(), rows, 2 * F, E5M2_TENSOR, nullptr, scale);
         CHECK(same_codes(E5M2_TENSOR.format, in.codes.read(), wanted.codes));
     }
 }

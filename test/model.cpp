@@ -21,8 +21,7 @@ static Floats masters(const Snapshot& state, const std::string& name) {
 static reference::Moment moment_of(const Setup& s, const Param& p, const Snapshot& state, bool second) {
     const std::string name = p.name + (second ? ".v" : ".m");
     reference::Moment moment;
-    moment.init(p.moment_format(second ? s.optimizer.v : s.optimizer.m), s.optimizer.expansion, p.size(),
-                s.optimizer.per_tensor);
+    moment.init(s.optimizer, p.moment_format(second ? s.optimizer.v : s.optimizer.m), p.size());
     moment.codes = state.at(name);
     if (!moment.max.empty()) moment.max = values_of<float>(state, name + ".max");
     if (!moment.k.empty()) moment.k = values_of<float>(state, name + ".k");

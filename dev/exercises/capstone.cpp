@@ -108,7 +108,7 @@ void reference_adamw(const Step& s, int n, const float* g, float* w, Moment m, M
     const Moment views[2] = {m, v};
     reference::Moment moments[2];
     for (int j : {0, 1}) {
-        moments[j].init(Format::E4M3, true, n);
+        moments[j].init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n);
         std::copy_n(views[j].codes, n, moments[j].codes.begin());
         moments[j].max[0] = *views[j].max;
         moments[j].k[0] = *views[j].k;

@@ -187,7 +187,7 @@ AdamWInputs adamw_inputs(Comparison& c, int n, int round, bool zeros, reference:
     }
     for (int j : {0, 1}) {
         Floats& values = j == 0 ? in.m : in.v;
-        stored[j].init(Format::E4M3, true, n);
+        stored[j].init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n);
         stored[j].store(values.data(), j == 1);
         stored[j].load(values.data());
     }

@@ -168,7 +168,7 @@ private:
     // The moment that is now on the GPU, whose max is row `which` of the fields, and k the next row.
     reference::Moment reference_moment(const Buffer<uint8_t>& codes, int which) const {
         reference::Moment moment;
-        moment.init(Format::E4M3, true, n_);
+        moment.init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n_);
         const std::vector<float> all = fields_.read();
         const auto max = all.begin() + which * (n_ / SPAN), k = max + n_ / SPAN;
         moment.codes = codes.read();
@@ -179,7 +179,7 @@ private:
     void compare(const std::vector<float>& x, bool second, const reference::Moment& now,
                  Difference& d) const {
         reference::Moment expected;
-        expected.init(Format::E4M3, true, n_);
+        expected.init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n_);
         expected.store(x.data(), second);
         for (int64_t g = 0; g < n_ / SPAN; g++) {
             const float off = std::abs(now.k[g] - expected.k[g]);

@@ -104,8 +104,8 @@ struct AdamWRun {
         for (int64_t size : sizes) {
             HostParam p{size, int64_t(master.size()), size % 3 != 0, {}, {}};
             const bool fp32 = size == 130 || size == 127;  // as for norm weights
-            p.m.init(fp32 ? Format::FP32 : o.m, o.expansion, size, o.per_tensor);
-            p.v.init(fp32 ? Format::FP32 : o.v, o.expansion, size, o.per_tensor);
+            p.m.init(o, fp32 ? Format::FP32 : o.m, size);
+            p.v.init(o, fp32 ? Format::FP32 : o.v, size);
             Floats m(size), v(size);
             for (int64_t i = 0; i < size; i++) {
                 v[i] = float(1e-6 * std::exp(2 * rng.normal()));

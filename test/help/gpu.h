@@ -185,7 +185,8 @@ public:
         return {x.begin(), x.end()};
     }
     // The codes and scales of x (rows, cols), row-major or transposed.
-    reference::StoredMatrix quantized(const Floats& x, bool transpose, const float* delayed = nullptr) const {
+    reference::StoredMatrix quantized(const Floats& x, bool transpose,
+                                      std::optional<float> delayed = {}) const {
         if (!transpose) return reference::quantize(x.data(), rows, cols, storage, nullptr, delayed);
         const Floats t = test::transposed(x, rows, cols);
         return reference::quantize(t.data(), cols, rows, storage, nullptr, delayed);
@@ -200,7 +201,7 @@ inline bool same_codes(Format f, const Bytes& a, const Bytes& b) {
 }
 
 // Codes and scales in both orientations, and the amax, against the reference, just in time or delayed.
-inline void check_quantized(const Tensor& out, const Floats& x, const float* delayed = nullptr) {
+inline void check_quantized(const Tensor& out, const Floats& x, std::optional<float> delayed = {}) {
     INFO(out.storage.text(), " ", out.rows, "x", out.cols);
     for (bool transpose : {false, true}) {
         if (transpose && !out.transposes()) continue;
@@ -344,7 +345,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
         const float scale = reference::scale_of(q, reference::compute_amax(values.data(), s.n()) / 2);
         const Tensor delayed(s, q, scale);
         gpu::quantize(x, delayed.operand(), nullptr, 0);
-        check_quantized(delayed, values, &scale);
+        check_quantized(delayed, values, scale);
     }
 }
 

@@ -213,10 +213,10 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
                         std::ldexp(edge / 1.75f, -1 - info(f).mantissa_bits);  // edge / scale = 1.75 x 2^e
         const Floats x = {0.3f, 2 * edge, -3 * edge, edge, edge + half_step, edge + 1.01f * half_step};
         QuantStats stats;
-        const StoredMatrix z = quantize(x.data(), 2, 3, {f}, &stats, &scale);
+        const StoredMatrix z = quantize(x.data(), 2, 3, {f}, &stats, scale);
         for (size_t i = 0; i < x.size(); i++) CHECK(z.codes[i] == definition(f).nearest(x[i] / scale));
         CHECK((z.scale(1, 2) == scale && z.value(1, 0) == edge));
-        CHECK(fake_quantize(x, 2, 3, {f}, ReduceOver::Rows, nullptr, &scale) == dequantize(z));
+        CHECK(fake_quantize(x, 2, 3, {f}, ReduceOver::Rows, nullptr, scale) == dequantize(z));
         CHECK(stats.saturated == 3);  // not what rounds to the largest value
     }
 }

@@ -30,7 +30,7 @@ static void check_moment(Format f, bool expand, bool per_tensor, bool second, co
     const bool scaled = moments_need_scaling(f), expands = expand && is_fp8(f);
     const bool positive = second && !per_tensor;
     Moment moment;
-    moment.init(f, expand, n, per_tensor);
+    moment.init({.name = "", .m = f, .v = f, .expansion = expand, .per_tensor = per_tensor}, f, n);
     CHECK(moment.max == Floats(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
     CHECK(moment.k == Floats(size_t(expands ? ceil_div(n, size) : 0), 1.0f));
     Floats values(x.size(), -7);
