@@ -27,17 +27,19 @@
 //   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
 //   span        0      0      0      0      2       4       6         1        3        5        7
 //
-// So half a warp keeps the fields of the spans that it updates itself, and its 16 lanes pass them to each
-// other by shuffles.
+// That is lane 16 (span % 2) + 4 (span / 2) + the number of the field, 0 to 3. So half a warp keeps the
+// fields of the spans that it updates itself, and its 16 lanes pass them to each other by shuffles.
 //
 // Which bytes move. An element takes 14.25 bytes. These are read and written: its BF16 weight (2 bytes), the
 // remainder of the FP32 master (2), m (1), v (1) and its part of the fields of its span (0.125), together
 // 2 x 6.125. The gradient is only read: 2 bytes if it is in BF16. An H200 moves these bytes at 87% of its
 // copy bandwidth.
 //
-// dev/ladders/adamw.cu builds such a kernel up, idea by idea, for a single parameter, and without the careful
-// path of part 1. There rung 6, without bundles and without loads ahead, reaches 91% of the copy bandwidth,
-// and rung 8, with both, 90%. Whether rung 6's manner would be faster here too has not been measured.
+// Why bundles, and loads ahead of their use (part 4). dev/ladders/adamw.cu builds such a kernel up, idea by
+// idea, for a single parameter, and without the careful path of part 1. There these two win nothing: its rung
+// 6 has neither, and is as fast as rung 8, which has both. Here they do win. Without them an update of
+// Llama-2-7B took 30.6 ms in place of 26.0 on an H200, with the same bits, in the best of 15 variants: blocks
+// of 128 to 512 threads, with 16 to 16,384 spans each.
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
@@ -52,7 +54,7 @@ static_assert(PAIRS * FIELDS == SPAN_LANES, "a lane keeps one field of a bundle"
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 // One load. (The compiler does not know that a pointer from a table in memory points to global memory.)
-template <class V> __device__ V get(const void* from) { return __ldca(static_cast<const V*>(from)); }
+template <class V> __device__ V load_global(const void* from) { return __ldca(static_cast<const V*>(from)); }
 
 // ===========================================================================================================
 // 1. Dynamic range expansion of one moment (paper, section 4.2)
@@ -184,18 +186,19 @@ template <class Traits> __device__ float with_sign(float magnitude, uint32_t cod
     return Traits::SIGNED ? copysignf(magnitude, __uint_as_float(code << 24)) : magnitude;
 }
 
-// Decodes eight moments in two parts: x, and the factor that is returned. Moment j is factor * x[j], a
-// product that adamw_element() computes (gpu/adamw.cuh says why). With expansion the factor is max on the
-// fast path, and 1 on the careful one. Without expansion it is the scale, max / FMAX.
+// Decodes eight moments in two parts: ratios, and the factor that is returned. Moment j is factor times
+// ratios[j], a product that adamw_element() computes (gpu/adamw.cuh says why). With expansion the factor is
+// max on the fast path, and 1 on the careful one. Without expansion it is the scale, max / FMAX.
 template <class Traits, Path PATH>
-__device__ float decode_moments(const MomentScaling& scaling, uint2 codes, const float* table, Values& x) {
+__device__ float decode_moments(const MomentScaling& scaling, uint2 codes, const float* table,
+                                Values& ratios) {
     const float inverse_k = fast_reciprocal(scaling.k);
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t code = code_of(codes, j);
         float magnitude = table[code % MAGNITUDES];
         if (PATH == Path::Careful) magnitude = contract_carefully(scaling, inverse_k, magnitude);
         else if (Traits::EXPANDS) magnitude = contract_to_ratio(inverse_k, magnitude);
-        x[j] = with_sign<Traits>(magnitude, code);
+        ratios[j] = with_sign<Traits>(magnitude, code);
     }
     if (PATH == Path::Careful) return 1.0f;
     return Traits::EXPANDS ? scaling.max : scale_of(Traits::FMAX, scaling.max);
@@ -244,7 +247,7 @@ struct FieldOfLane {
     // This lane's field of the bundle that begins with span `first` of the shard. If the field's span is past
     // the last one, the field of the last span.
     __device__ float load(int first) const {
-        return in_memory ? get<float>(in_memory + min(first + span, shard_spans - 1)) : 1.0f;
+        return in_memory ? load_global<float>(in_memory + min(first + span, shard_spans - 1)) : 1.0f;
     }
     __device__ void store(int first, float value) const {
         if (in_memory && first + span < shard_spans) store_word(in_memory + first + span, value);
@@ -266,9 +269,13 @@ __device__ float field_of_pair(float kept, int pair, int which) {
 constexpr int WARPS = 8;          // warps of a block
 constexpr int BLOCKS_PER_SM = 2;  // blocks of a multiprocessor: a thread may then have 128 registers
 
+struct Codes {  // of a thread's eight elements of a span
+    uint2 m, v;
+};
+
 // What a thread loads of a span: its eight elements, as they are stored.
 template <class W> struct Loaded {
-    uint2 m, v;  // codes
+    Codes codes;
     typename W::StoredChunk w;
     AnyPlain::StoredChunk g;
 };
@@ -300,20 +307,50 @@ template <class W, class M, class V> struct ElementsOfThread {
     }
     __device__ Loaded<W> load(int span) const {
         const int64_t i = distance(span);
-        return {get<uint2>(codes_m + i), get<uint2>(codes_v + i), weights.load(i),
-                a.gradients.load(start - a.first_element + i)};
+        return {.codes = {load_global<uint2>(codes_m + i), load_global<uint2>(codes_v + i)},
+                .w = weights.load(i),
+                .g = a.gradients.load(start - a.first_element + i)};
     }
     // Stores nothing for a span past the last one.
-    __device__ void store(int span, Values& w, uint2 new_codes_m, uint2 new_codes_v,
-                          uint32_t& largest_bits) const {
+    __device__ void store(int span, Values& w, const Codes& codes, uint32_t& largest_bits) const {
         const bool live = span < shard_spans;
         const int64_t i = distance(span);
         weights.store(i, w, a.rounding_key, start + shard.to_flat_order + i, live, largest_bits);
         if (!live) return;
-        store_word(codes_m + i, new_codes_m);
-        store_word(codes_v + i, new_codes_v);
+        store_word(codes_m + i, codes.m);
+        store_word(codes_v + i, codes.v);
     }
 };
+
+// What adamw_element() multiplies the ratios of m and of v by.
+struct Factors {
+    float m, v;
+};
+
+// Decodes and encodes both moments of a span. First the fast path computes m and v, without a branch. Then
+// the careful path replaces those that need care.
+template <class M, class V>
+__device__ Factors decode_both(const MomentScaling& scaling_m, const MomentScaling& scaling_v,
+                               const Codes& codes, const float* table_m, const float* table_v,
+                               Values& ratios_m, Values& ratios_v) {
+    float factor_m = decode_moments<M, Path::Fast>(scaling_m, codes.m, table_m, ratios_m);
+    float factor_v = decode_moments<V, Path::Fast>(scaling_v, codes.v, table_v, ratios_v);
+    if (is_wide<M>(scaling_m))
+        factor_m = decode_moments<M, Path::Careful>(scaling_m, codes.m, table_m, ratios_m);
+    if (is_wide<V>(scaling_v))
+        factor_v = decode_moments<V, Path::Careful>(scaling_v, codes.v, table_v, ratios_v);
+    return {factor_m, factor_v};
+}
+template <class M, class V>
+__device__ Codes encode_both(const MomentScaling& scaling_m, const MomentScaling& scaling_v, const Values& m,
+                             const Values& v) {
+    Codes codes;
+    codes.m = encode_moments<M, Path::Fast>(scaling_m, m);
+    codes.v = encode_moments<V, Path::Fast>(scaling_v, v);
+    if (is_wide_or_small<M>(scaling_m)) codes.m = encode_moments<M, Path::Careful>(scaling_m, m);
+    if (is_wide_or_small<V>(scaling_v)) codes.v = encode_moments<V, Path::Careful>(scaling_v, v);
+    return codes;
+}
 
 // A warp updates bundles of a shard: the bundle that begins with span `first_span`, and from there on every
 // WARPS-th bundle that begins before `end_span`. If the last span of the shard has no partner in its pair,
@@ -325,10 +362,6 @@ template <class W, class M, class V> struct ElementsOfThread {
 //   load      fields, pair 0 | next bundle's fields, pair 1 | pair 2 | pair 3 | next bundle's pair 0
 //   compute                  | pair 0                       | pair 1 | pair 2 | pair 3
 //   store                    | pair 0                       | pair 1 | pair 2 | pair 3, then the fields
-//
-// In dev/ladders/adamw.cu rung 6 decodes, updates and encodes a pair in this way. Rung 7 adds the loads
-// ahead, which there cost 13%, and rung 8 the bundles, which win nearly all of this back. Only here is a
-// careful path.
 template <class W, class M, class V>
 __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int first_span, int end_span,
                                    const float* table_m, const float* table_v) {
@@ -351,8 +384,8 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
         next_field = mine.load(next_bundle_start);
 #pragma unroll 1  // one copy of this long body
         for (int pair = 0; pair < PAIRS && bundle_start + pair * PAIR < shard_spans; pair++) {
+            // Load: what this pair needs has arrived, and what the next pair needs is asked for.
             const int span = bundle_start + pair * PAIR + half;
-
             const Loaded<W> now = next;
             const bool more = pair + 1 < PAIRS && bundle_start + (pair + 1) * PAIR < shard_spans;
             next = elements.load(more ? span + PAIR : next_bundle_start + half);
@@ -360,20 +393,20 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
             // Decode.
             auto old = [&](int which) { return field_of_pair(old_field, pair, which); };
             const MomentScaling old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
-            Values w, g, m, v;
+            Values w, g, m, v, ratios_m, ratios_v;
             elements.weights.unpack(now.w, w);
             a.gradients.unpack(now.g, g);
-            float factor_m = decode_moments<M, Path::Fast>(old_m, now.m, table_m, m);
-            float factor_v = decode_moments<V, Path::Fast>(old_v, now.v, table_v, v);
-            if (is_wide<M>(old_m)) factor_m = decode_moments<M, Path::Careful>(old_m, now.m, table_m, m);
-            if (is_wide<V>(old_v)) factor_v = decode_moments<V, Path::Careful>(old_v, now.v, table_v, v);
+            const Factors factors =
+                decode_both<M, V>(old_m, old_v, now.codes, table_m, table_v, ratios_m, ratios_v);
 
             // Update: AdamW.
-            const float beta1_times_factor = a.constants.beta1 * factor_m;
-            const float beta2_times_factor = a.constants.beta2 * factor_v;
-            for (int j = 0; j < CHUNK; j++)
-                adamw_element(a.constants, beta1_times_factor, beta2_times_factor, decay, g[j] * clip, m[j],
-                              v[j], w[j]);
+            for (int j = 0; j < CHUNK; j++) {
+                const UpdatedElement updated = adamw_element(a.constants, decay, w[j], g[j] * clip, factors.m,
+                                                             ratios_m[j], factors.v, ratios_v[j]);
+                m[j] = updated.m;
+                v[j] = updated.v;
+                w[j] = updated.w;
+            }
 
             // The new fields. They are stored later, with those of the bundle's other spans.
             const MomentScaling new_m = scaling_of_new_moments<M>(m);
@@ -384,11 +417,8 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
             }
 
             // Encode, and store.
-            uint2 codes_m = encode_moments<M, Path::Fast>(new_m, m);
-            uint2 codes_v = encode_moments<V, Path::Fast>(new_v, v);
-            if (is_wide_or_small<M>(new_m)) codes_m = encode_moments<M, Path::Careful>(new_m, m);
-            if (is_wide_or_small<V>(new_v)) codes_v = encode_moments<V, Path::Careful>(new_v, v);
-            elements.store(span, w, codes_m, codes_v, largest_bits);
+            const Codes codes = encode_both<M, V>(new_m, new_v, m, v);
+            elements.store(span, w, codes, largest_bits);
         }
         mine.store(bundle_start, new_field);
     }
@@ -495,14 +525,15 @@ __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
 
 void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardGradients& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
-    const bool has_fp8_moment_groups = optimizer.has_fp8_moment_groups();
+    const bool fp8_moment_groups = optimizer.has_fp8_moment_groups();
     const bool any_scales = moments_need_scaling(optimizer.m) || moments_need_scaling(optimizer.v);
-    require(has_fp8_moment_groups || optimizer.per_tensor || !any_scales,
+    require(fp8_moment_groups || optimizer.per_tensor || !any_scales,
             "moments in moment groups must both be in FP8");
     const AdamWArguments arguments{.constants = kernel_constants(options),
                                    .fmax_m = info(optimizer.m).fmax,
                                    .fmax_v = info(optimizer.v).fmax,
                                    .per_tensor = optimizer.per_tensor,
+                                   .fp8_moment_groups = fp8_moment_groups,
                                    .shards = g.shards,
                                    .shard_count = g.count,
                                    .first_element = g.elements.first,
@@ -513,8 +544,8 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
                                    .state = state};
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, blocks(g.count, 128), 128, 0, stream,
            arguments);
-    update_other_formats(arguments, has_fp8_moment_groups, stream);
-    if (!has_fp8_moment_groups || g.elements.count == 0) return;
+    update_other_formats(arguments, stream);
+    if (!fp8_moment_groups || g.elements.count == 0) return;
     with_weights(weights, [&]<class W>() {
         with_moment_traits(optimizer, [&]<class M, class V>() {
             launch("adamw", adamw_kernel<W, M, V>, blocks_of(arguments.spans), 32 * WARPS, 0, stream,

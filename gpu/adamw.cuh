@@ -26,28 +26,28 @@ struct AdamWKernelConstants {
     float root_factor, scaled_eps;
 };
 
-// Updates one element, of which w is the weight and g the gradient. decay is weight_decay, or 0 for a
+// An element after its update.
+struct UpdatedElement {
+    float m, v, w;
+};
+
+// Updates an element, of which w is the weight and g the gradient. decay is weight_decay, or 0 for a
 // parameter that does not decay.
 //
-// A moment is decoded as a factor times another number. The factor (the scale of codes, the max of a moment
-// group, or 1) is the same for all elements that a thread decodes at a time. So the caller multiplies it by
-// b1 once for all of them, and leaves the other number in m. Here one multiplication then decodes the old
-// moment and lets it decay. That saves a multiplication for each moment:
-//
-//                         on entry                on return
-//   m                     old m / factor of m     new m
-//   v                     old v / factor of v     new v
-//   beta1_times_factor    b1 * factor of m
-//   beta2_times_factor    b2 * factor of v
-inline __device__ void adamw_element(const AdamWKernelConstants& constants, float beta1_times_factor,
-                                     float beta2_times_factor, float decay, float g, float& m, float& v,
-                                     float& w) {
+// The old moments come as products that are not computed yet: m is factor_m * ratio_m, and v is
+// factor_v * ratio_v. A factor (the scale of codes, the max of a moment group, or 1) is the same for all
+// elements that a thread decodes at a time, so the compiler multiplies it by b1 or b2 once for all of them.
+// Then one multiplication decodes an old moment and lets it decay.
+inline __device__ UpdatedElement adamw_element(const AdamWKernelConstants& constants, float decay, float w,
+                                               float g, float factor_m, float ratio_m, float factor_v,
+                                               float ratio_v) {
     // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
-    m = __fmaf_rn(beta1_times_factor, m, __fmaf_rn(constants.one_minus_beta1, g, 0.0f));
-    v = __fmaf_rn(beta2_times_factor, v, constants.one_minus_beta2 * (g * g));
+    const float m =
+        __fmaf_rn(constants.beta1 * factor_m, ratio_m, __fmaf_rn(constants.one_minus_beta1, g, 0.0f));
+    const float v = __fmaf_rn(constants.beta2 * factor_v, ratio_v, constants.one_minus_beta2 * (g * g));
     const float update =
         m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), constants.root_factor, constants.scaled_eps));
-    w = __fmaf_rn(-constants.lr, __fmaf_rn(decay, w, update), w);
+    return {.m = m, .v = v, .w = __fmaf_rn(-constants.lr, __fmaf_rn(decay, w, update), w)};
 }
 
 // ===========================================================================================================
@@ -150,8 +150,9 @@ inline __device__ int64_t spans_of(int64_t elements) { return ceil_div(elements,
 
 struct AdamWArguments {
     AdamWKernelConstants constants;
-    float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
-    bool per_tensor;       // the optimizer has one scale for each moment of a parameter
+    float fmax_m, fmax_v;    // FMAX of the formats of m and v, where they are scaled
+    bool per_tensor;         // the optimizer has one scale for each moment of a parameter
+    bool fp8_moment_groups;  // or its moments are in FP8 moment groups
     const Shard* shards;
     int shard_count;
     int64_t first_element;  // the first element of these shards in the rank's order
@@ -167,9 +168,8 @@ struct AdamWArguments {
     }
 };
 
-// Updates the shards whose moments are not in FP8 moment groups (other_optimizers.cu).
-// has_fp8_moment_groups: if true, adamw_kernel updates the matrices, and this function only norm weights and
-// biases; if false, this function updates everything.
-void update_other_formats(const AdamWArguments& a, bool has_fp8_moment_groups, cudaStream_t stream);
+// Updates the shards whose moments are not in FP8 moment groups (other_optimizers.cu): with an optimizer that
+// has FP8 moment groups these are norm weights and biases, with any other optimizer all.
+void update_other_formats(const AdamWArguments& a, cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -9,20 +9,20 @@
 
 namespace coat::gpu {
 
-// Decodes eight elements of a moment in two parts: x, and the factor that it returns. Element j is
-// factor * x[j], as adamw_element() wants it.
-static __device__ float load_moment(const MomentRef& m, float fmax, int64_t i, Values& x) {
+// Decodes eight elements of a moment in two parts: ratios, and the factor that is returned. Element j is
+// factor * ratios[j] (adamw_element() in adamw.cuh says why).
+static __device__ float load_moment(const MomentRef& m, float fmax, int64_t i, Values& ratios) {
     if (!moments_need_scaling(m.format)) {
-        AnyPlain{m.data, m.format == Format::FP32}.load_values(i, x);
+        AnyPlain{m.data, m.format == Format::FP32}.load_values(i, ratios);
         return 1.0f;
     }
     if (m.format == Format::FP16) {
         alignas(16) __half fp16[CHUNK];
         *reinterpret_cast<uint4*>(fp16) = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
-        for (int j = 0; j < CHUNK; j++) x[j] = __half2float(fp16[j]);
+        for (int j = 0; j < CHUNK; j++) ratios[j] = __half2float(fp16[j]);
     } else {
         decode(/*e5m2=*/m.format == Format::E5M2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK),
-               /*scale=*/1.0f, x);
+               /*scale=*/1.0f, ratios);
     }
     return scale_of(fmax, m.max[0]);
 }
@@ -53,14 +53,17 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     uint32_t largest_bits_w = 0, largest_bits_m = 0, largest_bits_v = 0;
     for (int64_t i = thread_of_grid() * CHUNK; i < shard.size;
          i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
-        Values w = {}, g, m, v;
+        Values w = {}, g, m, v, ratios_m, ratios_v;
         if (!find_maxima) weights.unpack(weights.load(i), w);
         a.gradients.load_values(shard.rank_offset - a.first_element + i, g);
-        const float beta1_times_factor = a.constants.beta1 * load_moment(shard.m, a.fmax_m, i, m);
-        const float beta2_times_factor = a.constants.beta2 * load_moment(shard.v, a.fmax_v, i, v);
+        const float factor_m = load_moment(shard.m, a.fmax_m, i, ratios_m);
+        const float factor_v = load_moment(shard.v, a.fmax_v, i, ratios_v);
         for (int j = 0; j < CHUNK; j++) {
-            adamw_element(a.constants, beta1_times_factor, beta2_times_factor, decay, g[j] * clip, m[j], v[j],
-                          w[j]);
+            const UpdatedElement updated = adamw_element(a.constants, decay, w[j], g[j] * clip, factor_m,
+                                                         ratios_m[j], factor_v, ratios_v[j]);
+            m[j] = updated.m;
+            v[j] = updated.v;
+            w[j] = updated.w;
             largest_bits_m = max(largest_bits_m, magnitude_bits(m[j]));
             largest_bits_v = max(largest_bits_v, magnitude_bits(v[j]));
         }
@@ -95,11 +98,12 @@ static __global__ void use_new_maxima_kernel(const AdamWArguments a) {
     if (moments_need_scaling(shard.v.format)) shard.v.max[0] = shard.v.max[1];
 }
 
-void update_other_formats(const AdamWArguments& a, bool has_fp8_moment_groups, cudaStream_t stream) {
+void update_other_formats(const AdamWArguments& a, cudaStream_t stream) {
     if (a.spans == 0) return;
     const unsigned shards = static_cast<unsigned>(a.shard_count);
     const int64_t useful = ceil_div(a.spans * MOMENT_GROUP, ADAMW_THREADS * CHUNK);
-    const int64_t each = std::min<int64_t>(useful, has_fp8_moment_groups ? 8 : 4 * multiprocessors());
+    // Norm weights and biases, all that is left if adamw_kernel updates the matrices, need few blocks each.
+    const int64_t each = std::min<int64_t>(useful, a.fp8_moment_groups ? 8 : 4 * multiprocessors());
     const dim3 grid(static_cast<unsigned>(each), shards);
     if (a.per_tensor)
         launch("clear_new_maxima", clear_new_maxima_kernel, blocks(shards, 128), 128, 0, stream, a);
