@@ -160,17 +160,15 @@ public:
             for (const Hint& h : hints)
                 if (!h.values.empty())
                     result.predicted(h.text, fits(h, i, got[i], tolerance, relative), right, here);
-            if (right) continue;
             for (const Hint& h : hints)
-                if (h.values.empty()) result.has_in_common(h.text, true, here);
+                if (h.values.empty()) result.of_input(h.text, right, here);
+            if (right) continue;
             if (sizeof(T) == 1 && std::abs(got[i] - expected[i]) == 1)
-                result.has_in_common("Every wrong code is one off: round to the nearest, not up or down.",
-                                     false, here);
+                result.of_value("Every wrong code is one off: round to the nearest, not up or down.", here);
             if (mine * y != 0 && std::isfinite(mine / y))
-                result.has_in_common(
-                    text("Every wrong value is off by the factor ", std::setprecision(3), mine / y,
-                         ": look at the scale, at a mean, or at the exponent's bias."),
-                    false, here);
+                result.of_value(text("Every wrong value is off by the factor ", std::setprecision(3),
+                                     mine / y, ": look at the scale, at a mean, or at the exponent's bias."),
+                                here);
         }
         for (size_t i = expected.size(); i < got.size(); i++) {
             if (untouched(got[i]) || result.past_the_end) continue;
@@ -220,7 +218,7 @@ private:
         bool of_input;      // what they have in common is a property of their inputs
         std::string first;  // what is printed of the first wrong value that it explains
         size_t wrong = 0;   // so many wrong values are as it says
-        size_t others = 0;  // so many values, right and wrong, are not as it predicts
+        size_t others = 0;  // so many values are not as it predicts; or have its property and are right
 
         void counts(const Function<std::string()>& here) {
             wrong++;
@@ -241,12 +239,25 @@ private:
             if (!so) e->others++;
             if (so && !right) e->counts(here);
         }
-        // Of the input, or, if the first wrong value has it, of the value
-        void has_in_common(const std::string& text, bool of_input, const Function<std::string()>& here) {
+        // The input of a value, right or wrong, has a property.
+        void of_input(const std::string& text, bool right, const Function<std::string()>& here) {
+            if (text.empty()) return;
             Explanation* e = find(text);
-            if (!e && !text.empty() && (of_input || wrong == 1))
-                e = &explanations.emplace_back(Explanation{text, false, of_input, ""});
+            if (!e) e = &explanations.emplace_back(Explanation{text, false, true, ""});
+            if (right) e->others++;
+            else e->counts(here);
+        }
+        // A wrong value has a property: it may explain the others, too, if it is the first.
+        void of_value(const std::string& text, const Function<std::string()>& here) {
+            Explanation* e = find(text);
+            if (!e && wrong == 1) e = &explanations.emplace_back(Explanation{text, false, false, ""});
             if (e) e->counts(here);
+        }
+        // Whether values with this property of their inputs are wrong more than twice as often as the others.
+        bool stands_out(const Explanation& e) const {
+            const double with = double(e.wrong) / double(std::max<size_t>(e.wrong + e.others, 1));
+            const size_t others = count - e.wrong - e.others;
+            return with * double(others) > 2 * double(wrong - e.wrong);
         }
         Explanation* find(const std::string& text) {
             for (Explanation& e : explanations)
@@ -292,14 +303,14 @@ private:
     // Prints a wrong value, and with HINT=1 the cause: the mistake whose results are most like the reader's.
     // A mistake that makes all of these is certain. One that makes all wrong values, but also others, may be
     // chance: where a value is extreme, many mistakes look alike. So what wrong values have in common goes
-    // before it.
+    // before it. What only a part of them has in common counts if it is rarer among right values.
     void explain(const Result& result) const {
         const Explanation *mistake = nullptr, *common = nullptr, *input = nullptr;
         for (const Explanation& e : result.explanations) {
             const bool all = e.wrong == result.wrong;
             if (e.predicts && e.wrong && (!mistake || e.others < mistake->others)) mistake = &e;
-            if (!e.predicts && all && !common) common = &e;
-            if (e.of_input && (!input || e.wrong > input->wrong)) input = &e;
+            if (!e.predicts && e.wrong && all && !common) common = &e;
+            if (e.of_input && result.stands_out(e) && (!input || e.wrong > input->wrong)) input = &e;
         }
         auto say = [&](const Explanation* e, const std::string& before) {
             std::cout << " One of them:" << e->first << hint_line(number_, before + e->text);
@@ -311,9 +322,9 @@ private:
         const bool makes_all = mistake && mistake->wrong == result.wrong;
         if (result.wrong && !result.written)
             std::cout << result.first << "\n  This is not computed yet: " << result.name << ".\n";
+        else if (makes_all && mistake->others == 0) say(mistake, "");
         else if (result.past_the_end)
             std::cout << result.first << "\n  You write past the end of " << result.name << ".\n";
-        else if (makes_all && mistake->others == 0) say(mistake, "");
         else if (common) say(common, "");
         else if (makes_all) say(mistake, "Perhaps: ");
         else if (many(mistake) && (!input || mistake->wrong >= input->wrong))

@@ -114,6 +114,7 @@ template <class F> int on_tensors(int number, int count, F compare, const std::s
 
 constexpr const char* WRONG_FMAX = "448 is the largest value of E4M3; 57344 is that of E5M2.";
 constexpr const char* INVERSE = "A few codes are one off: multiply by 1 / s, in FP32; do not divide by s.";
+constexpr const char* ABS_OF_INT = "abs() takes an int, and drops what is after the point: std::abs.";
 constexpr const char* LEAST_SCALE = "The scale of tiny values is at least 2^-126, so that 1 / s is finite.";
 constexpr const char* ZERO_SCALE = "A scale of 0 cannot be divided by: where all values are zero, it is 1.";
 
@@ -137,13 +138,24 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
            {LEAST_SCALE, {amax == 0 ? 1 : amax / 448}},
            {"Return s, not 1 / s.", {1 / s}},
            {"This is amax itself: s maps it onto 448.", {amax}},
+           {"240 is the largest value of AMD's E4M3: here it is 448.",
+            {reference::scale_of({Format::E4M3}, amax * 448 / 240)}},
+           {ABS_OF_INT, {reference::scale_of({Format::E4M3}, std::floor(amax))}},
+           {"Values are not clamped before they are scaled: the scale is there to make them fit.",
+            {reference::scale_of({Format::E4M3}, std::min(amax, 448.0f))}},
+           {"amax has no least value: only s has, 2^-126. Zeros have s = 1.", {std::max(amax, 1e-12f) / 448}},
+           {"max - min is for integers with a zero point. FP8 has a sign: take the largest |x|.",
+            {(*std::max_element(x.begin(), x.end()) - *std::min_element(x.begin(), x.end())) / 448}},
            {"Not all n values are looked at, or more: read x[0] to x[n - 1].", {GUARD / 448}}},
           1e-7);
         c.input = [=](size_t i) { return text("x[", i, "] = ", x[i], ", s = ", s); };
         c("code", q.codes, codes,
           {{INVERSE, each(x, [=](float v) { return code(v / s); })},
            {"This is the code of x, without the scale.", each(x, code)},
-           {"Multiply by 1 / s, not by s.", each(x, [=](float v) { return code(v * s); })}});
+           {"Multiply by 1 / s, not by s.", each(x, [=](float v) { return code(v * s); })},
+           // Truncated or rounded, it differs by 1 at most.
+           {"This is the number x / s, cast to 8 bits. A code is made by given::encode.",
+            each(x, [=](float v) { return float(uint8_t(int(v / s))); }), 1}});
     });
 }
 
@@ -239,6 +251,16 @@ int judge::amax(const Function<float(int, const float*, float*)>& amax) {
                 cut.back() = UNDEFINED;
             }
             for (float v : expected) largest_of_undefined.push_back(std::max(v, UNDEFINED));
+            Floats running, strided, of_16_groups(expected.size(), UNDEFINED);
+            for (size_t g = 0; g < expected.size(); g++) {
+                running.push_back(g == 0 ? expected[0] : std::max(running.back(), expected[g]));
+                Floats column;
+                for (size_t i = 0; i < 16; i++) column.push_back(padded[i * expected.size() + g]);
+                strided.push_back(reference::compute_amax(column.data(), 16));
+                const int width = (n + 15) / 16, first = int(g) * width;
+                if (g < 16 && first < n)
+                    of_16_groups[g] = reference::compute_amax(&x[first], std::min(width, n - first));
+            }
             c.of = text(" of ", n, " values");
             c.input = [=](size_t group) {
                 const size_t first = group * 16, last = std::min(first + 16, x.size()) - 1;
@@ -255,11 +277,19 @@ int judge::amax(const Function<float(int, const float*, float*)>& amax) {
                {"NaN gets lost at the next value: a comparison with it is false.",
                 maxima(x, 1, nan_until_next)},
                {"The maximum of a group with a NaN is infinity here, not NaN.", maxima(x, 1, nan_stays)},
-               {"maxima is undefined before: begin each group with 0.", largest_of_undefined}});
+               {"maxima is undefined before: begin each group with 0.", largest_of_undefined},
+               {"The maximum of the groups before goes on: begin each group with 0.", running},
+               {"A group is 16 neighbours: group g has x[16 g] to x[16 g + 15].", strided},
+               {"There are (n + 15) / 16 groups of 16 values, not 16 groups.", of_16_groups},
+               {"This is a scale, amax / 448: here the magnitude itself is asked for.",
+                each(expected, [](float v) { return v / 448; })},
+               {ABS_OF_INT, each(expected, [](float v) { return std::floor(v); })}});
             c.input = [=](size_t) { return text("x[0..", n - 1, "]"); };
             c("amax", Floats{reference::compute_amax(x.data(), n)}, Floats{returned},
               {{"This is the maximum of the last group: return the largest of all.", {expected.back()}},
-               {"This is the maximum of the first group: return the largest of all.", {expected[0]}}});
+               {"This is the maximum of the first group: return the largest of all.", {expected[0]}},
+               {"NaN gets lost on the way to amax: return the largest of maxima.",
+                {without_nan(x.data(), n)}}});
         },
         "Neither keeps it: std::max(largest, x) leaves a NaN out, and std::max(x, largest) takes it, but "
         "loses it at "
@@ -270,7 +300,18 @@ int judge::amax(const Function<float(int, const float*, float*)>& amax) {
 
 namespace {
 
-enum class EncodeSlip { TiesAway, Truncation, Up, OneKept, NoSign, NaNSaturates };
+enum class EncodeSlip {
+    TiesAway,
+    Truncation,
+    Up,
+    OneKept,
+    OneSubtracted,
+    LogarithmCutOff,
+    ThreeBits,
+    NoBias,
+    NoSign,
+    NaNSaturates
+};
 
 // Of a magnitude that is at most f.max; a NaN is turned into the largest code, as a comparison with it may.
 float encode_with(EncodeSlip slip, const Fp8& f, float x) {
@@ -278,15 +319,17 @@ float encode_with(EncodeSlip slip, const Fp8& f, float x) {
     const int largest = f.mantissa == 3 ? 0x7E : 0x7B;
     if (std::isnan(x) && slip != EncodeSlip::NaNSaturates) return float(sign | 0x7F);
     if (!(std::abs(x) <= f.max)) return float(sign | largest);
-    const int lowest = 1 - f.bias;
-    const int e = x == 0 ? lowest : std::max(std::ilogb(x), lowest);
-    const float exact = std::ldexp(std::abs(x), f.mantissa - e);
+    const int lowest = 1 - f.bias, M = slip == EncodeSlip::ThreeBits ? 3 : f.mantissa;
+    int e = x == 0 ? lowest : std::max(std::ilogb(x), lowest);
+    if (slip == EncodeSlip::LogarithmCutOff && x != 0) e = std::max(int(std::log2(std::abs(x))), lowest);
+    float exact = std::ldexp(std::abs(x), M - e);
+    if (slip == EncodeSlip::OneSubtracted && std::abs(x) < std::ldexp(1.0f, lowest)) exact -= float(1 << M);
     float steps = std::nearbyint(exact);
     if (slip == EncodeSlip::TiesAway) steps = std::round(exact);
     if (slip == EncodeSlip::Truncation) steps = std::floor(exact);
     if (slip == EncodeSlip::Up) steps = std::ceil(exact);
-    int code = int(steps) + ((e + f.bias - 1) << f.mantissa);
-    if (slip == EncodeSlip::OneKept) code += 1 << f.mantissa;
+    int code = int(steps) + (e - 1 + (slip == EncodeSlip::NoBias ? 0 : f.bias)) * (1 << M);
+    if (slip == EncodeSlip::OneKept) code += 1 << M;
     return float((sign | code) & 0xFF);
 }
 
@@ -298,6 +341,11 @@ void compare_code(Comparison& c, const Fp8& f, float x, uint8_t mine) {
         {Truncation, "The count is cut off: round it to the nearest."},
         {Up, "The count is rounded up: round it to the nearest."},
         {OneKept, "The count has the 1 in front of the mantissa: it adds 1 to the exponent field."},
+        {OneSubtracted, "A subnormal value has no 1 in front of its mantissa: none is subtracted there."},
+        {LogarithmCutOff,
+         "The logarithm is cut off towards zero, which is wrong below 1: std::ilogb, or std::floor."},
+        {ThreeBits, "E5M2 has two bits of mantissa: use f.mantissa."},
+        {NoBias, "The exponent field is e + bias."},
         {NoSign, "Bit 7 is the sign: std::signbit."},
         {NaNSaturates, "NaN does not saturate: ask std::isnan first."}};
     std::vector<Hint> hints;

@@ -56,12 +56,18 @@ enum class AdamWSlip {
     None,
     NoCorrection,
     RootBeforeBias,
+    EpsBeforeBias,
+    BiasesExchanged,
+    BetasExchanged,
     EpsInRoot,
     NotSquared,
     NoRoot,
     Coupled,
     NoDecay,
     DecayWithoutRate,
+    UpdateWithoutRate,
+    NoRate,
+    DecayOfMoved,
     Uphill,
     WholeGradient,
     OldMoments
@@ -70,7 +76,9 @@ enum class AdamWSlip {
 // The change of each weight: it is small, and a mistake in it even smaller.
 Floats change_with(AdamWSlip slip, AdamWInputs in) {
     using enum AdamWSlip;
-    const Step& s = in.s;
+    Step s = in.s;
+    if (slip == BiasesExchanged) std::swap(s.bias1, s.bias2);
+    if (slip == BetasExchanged) std::swap(s.beta1, s.beta2);
     Floats change;
     for (size_t i = 0; i < in.g.size(); i++) {
         float g = in.g[i], m = in.m[i], v = in.v[i];
@@ -82,10 +90,13 @@ Floats change_with(AdamWSlip slip, AdamWInputs in) {
         const float bias1 = slip == NoCorrection ? 1 : s.bias1, bias2 = slip == NoCorrection ? 1 : s.bias2;
         float divisor = std::sqrt(v / bias2) + s.eps;
         if (slip == RootBeforeBias) divisor = std::sqrt(v) / bias2 + s.eps;
+        if (slip == EpsBeforeBias) divisor = (std::sqrt(v) + s.eps) / std::sqrt(bias2);
         if (slip == EpsInRoot) divisor = std::sqrt(v / bias2 + s.eps);
         if (slip == NoRoot) divisor = v / bias2 + s.eps;
-        float update = s.lr * (m / bias1 / divisor);
-        if (slip == DecayWithoutRate) update += s.decay * in.w[i];
+        const bool no_rate = slip == UpdateWithoutRate || slip == NoRate;
+        float update = (no_rate ? 1 : s.lr) * (m / bias1 / divisor);
+        if (slip == DecayWithoutRate || slip == NoRate) update += s.decay * in.w[i];
+        else if (slip == DecayOfMoved) update += s.lr * s.decay * (in.w[i] - update);
         else if (slip != NoDecay && slip != Coupled) update += s.lr * s.decay * in.w[i];
         change.push_back(slip == Uphill ? update : -update);
     }
@@ -105,12 +116,19 @@ void compare_change(Comparison& c, const AdamWInputs& in, const Floats (&linear)
     const std::vector<std::pair<AdamWSlip, const char*>> slips = {
         {NoCorrection, "The bias correction is missing: m / bias1 and v / bias2."},
         {RootBeforeBias, "bias2 belongs inside the square root: sqrt(v / bias2)."},
+        {EpsBeforeBias, "eps is added after the bias correction: sqrt(v / bias2) + eps."},
+        {BiasesExchanged, "bias1 belongs to m, and bias2 to v."},
+        {BetasExchanged, "beta1 belongs to m, and beta2 to v."},
         {EpsInRoot, "eps is added to the square root, not inside it."},
         {NotSquared, "v is a mean of g^2: g is not squared."},
         {NoRoot, "The update is divided by the square root of v."},
         {Coupled, "Weight decay is decoupled: it is added to the update, not to g."},
         {NoDecay, "The weight decay is missing."},
         {DecayWithoutRate, "The learning rate multiplies the weight decay, too."},
+        {UpdateWithoutRate, "The learning rate is missing: it multiplies the update."},
+        {NoRate, "The learning rate is missing: it multiplies the update and the weight decay."},
+        {DecayOfMoved,
+         "The weight decay is of the weight before the step, not of the weight after its update."},
         {Uphill, "The update is subtracted from the weight."},
         {WholeGradient, "m is a mean: g is multiplied by 1 - beta1."},
         {OldMoments, "Update the moments before the weight."}};
@@ -136,10 +154,13 @@ void compare_change(Comparison& c, const AdamWInputs& in, const Floats (&linear)
     c("change of w", expected, mine, hints, 1e-4);
 }
 
+constexpr const char* OTHER_SCALING = "m and v each have a max and a k of their own.";
+
 // now: the moment before it is stored; before, expected and mine: as it is stored
+// other: the other moment
 void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floats& now,
                     const reference::Moment& before, const reference::Moment& expected,
-                    const reference::Moment& mine) {
+                    const reference::Moment& mine, const reference::Moment& other) {
     Codes codes = expected.codes;
     Floats outdated, linear;
     for (size_t i = 0; i < now.size(); i++) {
@@ -156,11 +177,18 @@ void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floa
         const int first = int(group) * 128, n = std::min(128, int(now.size()) - first);
         const float k = expected.k[group];
         c("max" + of, Floats{expected.max[group]}, Floats{mine.max[group]},
-          {{SIGNED, {largest_signed(&now[first], n)}}, {"max is that before the step.", {before.max[group]}}},
+          {{SIGNED, {largest_signed(&now[first], n)}},
+           {"max is that before the step.", {before.max[group]}},
+           {OTHER_SCALING, {other.max[group]}}},
           1e-5);
         c("k" + of, Floats{k}, Floats{mine.k[group]},
           {{"k is 1 everywhere: compute it from max and the smallest magnitude.", {1}},
            {"k is that before the step.", {before.k[group]}},
+           {OTHER_SCALING, {other.k[group]}},
+           {"The smallest magnitude must not begin with 0: it would stay 0.",
+            {expected.max[group] ? 1 / 16.0f : 1}},
+           where(std::isnan(mine.k[group]),
+                 "k is no number: the smallest magnitude may not be negative, so take |x|."),
            where(zeros,
                  "Zeros do not count in the smallest magnitude; a group of zeros has max = 0 and k = 1.")},
           1.001 / 256 / k);
@@ -240,7 +268,8 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
         compare_change(c, in, {linear_values(before[0]), linear_values(before[1])}, stored, w, my_w);
         for (int j : {0, 1})
             if (!blank)
-                compare_moment(c, j == 0 ? " of m" : " of v", zeros, now[j], before[j], expected[j], mine[j]);
+                compare_moment(c, j == 0 ? " of m" : " of v", zeros, now[j], before[j], expected[j], mine[j],
+                               expected[1 - j]);
     }
     const bool w_is_right = c.is_right("change of w");
     const bool k_is_right = c.is_right("k of m") && c.is_right("k of v");
@@ -261,6 +290,7 @@ Matrix itself(const Matrix& m) { return m; }
 Matrix along_row(const Matrix& m) { return given::quantized(m, 1, 128); }
 Matrix along_column(const Matrix& m) { return given::quantized(m, 128, 1); }
 Matrix square(const Matrix& m) { return given::quantized(m, 128, 128); }
+Matrix along_row_then_column(const Matrix& m) { return along_column(along_row(m)); }
 
 struct LinearInputs {
     Matrix x, w, g;
@@ -403,6 +433,8 @@ int judge::linear_in_blocks(const Function<Linear>& linear) {
     const std::string w_blocks = "w has blocks of 128x128, not of 1x128.";
     const std::string per_tensor =
         "This has one scale for a tensor, as in exercise 8: here blocks of values share one.";
+    const std::string result = "The result is not quantized: product gives it in FP32.";
+    const std::string g_format = "g is in E4M3 here, in blocks: E5M2 with one scale is that of exercise 8.";
     show_operands(c, {"x", in.x, false}, {"w", in.w, false});
     compare_gemm(c, "y", fprop(in, along_row, square), y,
                  {{w_blocks, fprop(in, along_row, along_row).values},
@@ -411,6 +443,7 @@ int judge::linear_in_blocks(const Function<Linear>& linear) {
                   {"fprop sums over features: blocks of x lie along them, not along tokens.",
                    fprop(in, along_column, square).values},
                   {"x has blocks of 1x128; only w has 128x128.", fprop(in, square, square).values},
+                  {result, along_row(fprop(in, along_row, square)).values},
                   {per_tensor, fprop(in, one_e4m3, one_e4m3).values},
                   {neither, fprop(in, itself, itself).values}});
     show_operands(c, {"g", in.g, false}, {"w", in.w, true});
@@ -420,6 +453,9 @@ int judge::linear_in_blocks(const Function<Linear>& linear) {
                    dgrad(in, along_row, along_column).values},
                   {"g is not quantized in dgrad.", dgrad(in, itself, square).values},
                   {"w is not quantized in dgrad.", dgrad(in, along_row, itself).values},
+                  {"g has blocks of 1x128; only w has 128x128.", dgrad(in, square, square).values},
+                  {g_format, dgrad(in, one_e5m2, square).values},
+                  {result, along_row(dgrad(in, along_row, square)).values},
                   {"dgrad sums over features: blocks of g lie along them, not along tokens.",
                    dgrad(in, along_column, square).values},
                   {neither, dgrad(in, itself, itself).values}});
@@ -432,6 +468,10 @@ int judge::linear_in_blocks(const Function<Linear>& linear) {
                    wgrad(in, along_column, along_row).values},
                   {"wgrad sums over tokens, but the blocks of g lie along features.",
                    wgrad(in, along_row, along_column).values},
+                  {"wgrad quantizes what is quantized already: begin with x and g as they are given.",
+                   wgrad(in, along_row_then_column, along_row_then_column).values},
+                  {g_format, wgrad(in, one_e5m2, along_column).values},
+                  {result, along_row(wgrad(in, along_column, along_column)).values},
                   {"x is not quantized in wgrad.", wgrad(in, along_column, itself).values},
                   {"g is not quantized in wgrad.", wgrad(in, itself, along_column).values},
                   {neither, wgrad(in, itself, itself).values}});

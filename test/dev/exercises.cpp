@@ -77,6 +77,12 @@ const std::vector<Mistake> MISTAKES = {
     {2, "divides by s and signed amax", "take |x|"},  // the scale comes first
     {2, "reads x[n]", "read x[0] to x[n - 1]"},
     {2, "writes past the end", "You write past the end of code"},
+    {2, "abs of an int", "abs() takes an int"},
+    {2, "clamps before scaling", "Values are not clamped before they are scaled"},
+    {2, "amax at least 1e-12", "amax has no least value"},
+    {2, "max - min", "max - min is for integers"},
+    {2, "casts to uint8_t", "cast to 8 bits"},
+    {2, "FMAX of AMD's E4M3", "240 is the largest value"},
 
     {3, "scale not rounded", "Scales are stored in BF16"},
     {3, "scale cut off", "BF16 is rounded to the nearest, not cut off"},
@@ -99,6 +105,12 @@ const std::vector<Mistake> MISTAKES = {
     {4, "NaN stays NaN", "is infinity here, not NaN"},
     {4, "begins with what maxima contains", "maxima is undefined before"},
     {4, "returns the last maximum", "This is the maximum of the last group"},
+    {4, "16 groups", "not 16 groups"},
+    {4, "never reset", "The maximum of the groups before goes on"},
+    {4, "neighbours in different groups", "A group is 16 neighbours"},
+    {4, "scales in place of maxima", "This is a scale"},
+    {4, "amax without NaN", "NaN gets lost on the way to amax"},
+    {4, "abs of an int", "abs() takes an int"},
 
     {5, "no saturation", "Values above f.max, infinity too, saturate"},
     {5, "no clamp of subnormal values", "Below the smallest normal value"},
@@ -113,6 +125,12 @@ const std::vector<Mistake> MISTAKES = {
     {5, "sign by x < 0 and ties away",
      "wrong values: A tie goes to the even code"},  // -0 is the first of them
     {5, "the 1 in front is counted twice", "it adds 1 to the exponent field"},
+    {5, "log2 cut off", "cut off towards zero"},
+    {5, "M = 3 always", "E5M2 has two bits of mantissa"},
+    {5, "0x7E always", "they have the code of f.max"},
+    {5, "overflows as in PyTorch", "they have the code of f.max"},
+    {5, "the 1 in front is subtracted everywhere", "A subnormal value has no 1 in front"},
+    {5, "no bias", "The exponent field is e + bias"},
 
     {6, "2^-6 as minimum", "The smallest code that is not zero is subnormal"},
     {6, "2^-6 as minimum and k not limited at 64", "This one makes 43 of the 45 wrong values: The smallest"},
@@ -159,6 +177,14 @@ const std::vector<Mistake> MISTAKES = {
     {7, "zeros count in min", "Zeros do not count in the smallest magnitude"},
     {7, "codes with the old max and k", "The codes belong to the new max and k"},
     {7, "signed max", "take |x|"},
+    {7, "eps before the bias correction", "eps is added after the bias correction"},
+    {7, "bias1 and bias2 exchanged", "bias1 belongs to m"},
+    {7, "betas exchanged", "beta1 belongs to m"},
+    {7, "no learning rate", "The learning rate is missing"},
+    {7, "decays the moved weight", "of the weight before the step"},
+    {7, "signed min", "may not be negative"},
+    {7, "min begins with 0", "must not begin with 0"},
+    {7, "v with max and k of m", "a max and a k of their own"},
 
     {8, "x quantized in fprop only", "x is quantized in fprop, but not in wgrad"},
     {8, "g quantized in dgrad only", "g is quantized in dgrad, but not in wgrad"},
@@ -186,6 +212,11 @@ const std::vector<Mistake> MISTAKES = {
     {9, "wgrad unquantized", "quantize both"},
     {9, "no transposes", "Is one of them to be transposed?"},
     {9, "one scale for a tensor", "as in exercise 8"},
+    {9, "wgrad quantizes quantized values again", "quantizes what is quantized already"},
+    {9, "g as in exercise 8", "E5M2 with one scale is that of exercise 8"},
+    {9, "all in 128x128", "only w has 128x128"},
+    {9, "x stays transposed in wgrad", "Is one of them to be transposed?"},
+    {9, "y quantized", "The result is not quantized"},
 
     {10, "sum for mean", "a mean over the token's C values, not their sum"},
     {10, "adds to dweight", "This is undefined before the call: set dweight to zero"},
@@ -259,8 +290,14 @@ float amax_of(const float* x, int n, bool is_signed) {
 
 auto quantize_tensor(const Words& mistake) {
     return [=](int n, const float* x, uint8_t* codes) -> float {
-        const float fmax = mistake == "FMAX of E5M2" ? 57344 : 448;
-        const float amax = amax_of(x, n + (mistake == "reads x[n]"), mistake == "signed amax");
+        float fmax = 448;
+        if (mistake == "FMAX of E5M2") fmax = 57344;
+        if (mistake == "FMAX of AMD's E4M3") fmax = 240;
+        float amax = amax_of(x, n + (mistake == "reads x[n]"), mistake == "signed amax");
+        if (mistake == "abs of an int") amax = std::floor(amax);
+        if (mistake == "clamps before scaling") amax = std::min(amax, 448.0f);
+        if (mistake == "amax at least 1e-12") amax = std::max(amax, 1e-12f);
+        if (mistake == "max - min") amax = *std::max_element(x, x + n) - *std::min_element(x, x + n);
         float s = amax / fmax;
         if (mistake != "no smallest scale") s = std::max(s, 0x1p-126f);
         if (amax == 0) s = mistake == "zero scale" ? 0 : 1;
@@ -269,7 +306,7 @@ auto quantize_tensor(const Words& mistake) {
             if (mistake == "divides by s") y = x[i] / s;
             if (mistake == "codes without the scale") y = x[i];
             if (mistake == "multiplies by s") y = x[i] * s;
-            codes[i] = given::encode(y);
+            codes[i] = mistake == "casts to uint8_t" ? uint8_t(int(y)) : given::encode(y);
         }
         if (mistake == "returns 1 / s") return 1 / s;
         return mistake == "returns amax" ? amax : s;
@@ -308,14 +345,22 @@ auto quantize_groups(const Words& mistake) {
 
 auto amax(const Words& mistake) {
     return [=](int n, const float* x, float* maxima) {
-        const int groups = mistake == "leaves out the last group" ? n / 16 : (n + 15) / 16;
-        float all = 0;
+        int groups = mistake == "leaves out the last group" ? n / 16 : (n + 15) / 16, width = 16;
+        if (mistake == "16 groups") {
+            groups = 16;
+            width = (n + 15) / 16;
+        }
+        const bool strided = mistake == "neighbours in different groups";
+        float all = 0, largest = 0;
         for (int g = 0; g < groups; g++) {
-            float largest = mistake == "begins with what maxima contains" ? maxima[g] : 0;
-            const int end = mistake == "reads past n" ? 16 * g + 16 : std::min(n, 16 * g + 16);
-            for (int i = 16 * g; i < end; i++) {
+            if (mistake != "never reset") largest = 0;
+            if (mistake == "begins with what maxima contains") largest = maxima[g];
+            const int end = mistake == "reads past n" ? 16 * g + 16 : std::min(n, width * g + width);
+            for (int i = width * g; i < end; i++) {
                 float v = std::abs(x[i]);
+                if (strided) v = std::abs(x[i % 16 * groups + g]);
                 if (mistake == "signed maximum") v = x[i];
+                if (mistake == "abs of an int") v = std::floor(v);
                 if (std::isnan(v) && mistake == "NaN stays NaN") largest = NAN;
                 else if (std::isnan(v) && mistake == "NaN lost at the next value") largest = NAN;
                 else if (std::isnan(v) && mistake != "NaN lost") largest = INFINITY;
@@ -323,8 +368,12 @@ auto amax(const Words& mistake) {
                     largest = v > largest || largest != largest ? v : largest;
                 else largest = v > largest ? v : largest;
             }
-            maxima[g] = largest;
+            maxima[g] = mistake == "scales in place of maxima" ? largest / 448 : largest;
             all = mistake == "returns the last maximum" ? largest : std::max(all, largest);
+        }
+        if (mistake == "amax without NaN") {
+            all = 0;
+            for (int i = 0; i < n; i++) all = std::max(all, std::abs(x[i]));
         }
         return all;
     };
@@ -332,23 +381,29 @@ auto amax(const Words& mistake) {
 
 auto encode(const Words& mistake) {
     return [=](const Fp8& f, float x) {
-        const int one = 1 << f.mantissa, largest = f.mantissa == 3 ? 0x7E : 0x7B;
+        const int M = mistake == "M = 3 always" ? 3 : f.mantissa;
+        const int one = 1 << M, largest = f.mantissa == 3 || mistake == "0x7E always" ? 0x7E : 0x7B;
         int sign = std::signbit(x) ? 0x80 : 0;
         if (mistake == "no sign") sign = 0;
         if (mistake == "sign by x < 0") sign = x < 0 ? 0x80 : 0;
         const float size = std::abs(x);
         if (std::isnan(x)) return sign | (mistake == "NaN saturates" ? largest : 0x7F);
+        if (mistake == "overflows as in PyTorch" &&
+            size > f.max * (f.mantissa == 3 ? 464 / 448.0 : 61440 / 57344.0))
+            return sign | (f.mantissa == 3 ? 0x7F : 0x7C);
         if (std::isinf(x)) return sign | (mistake == "no saturation" ? 0x7F : largest);
         if (size > f.max && mistake != "no saturation") return sign | largest;
         int e = size == 0 ? -100 : std::ilogb(size);
+        if (mistake == "log2 cut off" && size > 0) e = int(std::log2(size));
         const bool subnormal = e < 1 - f.bias;
         if (mistake != "no clamp of subnormal values") e = std::max(e, 1 - f.bias);
-        const float exact = std::ldexp(size, f.mantissa - e);
+        float exact = std::ldexp(size, M - e);
+        if (mistake == "the 1 in front is subtracted everywhere" && subnormal) exact -= float(one);
         float count = std::nearbyint(exact);
         if (mistake == "ties away") count = std::round(exact);
         if (mistake == "truncation") count = std::trunc(exact);
         if (mistake == "rounds up") count = std::ceil(exact);
-        const int steps = int(count), field = e + f.bias;
+        const int steps = int(count), field = mistake == "no bias" ? e : e + f.bias;
         const bool masks_subnormal = mistake == "masked carry of subnormal values too";
         if (mistake == "masked carry" && !subnormal)
             return sign | (field << f.mantissa) | (steps & (one - 1));
@@ -422,9 +477,10 @@ void store(const Words& mistake, const Moment& to, const Floats& x) {
     float max = 0, min = INFINITY;
     for (float value : x) {
         max = std::max(max, mistake == "signed max" ? value : std::abs(value));
-        if (value != 0) min = std::min(min, std::abs(value));
+        if (value != 0) min = std::min(min, mistake == "signed min" ? value : std::abs(value));
         else if (mistake == "zeros count in min") min = 0;
     }
+    if (mistake == "min begins with 0") min = 0;
     *to.max = max;
     *to.k = 1;
     const bool linear = mistake == "no expansion" || mistake == "stores without expansion";
@@ -441,12 +497,19 @@ auto adamw(const Words& mistake) {
         for (int i = 0; i < n; i++) {
             float gradient = g[i];
             if (mistake == "decay coupled into g") gradient += s.decay * w[i];
+            if (mistake == "betas exchanged" && i == 0) std::swap(s.beta1, s.beta2);
             const float square = mistake == "g not squared" ? gradient : gradient * gradient;
             new_m[i] = s.beta1 * load(mistake, m, i) + (mistake == "all of g" ? 1 : 1 - s.beta1) * gradient;
             new_v[i] = s.beta2 * load(mistake, v, i) + (1 - s.beta2) * square;
         }
         store(mistake, m, new_m);
         store(mistake, v, new_v);
+        if (mistake == "v with max and k of m") {
+            *v.max = *m.max;
+            *v.k = *m.k;
+            for (int i = 0; i < n; i++) v.codes[i] = given::encode(given::expand(new_v[i], *m.max, *m.k));
+        }
+        if (mistake == "bias1 and bias2 exchanged") std::swap(s.bias1, s.bias2);
         if (mistake == "no bias correction") s.bias1 = s.bias2 = 1;
         for (int i = 0; i < n; i++) {
             if (mistake == "moments quantized first") {
@@ -457,7 +520,12 @@ auto adamw(const Words& mistake) {
             if (mistake == "bias2 outside the root") divisor = std::sqrt(new_v[i]) / s.bias2 + s.eps;
             if (mistake == "eps inside the root") divisor = std::sqrt(new_v[i] / s.bias2 + s.eps);
             if (mistake == "no root") divisor = new_v[i] / s.bias2 + s.eps;
+            if (mistake == "eps before the bias correction")
+                divisor = (std::sqrt(new_v[i]) + s.eps) / std::sqrt(s.bias2);
             float change = s.lr * (new_m[i] / s.bias1 / divisor);
+            if (mistake == "no learning rate") change = new_m[i] / s.bias1 / divisor;
+            if (mistake == "decays the moved weight") w[i] -= change;
+            if (mistake == "decays the moved weight") change = 0;
             if (mistake == "decay without learning rate") change += s.decay * w[i];
             else if (mistake != "no decay" && mistake != "decay coupled into g")
                 change += s.lr * s.decay * w[i];
@@ -538,6 +606,14 @@ auto linear_in_blocks(const Words& mistake) {
         auto along_columns = [](const Matrix& m) { return transposed(quantized(transposed(m), 1, 128)); };
         Matrix x8 = quantized(x, 1, 128), w8 = quantized(w, 128, 128), g8 = quantized(g, 1, 128);
         Matrix x_wgrad = along_columns(x), g_wgrad = along_columns(g);
+        if (mistake == "wgrad quantizes quantized values again") {
+            x_wgrad = along_columns(x8);
+            g_wgrad = along_columns(g8);
+        }
+        if (mistake == "g as in exercise 8") g8 = g_wgrad = quantized_e5m2(g);
+        if (mistake == "all in 128x128") x8 = x_wgrad = quantized(x, 128, 128);
+        if (mistake == "all in 128x128") g8 = g_wgrad = quantized(g, 128, 128);
+        if (mistake == "x stays transposed in wgrad") x_wgrad = quantized(transposed(x), 1, 128);
         if (mistake == "w in 1x128") w8 = quantized(w, 1, 128);
         const bool both = mistake == "wgrad's blocks along features";
         if (both || mistake == "wgrad's x along features") x_wgrad = x8;
@@ -553,6 +629,7 @@ auto linear_in_blocks(const Words& mistake) {
         y = mistake == "no transposes" ? product(x8, w8) : product(x8, transposed(w8));
         dx = product(g8, w8);
         dw = product(transposed(g_wgrad), x_wgrad);
+        if (mistake == "y quantized") y = quantized(y, 1, 128);
     };
 }
 
