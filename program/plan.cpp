@@ -189,7 +189,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
         {Weights, format("weights", compute), kept_of[""] * (fp32 ? 2 : 1), "parameter", count},
         {Weights, "remainder of the FP32 masters (int16)", fp32 ? 0 : kept_of[".remainder"], "parameter",
          count},
-        {Weights, "amaxes and delayed scales", scaling, "parameter", count},
+        {Weights, "histories and delayed scales", scaling, "parameter", count},
         {Gradients, format(s.keep_gradients ? "gradients" : "gradients of the largest bucket", dw),
          gradients * info(dw).bytes, "parameter", count},
         {Optimizer, format("first moments", s.optimizer.m), kept_of[".m"], "parameter", count},
@@ -267,8 +267,8 @@ static void print_precision(const Setup& s) {
         "Formats: what each operator reads and writes, and what it saves for the backward pass\n"
         "  FP8 values share a scale: \"tensor\" is one scale for all, \"1x16\" one for 16 values of a "
         "token.\n"
-        "  A tensor may be written in one row and saved in a later one, as norm 1 saves what a residual add "
-        "writes:\n  it is in memory once.\n\n");
+        "  What one row writes and a later row saves is the same memory: the input that norm 1 saves is what "
+        "the\n  residual add wrote.\n\n");
     const char* const format = "  %-34s %-25s %-13s %-23s %s\n";
     std::printf(format, "operator", "reads", "weights", "writes", "saves for backward");
     for (const auto& [part, operators] : precision_plan(s)) {

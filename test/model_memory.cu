@@ -155,7 +155,7 @@ static std::map<std::string, int64_t> allocated_bytes(const Setup& s) {
     std::map<const void*, std::string> begins{{m.weights.values, "weights"},
                                               {m.shards, ""},
                                               {m.scales, ""},
-                                              {m.histories, "amaxes and delayed scales"},
+                                              {m.histories, "histories and delayed scales"},
                                               {m.moments_begin, ""},
                                               {m.saved_activations, "activations"},
                                               {m.tokens, ""},
@@ -186,7 +186,7 @@ static void check_rows_of_plan(const Setup& s) {
     std::map<std::string, int64_t> allocated = allocated_bytes(s);
     // The delayed scales are among all scales, which have no row
     for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe))
-        if (t.name.ends_with(".scale")) allocated["amaxes and delayed scales"] += t.total_bytes();
+        if (t.name.ends_with(".scale")) allocated["histories and delayed scales"] += t.total_bytes();
     std::map<std::string, int64_t> planned;
     for (const MemoryRow& row : gpu_memory_plan(s)) {
         if (row.category == Category::Workspace) continue;
