@@ -121,7 +121,8 @@ static CorpusOptions corpus_options_on_all_ranks(const Place& place, const Flags
     for (const std::string& path : written)
         for (const std::string& theirs : place.processes.all_gather(path)) options.written.push_back(theirs);
     const ordered_json& before = resumed.settings;
-    if (flags.resumes() && flags.data == before.at("data") && flags.val == before.value("val", ""))
+    if (flags.resumes() && flags.data == before.at("data").get<std::string>() &&
+        flags.val == before.value("val", ""))
         options.known = data_files(resumed.settings);
     return options;
 }
