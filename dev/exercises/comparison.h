@@ -303,13 +303,15 @@ private:
     // Prints a wrong value, and with HINT=1 the cause: the mistake whose results are most like the reader's.
     // A mistake that makes all of these is certain. One that makes all wrong values, but also others, may be
     // chance: where a value is extreme, many mistakes look alike. So what wrong values have in common goes
-    // before it. What only a part of them has in common counts if it is rarer among right values.
+    // before it; of several such properties, that which the fewest right values have. What only a part of the
+    // wrong values has in common counts if it is rarer among right values.
     void explain(const Result& result) const {
         const Explanation *mistake = nullptr, *common = nullptr, *input = nullptr;
         for (const Explanation& e : result.explanations) {
             const bool all = e.wrong == result.wrong;
             if (e.predicts && e.wrong && (!mistake || e.others < mistake->others)) mistake = &e;
-            if (!e.predicts && e.wrong && all && !common) common = &e;
+            const bool rarer = common && common->of_input && e.of_input && e.others < common->others;
+            if (!e.predicts && e.wrong && all && (!common || rarer)) common = &e;
             if (e.of_input && result.stands_out(e) && (!input || e.wrong > input->wrong)) input = &e;
         }
         auto say = [&](const Explanation* e, const std::string& before) {

@@ -19,7 +19,7 @@ GPU_TEST_CASE("a first test: sixteen values become one group of E4M3 codes with 
         .data = input.get(), .scales = nullptr, .rows = 1, .cols = 16, .storage = PLAIN_BF16};
     const TensorRef to{
         .data = codes.get(), .scales = scales.get(), .rows = 1, .cols = 16, .storage = E4M3_1x16};
-    gpu::quantize(gpu::stored(from), {.tensor = to}, nullptr, 0);
+    gpu::quantize_groups(from, to, /*write_back=*/false, /*quant_stats=*/nullptr, /*stream=*/nullptr);
 
     const std::vector<uint8_t> got = codes.read();  // waits for the kernel
     CHECK(scales.read()[0] == reference::to_bf16(2.0f));
