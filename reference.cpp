@@ -187,7 +187,8 @@ static void add_error(QuantStats& s, float x, float dequantized) {
     s.elements++;
 }
 
-// Just-in-time scales of all scale blocks of x (rows, cols), from their own amaxes.
+// Just-in-time scales of all scale blocks of x (rows, cols), from their own amaxes. (The scale of a whole
+// tensor comes from compute_amax(), which uses all threads.)
 static void compute_scales(const float* x, StoredMatrix& q) {
     const int64_t height = q.block_rows(), width = q.block_cols();
     const int64_t blocks = q.storage.scale_count(q.rows, q.cols);
@@ -247,8 +248,12 @@ StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage&
     StoredMatrix q{.codes = {}, .scales = {}, .rows = rows, .cols = cols, .storage = storage};
     q.codes.resize(storage.code_bytes(rows, cols));
     q.scales.resize(storage.scale_count(rows, cols) * info(storage.scale_format).bytes);
-    if (!scale) compute_scales(x, q);
-    else if (storage.fp8()) write_element(storage.scale_format, q.scales.data(), 0, *scale);
+    if (storage.fp8() && storage.granularity == PER_TENSOR) {
+        const float s = scale ? *scale : scale_of(storage, compute_amax(x, rows * cols));
+        write_element(storage.scale_format, q.scales.data(), 0, s);
+    } else {
+        compute_scales(x, q);
+    }
     compute_codes(x, q);
     if (stats && storage.fp8()) add_quant_errors(x, q, *stats);
     return q;

@@ -68,7 +68,7 @@ struct DelayedScale {
     std::vector<float> history;
     float scale = 0;  // the scale in the current step, from the history; 0: the history has no amax yet
     float amax = 0;   // the largest amax of the current step so far, over its micro-batches
-    // The scale of a tensor with this amax, which counts for the history.
+    // Raises amax to that of a tensor of the current step. Returns the scale to quantize this tensor with.
     float scale_with(const Storage& storage, float tensor_amax);
     // After a step: moves amax into the history, and clears it. scale becomes the largest amax of the history
     // over FMAX, unless that amax is 0 or not finite.

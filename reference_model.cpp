@@ -75,7 +75,7 @@ public:
     }
 
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses. Backward adds the gradients of loss_weight times this sum to gradients. loss_weight is
+    // of the losses. Backward adds the gradients of loss_weight times this sum to `gradients`. loss_weight is
     // 1 / the number of targets of the step that count: so all micro-batches together give the gradients of
     // the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, int64_t sequences, int64_t length,
@@ -106,8 +106,8 @@ public:
     QuantStats* stats_of(ReportKind k) const { return stats ? stats + int(k) : nullptr; }
 
 private:
-    // What a layer saves for backward (paper, table 2; architecture.h, saved_per_layer()).
     using SavedActivation = std::conditional_t<QUANTIZES, StoredMatrix, Tensor>;
+    // What a layer saves for backward (paper, table 2; architecture.h, saved_per_layer()).
     struct SavedLayer {
         SavedActivation norm1_input, norm2_input;  // (N, C)
         SavedActivation qkv;                       // (N, qkv_cols)
@@ -469,7 +469,8 @@ class ReferenceModel : public Model {
     std::vector<Floats> sums_;
 
 public:
-    explicit ReferenceModel(const Setup& s) : network_(s), states_(params_.size()), sums_(params_.size()) {
+    explicit ReferenceModel(const Setup& setup)
+        : network_(setup), states_(params_.size()), sums_(params_.size()) {
         for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = params_[i];
             const Optimizer& o = setup_.optimizer;

@@ -198,7 +198,7 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     const Safetensors file(path_in(checkpoint, OPTIMIZER_FILE));
     const std::vector<StateTensor> table = optimizer_tensors(setup);
     for (const StateTensor& t : table) file.require(t.name, t.shape, t.dtype);
-    load_weights(checkpoint, setup.config, &model);
+    load_weights(checkpoint, model);
     for (const StateTensor& t : table) {
         const HfTensor& tensor = file.require(t.name, t.shape, t.dtype);
         model.write(t.name, tensor.data + owned(setup, t).first * t.bytes);

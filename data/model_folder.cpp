@@ -24,18 +24,18 @@ enum class Missing : uint8_t { IsError, KeepsDefault };
 
 // The fields of config.json that are values of ModelConfig: visit(name in all models but GPT-2, name in
 // GPT-2, value, what it means if it is missing). Where the name is null, the field does not exist.
-template <class Visit> static void visit_fields(ModelConfig& c, const Visit& visit) {
-    visit("num_hidden_layers", "n_layer", c.L, Missing::IsError);
-    visit("hidden_size", "n_embd", c.C, Missing::IsError);
-    visit("num_attention_heads", "n_head", c.NH, Missing::IsError);
-    visit("num_key_value_heads", nullptr, c.NKV);
-    visit("head_dim", nullptr, c.head_size);
-    visit("intermediate_size", "n_inner", c.F);
-    visit("vocab_size", "vocab_size", c.V, Missing::IsError);
-    visit("max_position_embeddings", "n_positions", c.max_T);
-    visit("rms_norm_eps", "layer_norm_epsilon", c.norm_eps);
-    visit("tie_word_embeddings", "tie_word_embeddings", c.tied);
-    visit("rope_theta", nullptr, c.rope_theta);
+template <class Visit> static void visit_fields(ModelConfig& config, const Visit& visit) {
+    visit("num_hidden_layers", "n_layer", config.L, Missing::IsError);
+    visit("hidden_size", "n_embd", config.C, Missing::IsError);
+    visit("num_attention_heads", "n_head", config.NH, Missing::IsError);
+    visit("num_key_value_heads", nullptr, config.NKV);
+    visit("head_dim", nullptr, config.head_size);
+    visit("intermediate_size", "n_inner", config.F);
+    visit("vocab_size", "vocab_size", config.V, Missing::IsError);
+    visit("max_position_embeddings", "n_positions", config.max_T);
+    visit("rms_norm_eps", "layer_norm_epsilon", config.norm_eps);
+    visit("tie_word_embeddings", "tie_word_embeddings", config.tied);
+    visit("rope_theta", nullptr, config.rope_theta);
 }
 // The fields of rope_scaling if its type is llama3.
 template <class Visit> static void visit_fields(RopeScaling& s, const Visit& visit) {
@@ -89,9 +89,9 @@ static void require_not_quantized(const Fields& f) {
 
 // The sliding window of a model's attention in tokens; 0 if no layer has one. All of this is as transformers
 // reads config.json: a field that is missing has a default there, and null says that there is no window.
-static int64_t sliding_window(const Fields& f, const ModelConfig& c) {
+static int64_t sliding_window(const Fields& f, const ModelConfig& config) {
     constexpr int64_t DEFAULT_WINDOW = 4096, DEFAULT_MAX_WINDOW_LAYERS = 28;
-    const std::string arch = c.arch.name;
+    const std::string arch = config.arch.name;
     const bool qwen = arch == "qwen2" || arch == "qwen3";
     const int64_t otherwise = f.object.contains("sliding_window") ? 0 : DEFAULT_WINDOW;
     if (arch == "mistral") return f.get<int64_t>("sliding_window", otherwise);  // all layers have it
@@ -108,30 +108,30 @@ static int64_t sliding_window(const Fields& f, const ModelConfig& c) {
     // The first max_window_layers layers attend to all tokens, unless layer_types says it for each layer.
     const int64_t first = f.get<int64_t>("max_window_layers", DEFAULT_MAX_WINDOW_LAYERS);
     const bool in_some_layer =
-        lists_layers ? std::count(layers.begin(), layers.end(), SLIDING) > 0 : first < c.L;
+        lists_layers ? std::count(layers.begin(), layers.end(), SLIDING) > 0 : first < config.L;
     return in_some_layer ? f.get<int64_t>("sliding_window", otherwise) : 0;
 }
 
 // config.json of a model that does not come from a folder.
-static ordered_json config_json(ModelConfig c) {
-    const bool gpt2 = !c.arch.rope;
-    c.head_size = c.HS();
-    ordered_json config = {{"architectures", {c.arch.causal_lm}}, {"model_type", c.arch.name}};
-    write_fields(c, gpt2, config);
+static ordered_json config_json(ModelConfig config) {
+    const bool gpt2 = !config.arch.rope;
+    config.head_size = config.HS();
+    ordered_json object = {{"architectures", {config.arch.causal_lm}}, {"model_type", config.arch.name}};
+    write_fields(config, gpt2, object);
     if (gpt2) {
-        config["activation_function"] = "gelu_new";
-        for (const char* dropout : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) config[dropout] = 0;
+        object["activation_function"] = "gelu_new";
+        for (const char* dropout : {"attn_pdrop", "embd_pdrop", "resid_pdrop"}) object[dropout] = 0;
     } else {
-        config["hidden_act"] = "silu";
-        config["sliding_window"] = nullptr;
+        object["hidden_act"] = "silu";
+        object["sliding_window"] = nullptr;
     }
-    if (c.rope_scaling.type == RopeScaling::Llama3) {
-        config["rope_scaling"]["rope_type"] = "llama3";
-        write_fields(c.rope_scaling, false, config["rope_scaling"]);
+    if (config.rope_scaling.type == RopeScaling::Llama3) {
+        object["rope_scaling"]["rope_type"] = "llama3";
+        write_fields(config.rope_scaling, false, object["rope_scaling"]);
     }
     // Without these fields transformers assumes the special tokens of the original Llama or GPT-2.
-    for (const char* token : {"bos_token_id", "eos_token_id", "pad_token_id"}) config[token] = nullptr;
-    return config;
+    for (const char* token : {"bos_token_id", "eos_token_id", "pad_token_id"}) object[token] = nullptr;
+    return object;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -174,21 +174,21 @@ struct Piece {
 }  // namespace
 
 // The pieces of one parameter, without the rows that pad our vocabulary. A vector counts as one column.
-static std::vector<Piece> pieces(const ModelConfig& c, const Param& p) {
+static std::vector<Piece> pieces(const ModelConfig& config, const Param& p) {
     // The parts of a name such as "layers.3.qkv.bias": the layer is 3, ours is "qkv", and the end is "bias".
     char ours[32], end[8] = "weight";
     int64_t layer = -1;  // it stays -1 if the parameter is in no layer
     if (std::sscanf(p.name.c_str(), "layers.%ld.%31[^.].%7s", &layer, ours, end) == 0)
         std::sscanf(p.name.c_str(), "%31[^.].%7s", ours, end);
-    const bool gpt2 = !c.arch.rope;
+    const bool gpt2 = !config.arch.rope;
     const auto& names = gpt2 ? NAMES.at(ours).second : NAMES.at(ours).first;
     const std::string layers = gpt2 ? "transformer.h." : "model.layers.";
     const std::string before = layer < 0 ? "" : concat(layers, layer, ".");
     const bool is_vector = p.is_vector(), transposed = gpt2 && p.role.linear;
-    const int64_t cols = is_vector ? 1 : p.cols, all_rows = used_elements(c, p) / cols;
+    const int64_t cols = is_vector ? 1 : p.cols, all_rows = used_elements(config, p) / cols;
 
     std::vector<int64_t> rows(names.size(), all_rows / std::max<int64_t>(1, std::ssize(names)));
-    if (names.size() == 3) rows = {c.q_cols(), c.kv_cols(), c.kv_cols()};
+    if (names.size() == 3) rows = {config.q_cols(), config.kv_cols(), config.kv_cols()};
     std::vector<Piece> result;
     int64_t first = 0;
     for (size_t i = 0; i < names.size(); i++) {
@@ -281,14 +281,14 @@ static bool is_buffer(const std::string& name) {
 
 // Reads the frequencies of RoPE. transformers 5 has renamed rope_scaling as rope_parameters, but if a file
 // has both, and rope_scaling has fields, transformers 5 uses rope_scaling, as we do.
-static void read_rope(const Fields& config, ModelConfig& c) {
-    Fields rope = config.get<Fields>("rope_scaling", Fields{config.path, json::object()});
-    if (rope.object.empty()) rope = config.get<Fields>("rope_parameters", rope);
+static void read_rope(const Fields& f, ModelConfig& config) {
+    Fields rope = f.get<Fields>("rope_scaling", Fields{f.path, json::object()});
+    if (rope.object.empty()) rope = f.get<Fields>("rope_parameters", rope);
     require_implemented(rope);
-    c.rope_theta = rope.get<float>("rope_theta", c.rope_theta);
+    config.rope_theta = rope.get<float>("rope_theta", config.rope_theta);
     const char* const type = rope.has("rope_type") ? "rope_type" : "type";  // "type" in older files
     if (rope.get<std::string>(type, "default") != "llama3") return;
-    RopeScaling& scaling = c.rope_scaling;
+    RopeScaling& scaling = config.rope_scaling;
     scaling.type = RopeScaling::Llama3;
     read_fields(scaling, false, rope);
     if (scaling.low_freq_factor >= scaling.high_freq_factor)
@@ -296,60 +296,61 @@ static void read_rope(const Fields& config, ModelConfig& c) {
 }
 
 ModelConfig read_model_config(const std::string& folder) {
-    const Fields config = read_json(path_in(folder, "config.json"));
-    ModelConfig c{};
-    c.name = folder;
-    c.arch = find_row(std::array{LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}, config.get<std::string>("model_type"),
-                      (config.path + ": the field model_type").c_str());
-    require_not_quantized(config);
-    require_implemented(config);
+    const Fields f = read_json(path_in(folder, "config.json"));
+    ModelConfig config{};
+    config.name = folder;
+    config.arch = find_row(std::array{LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}, f.get<std::string>("model_type"),
+                           (f.path + ": the field model_type").c_str());
+    require_not_quantized(f);
+    require_implemented(f);
     // These are the values in transformers of fields that are missing.
-    const bool gpt2 = !c.arch.rope;
-    c.max_T = gpt2 ? 1024 : 2048;
-    c.norm_eps = gpt2 ? 1e-5f : 1e-6f;
-    c.tied = gpt2;
-    read_fields(c, gpt2, config);
-    if (!c.NKV) c.NKV = c.NH;
-    if (!c.F && gpt2) c.F = 4 * c.C;
-    c.sliding_window = sliding_window(config, c);
-    read_rope(config, c);
-    require_supported(c);
-    return c;
+    const bool gpt2 = !config.arch.rope;
+    config.max_T = gpt2 ? 1024 : 2048;
+    config.norm_eps = gpt2 ? 1e-5f : 1e-6f;
+    config.tied = gpt2;
+    read_fields(config, gpt2, f);
+    if (!config.NKV) config.NKV = config.NH;
+    if (!config.F && gpt2) config.F = 4 * config.C;
+    config.sliding_window = sliding_window(f, config);
+    read_rope(f, config);
+    require_supported(config);
+    return config;
 }
 
 // Error unless the files of the folder have the tensors of this model, and no others.
-static void require_tensors(const Safetensors& files, const std::string& folder, const ModelConfig& c) {
-    const std::vector<Param> params = parameters(c);
+static void require_tensors(const Safetensors& files, const ModelConfig& config) {
+    const std::vector<Param> params = parameters(config);
     std::set<const HfTensor*> used;
     for (const Param& p : params)
-        for (const Piece& piece : pieces(c, p)) used.insert(&tensor_of(files, piece));
+        for (const Piece& piece : pieces(config, p)) used.insert(&tensor_of(files, piece));
     // A tensor that no piece asks for means another architecture than config.json says, such as one with
     // biases. The files of some tied models, such as Qwen3-0.6B, have the embedding once more as
     // lm_head.weight.
-    const Piece of_embedding = pieces(c, params.front()).front();
+    const Piece of_embedding = pieces(config, params.front()).front();
     const HfTensor& embedding = tensor_of(files, of_embedding);
     for (const auto& [name, tensor] : files.tensors()) {
         if (used.count(&tensor) || is_buffer(name)) continue;
-        const bool tied_head = c.tied && name == "lm_head.weight";
+        const bool tied_head = config.tied && name == "lm_head.weight";
         if (tied_head && equal_values(embedding, tensor)) continue;
         if (tied_head)
             throw Error(
-                folder, " has a tensor lm_head.weight that differs from the embedding, but ",
+                files.path(), " has a tensor lm_head.weight that differs from the embedding, but ",
                 "tie_word_embeddings of config.json says that they are the same; correct config.json, ",
                 "or give another model.");
-        throw Error(folder, " has tensor ", name,
+        throw Error(files.path(), " has tensor ", name,
                     ", which the model of config.json does not have; give another model.");
     }
 }
 
-void require_weights(const std::string& folder, const ModelConfig& c) {
-    require_tensors(Safetensors(folder), folder, c);
+void require_weights(const std::string& folder, const ModelConfig& config) {
+    require_tensors(Safetensors(folder), config);
 }
 
-void load_weights(const std::string& folder, const ModelConfig& c, Model* model) {
+void load_weights(const std::string& folder, Model& model) {
+    const ModelConfig& config = model.setup().config;
     const Safetensors files(folder);
-    require_tensors(files, folder, c);
-    for (const Param& p : parameters(c)) write_parameter(*model, p, files);
+    require_tensors(files, config);
+    for (const Param& p : parameters(config)) write_parameter(model, p, files);
 }
 
 bool is_tokenizer_file(const std::string& name) {
@@ -416,26 +417,26 @@ FileContents read_other_files(const std::string& folder) {
     });
 }
 
-void add_tokenizer(const std::string& folder, FileContents* files) {
-    for (const auto& [name, bytes] : *files)
+void add_tokenizer(const std::string& folder, FileContents& files) {
+    for (const auto& [name, bytes] : files)
         if (is_tokenizer_file(name)) return;
-    files->merge(files_of_folder(folder, is_of_tokenizer));
+    files.merge(files_of_folder(folder, is_of_tokenizer));
 }
 
 void save_model_folder(const std::string& folder, Model& model, const FileContents& other_files) {
-    const ModelConfig& c = model.setup().config;
+    const ModelConfig& config = model.setup().config;
     const bool writes = model.setup().rank == 0;
     std::vector<HfTensor> tensors;
-    for (const Param& p : parameters(c))
-        for (const Piece& piece : pieces(c, p))
+    for (const Param& p : parameters(config))
+        for (const Piece& piece : pieces(config, p))
             tensors.push_back({.name = piece.name, .dtype = "BF16", .shape = piece.shape});
     const std::string path = path_in(folder, "model.safetensors");
     std::ofstream file(writes ? path : "", std::ios::binary);  // other ranks open no file
     file << safetensors_header(tensors);
-    for (const StateTensor& t : weight_tensors(c)) {
+    for (const StateTensor& t : weight_tensors(config)) {
         const Bytes bytes = gather_whole_tensor(model, t);
         const auto* weight = reinterpret_cast<const uint16_t*>(bytes.data());  // a vector's memory is aligned
-        for (const Piece& piece : pieces(c, t.param)) {
+        for (const Piece& piece : pieces(config, t.param)) {
             std::vector<uint16_t> part(writes ? piece.size : 0);
             for (int64_t i = 0; i < std::ssize(part); i++) part[i] = weight[piece.index_in_param(i)];
             file.write(reinterpret_cast<const char*>(part.data()), std::ssize(part) * 2);
@@ -450,12 +451,12 @@ void save_model_folder(const std::string& folder, Model& model, const FileConten
         sync(file.parent_path().string());
     }
     // The config.json that the model came with stays as it is, but for the dtype, which has two names.
-    ordered_json config = other_files.count("config.json")
+    ordered_json object = other_files.count("config.json")
                               ? ordered_json::parse(other_files.at("config.json"))
-                              : config_json(c);
-    config["torch_dtype"] = "bfloat16";
-    config.erase("dtype");
-    save_file(path_in(folder, "config.json"), config.dump(2) + "\n");
+                              : config_json(config);
+    object["torch_dtype"] = "bfloat16";
+    object.erase("dtype");
+    save_file(path_in(folder, "config.json"), object.dump(2) + "\n");
 }
 
 // Every rank sends its part to rank 0. If every rank keeps the whole tensor, the first part is all of it. If

@@ -15,7 +15,7 @@ ModelConfig read_model_config(const std::string& folder);
 
 // Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16; with Setup::keep_masters
 // also the remainders of the FP32 values. Every rank reads the files and writes what it keeps.
-void load_weights(const std::string& folder, const ModelConfig& config, Model* model);
+void load_weights(const std::string& folder, Model& model);
 // Error unless load_weights() can read the files of the folder. This function is called before a model is
 // made, because config.json may ask for any amount of memory.
 void require_weights(const std::string& folder, const ModelConfig& config);
@@ -27,7 +27,7 @@ using FileContents = std::map<std::string, std::string>;  // path in the folder 
 FileContents read_other_files(const std::string& folder);
 
 // Adds the tokenizer of another folder, such as that of the token files, unless `files` already have one.
-void add_tokenizer(const std::string& folder, FileContents* files);
+void add_tokenizer(const std::string& folder, FileContents& files);
 
 // Whether a file of this name belongs to a tokenizer, as transformers or Mistral store them: tokenizer.json,
 // tokenizer.model, vocab.json and merges.txt, tekken.json, ...

@@ -292,7 +292,7 @@ FileContents find_other_files(const std::string& weights_folder, const Corpus& c
     const std::string& pieces = corpus.vocabulary_file;
     const bool has_tokenizer = !weights_folder.empty() && !tokenizer_in(weights_folder).empty();
     if (!pieces.empty() && !has_tokenizer) files["tokenizer.bin"] = MappedFile(pieces).text();
-    add_tokenizer(corpus.tokenizer_folder, &files);
+    add_tokenizer(corpus.tokenizer_folder, files);
     return files;
 }
 
@@ -307,7 +307,7 @@ void open_windows(Run& run) {
 std::unique_ptr<Model> make_model(const Run& run) {
     std::unique_ptr<Model> model = run.flags.on_gpu() ? make_gpu(run.setup) : make_reference(run.setup);
     if (run.flags.resumes()) load_checkpoint(run.weights_folder, *model);
-    else if (!run.weights_folder.empty()) load_weights(run.weights_folder, run.setup.config, model.get());
+    else if (!run.weights_folder.empty()) load_weights(run.weights_folder, *model);
     return model;
 }
 

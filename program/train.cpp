@@ -1,5 +1,6 @@
 // train.cpp - the training loop. Every rank goes through it, and all take the same decisions. now() is the
 // time in seconds (clock.h); `interrupted` is the signal that has come to this process, or 0 (processes.h).
+// save(), save_last(), note_checkpoint() and read_or_fail_together() are in checkpoints.h.
 #include <cmath>
 
 #include "../data/files.h"
@@ -78,8 +79,8 @@ int train(Run& run) {
         if (!last && every(flags.eval_every)) validate_and_report(run);
         if (flags.sample_every > 0 && (last || every(flags.sample_every))) report_sample(run);
         const bool is_save_time = flags.save_every > 0 ? every(flags.save_every) : events.save_is_due;
-        // After a skipped step the weights may have overflowed, and saving waits for a step that is not
-        // skipped.
+        // A step may be skipped because an earlier update made weights overflow. So saving waits for a step
+        // that is not skipped.
         if (!last && is_save_time && progress.skipped_in_a_row == 0) {
             save(run);
             progress.saved_at = now();
@@ -126,13 +127,14 @@ static void count_step(Run& run, const StepResult& result, Progress& progress) {
     } else if (result.target_count) {
         progress.skipped_in_a_row++;
     }
-    // Whether a signal or an error saves this step. If it was skipped, its weights may have overflowed. They
-    // must not replace a good checkpoint. But if there is no checkpoint, they are better than nothing. (For
-    // the last step of a run there is a better proof: see finish().)
+    // Whether a signal or an error saves this step. If it was skipped, an earlier update may have made
+    // weights overflow. They must not replace a good checkpoint. But if there is no checkpoint, they are
+    // better than nothing. (For the last step of a run there is a better proof: see finish().)
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
-// One optimizer step: reads its micro-batches, updates the model, counts and prints the step.
+// One optimizer step: reads its micro-batches, updates the model, counts and prints the step. Error if so
+// many steps in a row were skipped that the run has diverged.
 static void train_step(Run& run, Progress& progress) {
     constexpr int MOST_SKIPPED = 20;  // steps in a row: then the run has diverged
     const double before = now();

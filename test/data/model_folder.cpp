@@ -179,10 +179,6 @@ static void check_fields(const ordered_json& found, const std::string& text) {
     }
 }
 
-static void load(const std::string& folder, MemoryModel& model) {
-    load_weights(folder, model.setup().config, &model);
-}
-
 const ordered_json LLAMA3 = ordered_json::parse(R"({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.5,
     "high_freq_factor": 4.5, "original_max_position_embeddings": 8192})");
 
@@ -331,7 +327,7 @@ TEST_CASE("load_weights: reads Hugging Face folders of every architecture and dt
                 f.write(folder, shards);
                 MemoryModel model = model_of(folder), lean = model_of(folder, false);
                 CHECK(model.setup().config.arch.name == f.config.at("model_type").get<std::string>());
-                load(folder, model);
+                load_weights(folder, model);
                 f.check(model, bits);
                 // What is saved again has the names and shapes of the file, and of BF16 the same bytes.
                 fs::create_directory(folder / "saved");
@@ -344,7 +340,7 @@ TEST_CASE("load_weights: reads Hugging Face folders of every architecture and dt
                            (dtype != t.dtype || !std::memcmp(t.data, from.data, t.bytes))));
                 }
                 CHECK(saved.tensors().size() + (f.pieces.back().ours.empty() ? 2 : 0) == f.pieces.size());
-                load(folder, lean);  // --master none: rounded to the nearest BF16
+                load_weights(folder, lean);  // --master none: rounded to the nearest BF16
                 for (const StateTensor& t : weight_tensors(lean.setup().config))
                     CHECK((model.tensors.at(t.name) == lean.tensors.at(t.name)));
             }
@@ -364,7 +360,7 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
     Folder folder;
     f.write(folder);
     MemoryModel model = model_of(folder);
-    load(folder, model);
+    load_weights(folder, model);
     const std::vector<Param> params = parameters(model.setup().config);
     int64_t wrong = 0;
     for (uint32_t i = 0; i < 65536; i++) {
@@ -377,7 +373,7 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
     second.rank = 1;
     second.ranks = 3;
     MemoryModel part(second, 1);
-    load(folder, part);
+    load_weights(folder, part);
     for (const std::string& name : {params.back().name, params.back().name + ".remainder"})
         CHECK(model.tensors.at(name).substr(2 * owned(second, params.back()).first,
                                             part.tensors.at(name).size()) == part.tensors.at(name));
@@ -386,7 +382,7 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
         bad.at(tensor).codes.assign(size_t(bad.at(tensor).rows * bad.at(tensor).cols), 0);
         bad.at(tensor).codes[2] = code;
         bad.write(folder);
-        check_error([&] { load(folder, model); }, folder, tensor);
+        check_error([&] { load_weights(folder, model); }, folder, tensor);
     };
     // NaN and infinities, NaNs whose upper half would round to zeros, and what would round to infinity.
     for (uint32_t code : {0x7FC00000u, 0x7F800000u, 0xFF800000u, 0x7FFFFFFFu, 0xFFFFFFFFu, 0x7F7FFFFFu})
@@ -415,7 +411,7 @@ TEST_CASE("load_weights: a tied model may have a copy of its embedding as lm_hea
                 Folder folder;
                 f.write(folder, shards);
                 MemoryModel model = model_of(folder);
-                load(folder, model);
+                load_weights(folder, model);
                 for (int64_t e : {0, 1, 50 * 32 - 1})
                     CHECK(model.master(parameters(model.setup().config)[0], e) ==
                           std::bit_cast<float>(bits_of(HuggingFace::value(embedding, e / 32, e % 32)) &
@@ -427,12 +423,12 @@ TEST_CASE("load_weights: a tied model may have a copy of its embedding as lm_hea
                     HuggingFace other = f;
                     other.at("lm_head.weight").codes[at] ^= 1;  // the next number
                     other.write(folder, shards);
-                    check_error([&] { load(folder, model); }, folder, "lm_head.weight");
+                    check_error([&] { load_weights(folder, model); }, folder, "lm_head.weight");
                 }
                 HuggingFace transposed = f;
                 transposed.at("lm_head.weight").shape = {32, 50};
                 transposed.write(folder, shards);
-                check_error([&] { load(folder, model); }, folder, "lm_head.weight");
+                check_error([&] { load_weights(folder, model); }, folder, "lm_head.weight");
             }
 }
 
@@ -457,7 +453,7 @@ llama add model.layers.1.input_layernorm.weight; llama dtype k_proj.weight I16; 
             Folder folder;
             f.write(folder, shards);
             MemoryModel model = model_of(folder);
-            check_error([&] { load(folder, model); }, folder, name);
+            check_error([&] { load_weights(folder, model); }, folder, name);
             CHECK(model.writes == 0);
         }
 }
