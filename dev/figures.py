@@ -376,7 +376,7 @@ def note(ax, x, y, words, ha="left", **more):
 LAYER = [("norm 1", "norm", "E4M3, one scale", "norm 1's input\nE4M3 1x16: 1.1 C", ""),
          ("q, k, v\nprojection", "linear", "BF16", "", "norm 1's output,\ncomputed again"),
          ("attention,\nwith RoPE", "bf16", "E4M3, one scale", "q, k, v and output\nBF16: 8 C", ""),
-         ("attention_out\nprojection", "linear", "", "", "the saved output;\nits codes made again"),
+         ("attention_out\nprojection", "linear", "", "", "codes of the output,\nmade again"),
          ("+", "add", "", "", ""),
          ("norm 2", "norm", "E4M3, one scale", "norm 2's input\nE4M3 1x16: 1.1 C", ""),
          ("gate and up\nprojection", "linear", "", "", "norm 2's output,\ncomputed again"),
@@ -413,7 +413,7 @@ def flow():
     path(ax, (STREAM, top + 1.35), (STREAM, -0.75), color=theme["gold"])
     path(ax, (BACK_STREAM, -0.75), (BACK_STREAM, top + 1.35), color=theme["gold"])
     add(ax, top + 1)
-    note(ax, STREAM + 0.35, top + 1.0, "the layer before is added")
+    note(ax, STREAM + 0.35, top + 1.0, "output of the layer before")
     for row, (_, kind, *_) in enumerate(LAYER):
         if kind == "add":
             flow_sum(ax, top - row)
@@ -467,8 +467,7 @@ def flow_operator(ax, row, y, colors):
     if saved:
         flow_saved(ax, y, saved, made)
     if again:
-        kept = LAYER[row - 1][1] == "bf16"  # attention's output is wgrad's x, and was saved
-        box(ax, SAVED, y, 3.4, TALL, again, colors[LAYER[row - 1][1]], dashed=not kept)
+        box(ax, SAVED, y, 3.4, TALL, again, colors[LAYER[row - 1][1]], dashed=True)
         path(ax, (SAVED + 1.7, y), (BACKWARD - WIDE / 2, y), color=theme["red"])
         note(ax, (SAVED + 1.7 + BACKWARD - WIDE / 2) / 2, y + 0.17, "x", "center", color=theme["red"], weight="bold")
 
