@@ -144,7 +144,8 @@ class GpuModel final : public Model {
     const bool dqkv_in_place_ = Storage{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
                                 recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
 
-    // wait_and_copy_to_gpu() copies from these, so they must stay until the host waits for the GPU again.
+    // wait_then_start_copy_to_gpu() copies from these, so they must stay until the host waits for the GPU
+    // again.
     double loss_weight_ = 0;
     EmbeddingOrder embedding_order_;
 
@@ -253,7 +254,7 @@ private:
     // count. report: the quantization report that this evaluation is to fill; null if nothing is measured.
     void begin_step_or_evaluation(double target_count, QuantReport* report = nullptr) {
         loss_weight_ = 1.0 / target_count;
-        context_.wait_and_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
+        context_.wait_then_start_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
         clear_async(outcome(), sizeof(StepOutcome), stream_);
         context_.quant_report = report;
         context_.quant_stats = report ? memory_.scalars->quant_stats : nullptr;
@@ -306,10 +307,10 @@ private:
     }
     // Copy tokens or targets (B, T) to the GPU, when the pass before has run.
     void load_tokens(const Pass& pass, const int32_t* tokens) {
-        context_.wait_and_copy_to_gpu(memory_.tokens, tokens, pass.N * INT32_BYTES);
+        context_.wait_then_start_copy_to_gpu(memory_.tokens, tokens, pass.N * INT32_BYTES);
     }
     void load_targets(const Pass& pass, const int32_t* targets) {
-        context_.wait_and_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
+        context_.wait_then_start_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
     }
 
     // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN: then no weight is updated.
@@ -703,11 +704,11 @@ private:
     //   operand               what it is                 who computes its amax
     //   down_proj.g           dresidual() at the end     norm_backward() of norm 1 of layer l + 1, or of the
     //                         of the layer               final norm: backward comes from there
-    //   gate_up_proj.g        dgate_up                   a pass in write_g_operand_and_dbias()
+    //   gate_up_proj.g        dgate_up                   a pass in write_g_operand_and_add_dbias()
     //   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
     //   qkv_proj.g            dqkv                       attention_backward(); but in Qwen3, where
     //                                                    qk_norm_backward() changes dqkv after it, a pass in
-    //                                                    make_g_operand_and_dbias()
+    //                                                    make_g_operand_and_add_dbias()
 
     // From the gradient of the residual stream after a layer to that before norm 2.
     void mlp_block_backward(const Pass& pass, Layer& layer) {
@@ -728,8 +729,8 @@ private:
 
         begin_bucket(pass, layer.gate_up_proj.bucket());
         // activation
-        layer.gate_up_proj.write_g_operand_and_dbias(lazy_activation_backward(gated_, gate_up, dact),
-                                                     LinearLayer::AmaxIs::Unknown, dgate_up);
+        layer.gate_up_proj.write_g_operand_and_add_dbias(lazy_activation_backward(gated_, gate_up, dact),
+                                                         LinearLayer::AmaxIs::Unknown, dgate_up);
         until_dgate_up.end();
         // gate and up projection, norm 2
         linear_and_norm_backward(pass, norm2_of(pass, layer), dgate_up,
@@ -739,7 +740,7 @@ private:
     // Returns dact, in memory of the caller's scope.
     TensorRef down_proj_backward(const Pass& pass, Layer& layer, const TensorRef& gate_up) {
         const Operand g_operand =
-            layer.down_proj.make_g_operand_and_dbias(stored(dresidual(pass)), LinearLayer::AmaxIs::Known);
+            layer.down_proj.make_g_operand_and_add_dbias(stored(dresidual(pass)), LinearLayer::AmaxIs::Known);
         layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), pass.overwrites_gradients);
         const TensorRef dact = allocate_tensor(pass.N, config_.F);
         layer.down_proj.dgrad(g_operand, dact);
@@ -768,13 +769,13 @@ private:
         until_dqkv.end();
         // q, k, v projection, norm 1
         const auto amax_is = qk_norms_ ? LinearLayer::AmaxIs::Unknown : LinearLayer::AmaxIs::Known;
-        const Operand g_operand = layer.qkv_proj.make_g_operand_and_dbias(stored(dqkv), amax_is);
+        const Operand g_operand = layer.qkv_proj.make_g_operand_and_add_dbias(stored(dqkv), amax_is);
         linear_and_norm_backward(pass, norm1_of(pass, layer), g_operand, dresidual_amax_out);
         finish_bucket(pass, layer.qkv_proj.bucket());
     }
     void attention_out_backward(const Pass& pass, Layer& layer, const TensorRef& dout) {
         const Arena::Scope scope(arena_);
-        const Operand g_operand = layer.attention_out_proj.make_g_operand_and_dbias(
+        const Operand g_operand = layer.attention_out_proj.make_g_operand_and_add_dbias(
             stored(dresidual(pass)), LinearLayer::AmaxIs::Known);
         layer.attention_out_proj.wgrad(g_operand,
                                        stored(saved_tensor(pass, layer, SavedKind::AttentionOutput)),
@@ -840,14 +841,14 @@ private:
 
     // The gradient of the embedding, and in GPT-2 of the positions. Rows of dresidual() that belong to the
     // same token are added in a fixed order, for which the host sorts the tokens while the GPU computes. Then
-    // wait_and_copy_to_gpu() waits for the GPU.
+    // wait_then_start_copy_to_gpu() waits for the GPU.
     void add_embedding_gradients(const Pass& pass, const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, pass.N);
         const int64_t distinct = static_cast<int64_t>(embedding_order_.tokens.size());
-        context_.wait_and_copy_to_gpu(memory_.token_order, embedding_order_.order.data(),
-                                      pass.N * INT32_BYTES);
-        context_.wait_and_copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
-                                      distinct * static_cast<int64_t>(sizeof(TokenRows)));
+        context_.wait_then_start_copy_to_gpu(memory_.token_order, embedding_order_.order.data(),
+                                             pass.N * INT32_BYTES);
+        context_.wait_then_start_copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
+                                             distinct * static_cast<int64_t>(sizeof(TokenRows)));
         const int64_t bucket = parameters_.params[embedding_index_].bucket;
         begin_bucket(pass, bucket);
         embedding_backward(dresidual(pass),
@@ -950,8 +951,8 @@ public:
 
 }  // namespace
 
-std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights,
-                                 std::shared_ptr<Transport> transport) {
+std::unique_ptr<Model> make_gpu_model_of_size(const Setup& s, int64_t bytes, bool cache_weights,
+                                              std::shared_ptr<Transport> transport) {
     return std::make_unique<GpuModel>(s, bytes, cache_weights, std::move(transport));
 }
 

@@ -265,13 +265,14 @@ public:
 };
 
 // On the CPU (reference_model.cpp).
-std::unique_ptr<Model> make_reference(const Setup& setup);
+std::unique_ptr<Model> make_reference_model(const Setup& setup);
 // From then on the allocator of this process returns no memory to the system. Every step on the CPU allocates
 // the same temporary tensors: a third of the time would go into fresh pages.
 void keep_freed_memory();
-// The following are in gpu/make_gpu.cpp or, in a program that is built without CUDA, in gpu/no_cuda.cpp.
+// The following are in gpu/make_gpu_model.cpp or, in a program that is built without CUDA, in
+// gpu/no_cuda.cpp.
 // On a GPU. It is an Error if this machine has no GPU that can run it.
-std::unique_ptr<Model> make_gpu(const Setup& setup);
+std::unique_ptr<Model> make_gpu_model(const Setup& setup);
 bool built_with_cuda();
 // Why GPU number `gpu` cannot be used, and what to do; empty if it can be used.
 std::string why_no_gpu(int gpu = 0);

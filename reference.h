@@ -1,6 +1,6 @@
 // reference.h - the operators of COAT's training step on the CPU. They are in reference.cpp; only matmul() is
 // in reference_matmul.cpp, and loss_in_double(), at the end, which is for tests only, in reference_model.cpp.
-// Training uses the operators through make_reference() (model.h).
+// Training uses the operators through make_reference_model() (model.h).
 //
 // Here are shapes, units and special cases. The equations, their reasons, and what each function does step by
 // step are in reference.cpp. All pointers are to row-major arrays, with shapes such as (rows, cols). The

@@ -746,7 +746,7 @@ double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
 
 }  // namespace coat::reference
 
-std::unique_ptr<coat::Model> coat::make_reference(const Setup& setup) {
+std::unique_ptr<coat::Model> coat::make_reference_model(const Setup& setup) {
     return std::make_unique<reference::ReferenceModel>(setup);
 }
 

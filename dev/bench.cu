@@ -623,7 +623,7 @@ public:
 
 // Sorted. A step waits for the GPU itself.
 std::vector<double> step_seconds(const Setup& s) {
-    const std::unique_ptr<Model> model = make_gpu(s);
+    const std::unique_ptr<Model> model = make_gpu_model(s);
     std::vector<int32_t> tokens = Step::made_up_tokens(s.micro_batches_per_rank * s.B * s.T + 1, s.config.V);
     std::vector<double> times;
     for (int64_t step = 0; step <= STEPS; step++) {  // the first includes start-up costs

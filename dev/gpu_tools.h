@@ -4,7 +4,7 @@
 #include <functional>
 #include <vector>
 
-#include "../gpu/parameters.h"
+#include "../gpu/parameter_kernels.h"
 
 namespace coat::dev {
 

@@ -1,7 +1,7 @@
 // gpu/gpu_model.h - what it takes to make the model on a GPU: the recipe as this GPU can run it, the memory
-// that the model needs, and the model itself. (The rest of the program calls make_gpu() of model.h, which
-// stands in gpu/make_gpu.cpp and calls these.) A program without CUDA has all of this but gpu_model(), for
-// --plan.
+// that the model needs, and the model itself. (The rest of the program calls make_gpu_model() of model.h,
+// which stands in gpu/make_gpu_model.cpp and calls these.) A program without CUDA has all of this but
+// make_gpu_model_of_size(), for --plan.
 #pragma once
 #include "../model.h"
 
@@ -24,7 +24,7 @@ int64_t arena_bytes(const Setup& s, bool cache_weights);
 
 // The model (model.cu). bytes: the size of its allocation, at least arena_bytes(). transport: to the other
 // ranks; null with one rank, and in a dry run.
-std::unique_ptr<Model> gpu_model(const Setup& s, int64_t bytes, bool cache_weights,
-                                 std::shared_ptr<gpu::Transport> transport = nullptr);
+std::unique_ptr<Model> make_gpu_model_of_size(const Setup& s, int64_t bytes, bool cache_weights,
+                                              std::shared_ptr<gpu::Transport> transport = nullptr);
 
 }  // namespace coat

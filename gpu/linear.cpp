@@ -125,13 +125,13 @@ Operand LinearLayer::allocate_g_operand(int64_t N, void* codes) const {
     return allocate_operand(WhichOperand::G, N, form, codes);
 }
 
-Operand LinearLayer::make_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax) {
+Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs amax) {
     if (!context_.formats.g.fp8() && is_stored_plain(g)) {
         if (bias_index_) add_dbias(g, /*g_amax_out=*/nullptr);
         return {g.input};
     }
     const Operand g_operand = allocate_g_operand(g.rows, /*codes=*/nullptr);
-    write_g_operand_and_dbias(g, amax, g_operand);
+    write_g_operand_and_add_dbias(g, amax, g_operand);
     return g_operand;
 }
 
@@ -150,7 +150,7 @@ Operand LinearLayer::make_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax) 
 // "COAT and its like" are the recipes with one scale for the tensor, taken just in time. Other scales are
 // delayed (te), or smaller than a tensor (rowwise, deepseek). write_operand_and_sum_columns() (coat.cu)
 // decides between one pass and two.
-void LinearLayer::write_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand) {
+void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand) {
     const bool fp8 = context_.formats.g.fp8();
     AmaxAndScale* const amax_to_compute = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;
     if (fp8 && bias_index_ && !amax_to_compute) {

@@ -72,12 +72,12 @@ public:
     enum class AmaxIs : uint8_t { Known, Unknown };
     // Makes the operand of g, and adds to dbias. In recipes without FP8 a stored g is its own operand: no
     // memory is allocated.
-    Operand make_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax);
-    // The two parts of make_g_operand_and_dbias(), for dgate_up (model.cu) alone: dgate_up outlives dact,
+    Operand make_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs amax);
+    // The two parts of make_g_operand_and_add_dbias(), for dgate_up (model.cu) alone: dgate_up outlives dact,
     // from which it is computed, so its memory must be allocated before that of dact. codes: where the
     // row-major codes go; if null, memory for them is allocated, too.
     Operand allocate_g_operand(int64_t N, void* codes) const;
-    void write_g_operand_and_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand);
+    void write_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand);
 
     // --- The operand of w, if weights are cached (only with one rank, so there is nothing to gather)
     void write_cached_w_operand();

@@ -1,4 +1,4 @@
-// gpu/no_cuda.cpp - stands for gpu/make_gpu.cpp and model.cu in a program that is built without nvcc.
+// gpu/no_cuda.cpp - stands for gpu/make_gpu_model.cpp and model.cu in a program that is built without nvcc.
 #include "gpu_model.h"
 
 namespace coat {
@@ -8,7 +8,7 @@ std::string why_no_gpu(int) {
 }
 bool built_with_cuda() { return false; }
 int gpu_capability() { return 0; }
-std::unique_ptr<Model> make_gpu(const Setup&) { throw Error(why_no_gpu(), "."); }
+std::unique_ptr<Model> make_gpu_model(const Setup&) { throw Error(why_no_gpu(), "."); }
 int64_t arena_bytes(const Setup&, bool) { return 0; }
 
 }  // namespace coat

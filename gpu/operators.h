@@ -1,6 +1,6 @@
 // gpu/operators.h - what the kernels do, for those who call them: the tensors that they are given, and each
 // operator with the shapes and formats that it accepts. Read sections 1 to 4 now, the rest where it is
-// used. (What concerns parameters as such, and what only several GPUs need, is in gpu/parameters.h.)
+// used. (Kernels on parameters as such, and what only several GPUs need, are in gpu/parameter_kernels.h.)
 //
 // Rules for all operators:
 //   - An operator is put on the given CUDA stream. None allocates memory, and none waits, unless it says so.
@@ -56,8 +56,8 @@ namespace coat::gpu {
 //   amax    an earlier kernel, or compute_amax()
 //   scale   quantize(), as amax / FMAX
 //
-// With several ranks, combine_amaxes() (gpu/parameters.h) writes both fields of a weight on all of them. For
-// delayed scaling, which only the recipe te has, section 8 has such a table (DelayedScales).
+// With several ranks, combine_amaxes() (gpu/parameter_kernels.h) writes both fields of a weight on all of
+// them. For delayed scaling, which only the recipe te has, section 8 has such a table (DelayedScales).
 struct alignas(16) AmaxAndScale {
     float scale;  // codes are multiplied by it
     // The largest |x| so far. atomicMax raises it, on the bits of |x|: as integers, those of infinity are

@@ -32,7 +32,7 @@ void GpuContext::wait(const char* what) const {
         check(cudaStreamSynchronize(stream), what);
     });
 }
-void GpuContext::wait_and_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const {
+void GpuContext::wait_then_start_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const {
     wait();
     copy_async(to_gpu, from_host, bytes, stream);
 }
@@ -373,7 +373,7 @@ void Parameters::transfer(const std::string& name, void* out, const void* in) co
     if (weight_storage.format == Format::FP32 && (remainder || name == params[i].name))
         transfer_master_half(i, remainder, static_cast<uint16_t*>(out), static_cast<const uint16_t*>(in));
     else if (out) context_.copy_to_host(out, data, bytes);
-    else context_.wait_and_copy_to_gpu(data, in, bytes);
+    else context_.wait_then_start_copy_to_gpu(data, in, bytes);
 }
 
 // The fp32 recipe stores FP32 masters. Files have the two halves of a master: the BF16 weight and the
@@ -390,7 +390,7 @@ void Parameters::transfer_master_half(size_t i, bool remainder, uint16_t* out, c
         else bits[e] = (uint32_t{in[e]} << 16) + uint32_t(int16_t(rest));
     }
     if (out) return;
-    context_.wait_and_copy_to_gpu(masters, bits.data(), count * 4);
+    context_.wait_then_start_copy_to_gpu(masters, bits.data(), count * 4);
     context_.wait("Writing a tensor failed");
 }
 

@@ -15,7 +15,7 @@
 
 #include "cuda.h"
 #include "memory_layout.h"
-#include "parameters.h"
+#include "parameter_kernels.h"
 
 namespace coat::gpu {
 
@@ -179,10 +179,10 @@ struct GpuContext {
     // that rank has ended, this process ends too. what: how the Error begins if something has failed.
     void wait(const char* what = "The GPU failed") const;
     // Copies between the host and this GPU. Both functions call wait() before they copy: CUDA's copy may wait
-    // for the stream anyway, but would not notice that a rank has ended. wait_and_copy_to_gpu() does not wait
-    // for its own copy, so what it reads must stay until the next wait(). copy_to_host() returns when its
-    // copy is complete.
-    void wait_and_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
+    // for the stream anyway, but would not notice that a rank has ended. wait_then_start_copy_to_gpu() only
+    // starts its copy, so what it reads must stay until the next wait(). copy_to_host() returns when its copy
+    // is complete.
+    void wait_then_start_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
     void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
 
     QuantStats* quant_stats_of(ReportKind kind) const {

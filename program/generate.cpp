@@ -197,7 +197,7 @@ void answer_prompt(const Flags& flags, ProcessGroup& processes) {
     if (prompt > limit)
         print_error(concat("The model sees the last ", limit, " of the prompt's ", prompt, " tokens."));
     require_weights(folder, config);
-    const std::unique_ptr<Model> model = flags.on_gpu() ? make_gpu(setup) : make_reference(setup);
+    const std::unique_ptr<Model> model = flags.on_gpu() ? make_gpu_model(setup) : make_reference_model(setup);
     load_weights(folder, *model);
 
     print_continuation(*model, vocabulary, flags, processes, tokens);

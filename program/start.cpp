@@ -305,7 +305,8 @@ void open_windows(Run& run) {
 }
 
 std::unique_ptr<Model> make_model(const Run& run) {
-    std::unique_ptr<Model> model = run.flags.on_gpu() ? make_gpu(run.setup) : make_reference(run.setup);
+    std::unique_ptr<Model> model =
+        run.flags.on_gpu() ? make_gpu_model(run.setup) : make_reference_model(run.setup);
     if (run.flags.resumes()) load_checkpoint(run.weights_folder, *model);
     else if (!run.weights_folder.empty()) load_weights(run.weights_folder, *model);
     return model;

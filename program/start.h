@@ -57,7 +57,7 @@ struct ModelAndFormats {
     // checkpoint in it; empty if --model names a row of the table.
     std::string weights_folder;
     ModelConfig config;  // a row of the table may have vocabulary size 0: that of the data
-    Recipe recipe;       // as this GPU runs it, so that print-outs show that. make_gpu() asks for itself
+    Recipe recipe;  // as this GPU runs it, so that print-outs show that. make_gpu_model() asks for itself
     Optimizer optimizer;
 };
 // Sets --optimizer if it is not given. Error if --gradients and --clip contradict each other.

@@ -81,7 +81,7 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
 // one store of each moment. A GPU's powers and sums differ in the last bits, which may change a code by one.
 PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole norm; rounding; moments") {
     FRESH_RANDOM(rng);
-    const bool exact = make == make_reference;
+    const bool exact = make == make_reference_model;
     FOR_EACH_SETUP(s, setups(rng)) {
         if (!s.keep_gradients) continue;
         Training t(make, s);
@@ -182,7 +182,7 @@ PROPERTY("evaluate gives the loss of a step; next_logits gives the logits of the
             for (int64_t b = 0; b < s.B; b++) t.targets[size_t(b * s.T + n - 1)] = target;
             return t.evaluate();
         };
-        const double zero = loss_of(0), tolerance = make == make_reference ? 1e-4 : 0.1;
+        const double zero = loss_of(0), tolerance = make == make_reference_model ? 1e-4 : 0.1;
         for (int32_t v : {1, 7, int32_t(s.config.V - 1)})
             CHECK(std::fabs(zero - loss_of(v) - double(logits[size_t(v)] - logits[0])) <= tolerance);
     }
@@ -358,7 +358,7 @@ PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 
     constexpr int64_t MANY = 16, T = 16;
     std::vector<std::pair<const char*, ModelConfig>> runs = {{"bf16", tiny_config(LLAMA, false)},
                                                              {"coat", tiny_config(GPT2, true)}};
-    if (make == make_gpu)  // its GEMMs add; the reference has one way to add for all recipes
+    if (make == make_gpu_model)  // its GEMMs add; the reference has one way to add for all recipes
         for (const char* recipe : {"bf16", "coat", "rowwise", "deepseek"})
             for (bool tied : {true, false}) runs.push_back({recipe, tiny_config(tied ? GPT2 : LLAMA, tied)});
     for (const auto& [recipe, config] : runs)
@@ -505,7 +505,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
                 const Param& p = tensor.param;
                 INFO(tensor.name);
                 const bool same = after.at(tensor.name) == state.at(tensor.name);
-                if (make == make_reference || p.bucket <= bucket) CHECK(same);
+                if (make == make_reference_model || p.bucket <= bucket) CHECK(same);
                 else if (tensor.name == p.name + (p.role.moments_in_optimizer_format ? moment : ".m"))
                     CHECK(!same);
             }
@@ -637,7 +637,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
     FRESH_RANDOM(rng);
     std::vector<Setup> list = setups(rng);
     list.push_back(setup_of("coat attention moments fp8lm"));
-    const bool exact = make == make_reference;  // a GPU's powers may change a code by one
+    const bool exact = make == make_reference_model;  // a GPU's powers may change a code by one
     FOR_EACH_SETUP(listed, list) {
         Setup s = listed;
         s.keep_gradients = true;

@@ -86,13 +86,13 @@ TEST_CASE("slices_for_grids: the rows in their order; no slice has more than a g
 GPU_MODEL_TEST("memory plan: equals what the driver reports within 2%") {
     // CUDA loads kernels at their first use: here, with one step of a small model of each recipe.
     const std::vector<const char*> runs = {"bf16", "coat lean", "coat-saved", "te", "rowwise", "deepseek"};
-    for (const char* run : runs) Training(make_gpu, setup_of(run, wide_heads(true), 2, 64)).step();
+    for (const char* run : runs) Training(make_gpu_model, setup_of(run, wide_heads(true), 2, 64)).step();
     ModelConfig config = find_row(models(), "llama-30m", "--model");
     config.V = 256;
     for (const char* run : runs) {
         const Setup setup = setup_of(run, config, 64, 1024);
         const int64_t before = free_memory();
-        Training gpu(make_gpu, setup);
+        Training gpu(make_gpu_model, setup);
         gpu.losses(1);
         const double planned = double(total_bytes(gpu_memory_plan(setup)) - GPU_CONTEXT);
         const double used = double(before - free_memory());
@@ -101,17 +101,18 @@ GPU_MODEL_TEST("memory plan: equals what the driver reports within 2%") {
     }
 }
 
-GPU_MODEL_TEST("make_gpu: too little memory is an error before any step") {
+GPU_MODEL_TEST("make_gpu_model: too little memory is an error before any step") {
     const Setup setup = setup_of("coat", find_row(models(), "llama-2-7b", "--model"), 1 << 11, 2048);
-    const std::string message = error_of([&] { make_gpu(setup); });
+    const std::string message = error_of([&] { make_gpu_model(setup); });
     INFO(message);
     CHECK((contains(message, "needs") && contains(message, "free")));
 }
 
-TEST_CASE("make_gpu: one sentence says why where no GPU can be used" * doctest::skip(why_no_gpu().empty())) {
+TEST_CASE("make_gpu_model: one sentence says why where no GPU can be used" *
+          doctest::skip(why_no_gpu().empty())) {
     const std::string why = why_no_gpu();
     CHECK(why.find(": ") != std::string::npos);
-    const std::string message = error_of([] { make_gpu(setup_of("coat")); });
+    const std::string message = error_of([] { make_gpu_model(setup_of("coat")); });
     CHECK(message == "--device gpu cannot be used: " + why + ".");
 }
 
@@ -258,10 +259,10 @@ GPU_MODEL_TEST("arena_bytes: is exactly what a model needs in every recipe and m
     for_every_setup([](const Setup& setup) {
         const bool cached = should_cache_weights(setup);
         const int64_t bytes = arena_bytes(setup, cached);
-        Training t(make_reference, setup);
-        t.model = gpu_model(setup, bytes - GPU_ALIGNMENT, cached);
+        Training t(make_reference_model, setup);
+        t.model = make_gpu_model_of_size(setup, bytes - GPU_ALIGNMENT, cached);
         CHECK_THROWS_AS(t.step(), Error);
-        t.model = gpu_model(setup, bytes, cached);
+        t.model = make_gpu_model_of_size(setup, bytes, cached);
         CHECK(std::isfinite(t.step().loss));
         CHECK(std::isfinite(t.evaluate()));
         t.next_logits(1);

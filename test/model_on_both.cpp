@@ -58,7 +58,7 @@ static void check_step(Random& rng, const Setup& s) {
     Setup in_fp32 = s;
     in_fp32.recipe = find_row(recipes(), "fp32", "recipe");
     in_fp32.keep_masters = in_fp32.keep_gradients = true;
-    Training gpu(make_gpu, s), cpu(make_reference, s), exact(make_reference, in_fp32);
+    Training gpu(make_gpu_model, s), cpu(make_reference_model, s), exact(make_reference_model, in_fp32);
     // fp32 computes with master weights, other recipes with these rounded to BF16: both are equal here.
     for (const Param& p : parameters(s.config)) {
         Floats values;
@@ -152,7 +152,7 @@ GPU_MODEL_TEST("step: batches that are cut into chunks for the head") {
     // gradients; they divide by twice as many targets, which changes no bit of a term.
     std::vector<Floats> gradients;
     for (int64_t accumulate : {4, 8}) {
-        Training t(make_gpu, setup_of("bf16", untied, 256, T, accumulate));
+        Training t(make_gpu_model, setup_of("bf16", untied, 256, T, accumulate));
         t.text.next(1, T, &t.tokens, &t.targets);
         for (auto* x : {&t.tokens, &t.targets})
             for (int64_t i = T; i < 256 * accumulate * T; i++) x->push_back((*x)[size_t(i - T)]);
@@ -172,10 +172,10 @@ GPU_MODEL_TEST("training: losses follow the reference's also after a run has cha
         s.B = 8;
         s.T = 32;
         s.micro_batches_per_rank = 1;
-        Training gpu(make_gpu, s), cpu(make_reference, s);
+        Training gpu(make_gpu_model, s), cpu(make_reference_model, s);
         std::vector<Training> others;  // 2^-17: the error of a gradient in FP32
         for (float change : s.recipe.compute == Format::FP32 ? Floats{-1, -0.5f, 0.5f, 1} : Floats()) {
-            others.emplace_back(make_reference, s);
+            others.emplace_back(make_reference_model, s);
             others.back().adamw.lr *= 1 + 0x1p-17f * change;
         }
         CHECK(compare_losses(gpu, cpu, others) > 0.5);

@@ -19,7 +19,7 @@ TEST_CASE("ranks: what one throws ends the others, and the test has its message"
         [&] {
             with_ranks(s, 3, [&](const Setup& own) {
                 if (own.rank == 1) throw Error("Rank 1 ends here.");
-                RankTraining(make_reference, own).step();  // waits for gradients of rank 1
+                RankTraining(make_reference_model, own).step();  // waits for gradients of rank 1
             });
         },
         "Rank 1 ends here.");
@@ -32,12 +32,12 @@ RANKS_PROPERTY("with FP32 sums R ranks have the bits of one rank with R times th
         {"fp32", GPT2, 2, 3, false},  {"bf16", GPT2, 5, 2, false},
         {"coat", QWEN3, 3, 2, false}, {"coat attention master", QWEN2, 1, 5, false},
         {"fp32", LLAMA, 2, 2, true},  {"coat", LLAMA, 5, 2, true}};
-    if (make == make_gpu)
+    if (make == make_gpu_model)
         for (const char* recipe : {"fp32", "bf16", "coat", "rowwise", "deepseek", "colossal"})
             for (int64_t ranks : {2, 3, 4, 8})
                 rows.emplace_back(recipe, LLAMA, ceil_div(5, ranks), ranks, ranks == 2);
     for (const auto& [recipe, arch, each, ranks, masked] : rows) {
-        if (make == make_gpu && ranks > most) continue;
+        if (make == make_gpu_model && ranks > most) continue;
         const Setup s = small(recipe, arch, each);
         const Setup one = small(recipe, arch, each * ranks);
         INFO(text(s), ", ", ranks, " ranks, masked: ", masked);
@@ -50,7 +50,7 @@ RANKS_PROPERTY("with FP32 sums R ranks have the bits of one rank with R times th
 RANKS_PROPERTY("the same bits every time in every recipe and mode") {
     FRESH_RANDOM(rng);
     std::vector<Setup> list = {small("te master"), small("coat", GPT2, 1, true)};
-    if (make == make_gpu) {
+    if (make == make_gpu_model) {
         list = setups(rng);
         list.push_back(setup_of("coat", wide_heads(false), 2, 128));
     }
@@ -171,8 +171,8 @@ TEST_CASE("ranks: a sum in BF16 or of a tied embedding is that of the ranks' gra
         const Setup s = small(recipe, LLAMA, 1, recipe == "fp32");
         const Format format = gradient_format(small(recipe, LLAMA, 4, recipe == "fp32"));
         REQUIRE(format == s.recipe.compute);
-        const RankRun four = train_ranks(make_reference, s, 4, 1);
-        Training t(make_reference, s);
+        const RankRun four = train_ranks(make_reference_model, s, 4, 1);
+        Training t(make_reference_model, s);
         t.adamw.lr = 0;  // each rank computes with the first weights
         std::vector<std::vector<Floats>> of_ranks;
         for (int rank = 0; rank < 4; rank++) {
@@ -195,8 +195,8 @@ TEST_CASE("ranks: a sum in BF16 or of a tied embedding is that of the ranks' gra
 
 TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
     const Setup s = small("te");
-    const RankRun three = train_ranks(make_reference, s, 3, 1),
-                  one = train_ranks(make_reference, small("te", LLAMA, 3), 1, 1);
+    const RankRun three = train_ranks(make_reference_model, s, 3, 1),
+                  one = train_ranks(make_reference_model, small("te", LLAMA, 3), 1, 1);
     for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe))  // these depend on no scales
         if (t.name.rfind("layers.0.qkv", 0) == 0 && !contains(t.name, suffix_of(WhichOperand::G)))
             CHECK_MESSAGE((three.state.at(t.name) == one.state.at(t.name)), t.name);
@@ -205,9 +205,9 @@ TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
 TEST_CASE("gpu: ranks: NCCL and the copy engines give the same bits" *
           doctest::skip(number_of_gpus() < 2 || !dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL))) {
     const Setup s = small("coat", GPT2, 1, true);
-    const RankRun copies = train_ranks(make_gpu, s, 2, 3);
+    const RankRun copies = train_ranks(make_gpu_model, s, 2, 3);
     setenv("COAT_NCCL", "libnccl.so.2", 1);
-    const RankRun nccl = train_ranks(make_gpu, s, 2, 3);
+    const RankRun nccl = train_ranks(make_gpu_model, s, 2, 3);
     unsetenv("COAT_NCCL");
     check_same(copies, nccl);
 }
@@ -219,7 +219,7 @@ GPU_MODEL_TEST("ranks: processes that share one GPU have the bits of one with as
         RunFolder folder;
         Setup s = setup_of("fp32", find_row(models(), "llama-tiny", ""), 2);
         s.config.V = 256, s.config.tied = false;
-        const std::string start = save_checkpoint(folder / "start", *make_reference(s), {});
+        const std::string start = save_checkpoint(folder / "start", *make_reference_model(s), {});
         const std::string flags = concat(
             "--device gpu --data text --batch 2 --seq 16 --sample-every 0 --eval-tokens 320 --warmup 1 "
             "--model ",

@@ -24,7 +24,7 @@ static void check_same(const Folder& folder, const std::string& a, const std::st
 
 // The model that the small folder has, on the CPU in FP32, to compute what ./train should print.
 static std::unique_ptr<Model> small_reference(int64_t B, int64_t T, int64_t accumulate = 1) {
-    std::unique_ptr<Model> model = make_reference(setup_of("fp32", small_config(), B, T, accumulate));
+    std::unique_ptr<Model> model = make_reference_model(setup_of("fp32", small_config(), B, T, accumulate));
     load_weights(small_model(), *model);
     return model;
 }

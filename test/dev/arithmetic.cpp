@@ -343,7 +343,7 @@ NUMPY_TEST_CASE("the loss of a model of one layer and the gradient of every para
     for (int draw = 0; draw < 6 && best > 0.003; draw++) {
         const Arrays folder;
         const ModelConfig config{"one-layer", LLAMA, 1, 32, 2, 2, 96, 64, 16, false};
-        Training t(make_reference, setup_of("coat", config, 2, 16));
+        Training t(make_reference_model, setup_of("coat", config, 2, 16));
         for (const Param& p : parameters(config)) {
             Floats weights(p.size());
             for (float& w : weights)

@@ -15,7 +15,7 @@
 #include <cstring>
 #include <vector>
 
-#include "../../gpu/parameters.h"
+#include "../../gpu/parameter_kernels.h"
 #include "../../reference.h"
 #include "random.h"
 

@@ -12,14 +12,14 @@ namespace coat::test {
 using Maker = std::unique_ptr<Model> (*)(const Setup&);
 
 // PROPERTY("name") { ... make(setup) ... } is two tests with one body: "cpu: name", in which make is
-// make_reference, and "gpu: name", in which it is make_gpu; that one is skipped where no GPU is found. To add
-// a property of models, copy a short one of test/model.cpp: a Training makes a model from a setup, and trains
-// it on text that it can learn.
+// make_reference_model, and "gpu: name", in which it is make_gpu_model; that one is skipped where no GPU is
+// found. To add a property of models, copy a short one of test/model.cpp: a Training makes a model from a
+// setup, and trains it on text that it can learn.
 #define GPU_MODEL_TEST(name) TEST_CASE("gpu: " name* doctest::skip(!why_no_gpu().empty()))
-#define PROPERTY_NAMED(name, body)                    \
-    static void body(Maker make);                     \
-    TEST_CASE("cpu: " name) { body(make_reference); } \
-    GPU_MODEL_TEST(name) { body(make_gpu); }          \
+#define PROPERTY_NAMED(name, body)                          \
+    static void body(Maker make);                           \
+    TEST_CASE("cpu: " name) { body(make_reference_model); } \
+    GPU_MODEL_TEST(name) { body(make_gpu_model); }          \
     static void body(Maker make)
 #define PROPERTY(name) PROPERTY_NAMED(name, DOCTEST_ANONYMOUS(property_))
 

@@ -32,7 +32,7 @@ inline const std::string& small_model() {
     static const Folder folder;
     static const std::string path = folder / "model";
     if (fs::create_directory(path))
-        save_model_folder(path, *make_reference(setup_of("fp32", small_config(), 2, 16)), {});
+        save_model_folder(path, *make_reference_model(setup_of("fp32", small_config(), 2, 16)), {});
     return path;
 }
 

@@ -18,12 +18,12 @@ namespace coat::test {
 __attribute__((weak)) int number_of_gpus() { return 0; }
 
 // RANKS_PROPERTY("name") { ... make(setup), on up to `most` ranks ... }
-#define RANKS_NAMED(name, body)                                               \
-    static void body(Maker make, int64_t most);                               \
-    TEST_CASE("cpu: ranks: " name) { body(make_reference, quick() ? 3 : 4); } \
-    TEST_CASE("gpu: ranks: " name* doctest::skip(number_of_gpus() < 2)) {     \
-        body(make_gpu, std::min(number_of_gpus(), 8));                        \
-    }                                                                         \
+#define RANKS_NAMED(name, body)                                                     \
+    static void body(Maker make, int64_t most);                                     \
+    TEST_CASE("cpu: ranks: " name) { body(make_reference_model, quick() ? 3 : 4); } \
+    TEST_CASE("gpu: ranks: " name* doctest::skip(number_of_gpus() < 2)) {           \
+        body(make_gpu_model, std::min(number_of_gpus(), 8));                        \
+    }                                                                               \
     static void body(Maker make, [[maybe_unused]] int64_t most)
 #define RANKS_PROPERTY(name) RANKS_NAMED(name, DOCTEST_ANONYMOUS(ranks_))
 

@@ -43,7 +43,7 @@ struct GradientRun {
 
 static GradientRun step_with(const Setup& setup, const std::vector<Doubles>& weights, const Tokens& tokens,
                              const Tokens& targets) {
-    const std::unique_ptr<Model> model = make_reference(setup);
+    const std::unique_ptr<Model> model = make_reference_model(setup);
     const std::vector<Param> params = parameters(setup.config);
     for (size_t p = 0; p < params.size(); p++)
         write_weights(*model, params[p].name, {weights[p].begin(), weights[p].end()});

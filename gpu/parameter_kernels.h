@@ -1,6 +1,6 @@
-// gpu/parameters.h - what the kernels of parameters.cu do: the first values of parameters; the norm of their
-// gradients, and steps that are skipped; and what several GPUs add up or exchange. The rules and the words of
-// gpu/operators.h hold here, too.
+// gpu/parameter_kernels.h - kernels on parameters as such: their first values; the norm of their gradients,
+// and steps that are skipped; and what several GPUs add up or exchange. (The class Parameters, which calls
+// them, is in gpu/state.h.) The rules and the words of gpu/operators.h hold here, too.
 #pragma once
 #include "operators.h"
 

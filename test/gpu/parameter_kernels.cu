@@ -1,4 +1,5 @@
-// parameters.cu - first values of weights, and norms and sums of gradients (../../gpu/parameters.cu).
+// parameter_kernels.cu - first values of weights, and norms and sums of gradients
+// (../../gpu/parameter_kernels.cu).
 #include "../help/gpu.h"
 
 using namespace coat;

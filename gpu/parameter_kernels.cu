@@ -1,6 +1,6 @@
-// gpu/parameters.cu - what concerns parameters as such (interface: gpu/parameters.h): their first values; the
+// gpu/parameter_kernels.cu - kernels on parameters as such (gpu/parameter_kernels.h): their first values; the
 // norm of their gradients, clipping, and steps that are skipped; and what several GPUs add up or exchange.
-#include "parameters.h"
+#include "parameter_kernels.h"
 #include "quantize.cuh"
 
 namespace coat::gpu {

@@ -1,9 +1,10 @@
-// gpu/make_gpu.cpp - whether this machine's GPU can run a setup, and in how much of its memory: make_gpu()
-// and its neighbours in model.h. A program that is built without nvcc has gpu/no_cuda.cpp in its place.
+// gpu/make_gpu_model.cpp - whether this machine's GPU can run a setup, and in how much of its memory:
+// make_gpu_model() and its neighbours in model.h. A program that is built without nvcc has gpu/no_cuda.cpp in
+// its place.
 #include <cstdlib>
 
 #include "gpu_model.h"
-#include "parameters.h"
+#include "parameter_kernels.h"
 #include "sharding.h"
 
 namespace coat {
@@ -54,7 +55,7 @@ static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Tr
     for (const bool cached : {should_cache_weights(s), false}) {
         const int64_t bytes = arena_bytes(s, cached);
         needed = bytes + LOADED_LATER + page_table_bytes(s.ranks, bytes);
-        if (needed <= int64_t(free)) return gpu_model(s, bytes, cached, std::move(transport));
+        if (needed <= int64_t(free)) return make_gpu_model_of_size(s, bytes, cached, std::move(transport));
     }
     throw Error("This run needs ", gigabytes(needed), " GB of GPU memory, but ", gigabytes(int64_t(free)),
                 " GB are free; ",
@@ -63,7 +64,7 @@ static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Tr
                             : ", --attention groups, and --gradients none with --clip 0.");
 }
 
-std::unique_ptr<Model> make_gpu(const Setup& setup) {
+std::unique_ptr<Model> make_gpu_model(const Setup& setup) {
     int gpu = setup.communicator ? setup.communicator->local_rank() : 0;  // the number of the GPU
     const std::string missing = why_no_gpu(gpu);
     if (!missing.empty()) throw Error("--device gpu cannot be used: ", missing, ".");
