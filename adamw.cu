@@ -211,17 +211,19 @@ __device__ float decode_moments(const MomentScaling& scaling, uint2 codes, const
 // integers the bits have the same order. For a zero, bits - 1 is the largest integer, so that the minimum
 // leaves it out. (In a moment group of zeros both magnitudes become 0.)
 template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Values& x) {
-    uint32_t largest_bits = 0, low_minus_1 = 0xFFFFFFFFu;
+    uint32_t largest_bits = 0, smallest_bits_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits = magnitude_bits(x[j]);
         largest_bits = max(largest_bits, bits);
-        low_minus_1 = min(low_minus_1, bits - 1);
+        smallest_bits_minus_1 = min(smallest_bits_minus_1, bits - 1);
     }
     for (int lanes = 1; lanes < SPAN_LANES; lanes *= 2) {
         largest_bits = max(largest_bits, __shfl_xor_sync(ALL_LANES, largest_bits, lanes));
-        low_minus_1 = min(low_minus_1, __shfl_xor_sync(ALL_LANES, low_minus_1, lanes));
+        smallest_bits_minus_1 =
+            min(smallest_bits_minus_1, __shfl_xor_sync(ALL_LANES, smallest_bits_minus_1, lanes));
     }
-    const float largest = __uint_as_float(largest_bits), smallest = __uint_as_float(low_minus_1 + 1);
+    const float largest = __uint_as_float(largest_bits);
+    const float smallest = __uint_as_float(smallest_bits_minus_1 + 1);
     return {.max = largest, .k = Traits::EXPANDS ? expansion_factor<Traits>(largest, smallest) : 1.0f};
 }
 
@@ -256,7 +258,7 @@ struct FieldOfLane {
 
 // The field `which` of the span that this half of the warp updates in this pair. The lane that keeps this
 // field passes it on: `kept` is the field that each lane keeps.
-__device__ float field_of_pair(float kept, int pair, int which) {
+__device__ float shuffle_field(float kept, int pair, int which) {
     return __shfl_sync(ALL_LANES, kept, pair * FIELDS + which, SPAN_LANES);
 }
 
@@ -277,7 +279,7 @@ struct Codes {  // of a thread's eight elements of a span
 template <class W> struct Loaded {
     Codes codes;
     typename W::StoredChunk w;
-    AnyPlain::StoredChunk g;
+    Bf16OrFloat::StoredChunk g;
 };
 
 // Where a thread's eight elements are in the spans of a shard. Elements are counted in four ways:
@@ -315,7 +317,7 @@ template <class W, class M, class V> struct ElementsOfThread {
     __device__ void store(int span, Values& w, const Codes& codes, uint32_t& largest_bits) const {
         const bool live = span < shard_spans;
         const int64_t i = distance(span);
-        weights.store(i, w, a.rounding_key, start + shard.to_flat_order + i, live, largest_bits);
+        weights.store(i, w, a.rounding_key, start + shard.flat_minus_rank_offset + i, live, largest_bits);
         if (!live) return;
         store_word(codes_m + i, codes.m);
         store_word(codes_v + i, codes.v);
@@ -391,7 +393,7 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
             next = elements.load(more ? span + PAIR : next_bundle_start + half);
 
             // Decode.
-            auto old = [&](int which) { return field_of_pair(old_field, pair, which); };
+            auto old = [&](int which) { return shuffle_field(old_field, pair, which); };
             const MomentScaling old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
             Values w, g, m, v, ratios_m, ratios_v;
             elements.weights.unpack(now.w, w);
@@ -471,15 +473,15 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_kernel(const 
 // 5. The launch
 
 // If a block has this many spans, its start and its end take little of its time.
-constexpr int64_t LEAST_SPANS = 16384;
+constexpr int64_t LEAST_SPANS_PER_BLOCK = 16384;
 
 // The number of blocks: those that the GPU runs at once; or several times as many, if each block still has
-// LEAST_SPANS spans. Spans that take the careful path are slow, and they are neighbours: the embeddings of
-// tokens that no longer occur. More blocks share them out better. A small update has a block for each bundle,
-// because a bundle keeps one warp busy, wherever that warp is.
-unsigned blocks_of(int64_t spans) {
+// LEAST_SPANS_PER_BLOCK spans. Spans that take the careful path are slow, and they are neighbours: the
+// embeddings of tokens that no longer occur. More blocks share them out better. A small update has a block
+// for each bundle, because a bundle keeps one warp busy, wherever that warp is.
+unsigned adamw_blocks(int64_t spans) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
-    const int64_t rounds = std::max<int64_t>(1, spans / (at_once * LEAST_SPANS));
+    const int64_t rounds = std::max<int64_t>(1, spans / (at_once * LEAST_SPANS_PER_BLOCK));
     const int64_t bundles = ceil_div(spans, BUNDLE);
     return static_cast<unsigned>(std::min(bundles, at_once * rounds));
 }
@@ -540,15 +542,15 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
                                    .spans = g.elements.count / MOMENT_GROUP,
                                    .weights = weights,
                                    .rounding_key = rounding_key,
-                                   .gradients = any_plain(g.gradients, g.format),
+                                   .gradients = bf16_or_float(g.gradients, g.format),
                                    .state = state};
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, blocks(g.count, 128), 128, 0, stream,
            arguments);
-    update_other_formats(arguments, stream);
+    update_shards_without_moment_groups(arguments, stream);
     if (!fp8_moment_groups || g.elements.count == 0) return;
     with_weights(weights, [&]<class W>() {
         with_moment_traits(optimizer, [&]<class M, class V>() {
-            launch("adamw", adamw_kernel<W, M, V>, blocks_of(arguments.spans), 32 * WARPS, 0, stream,
+            launch("adamw", adamw_kernel<W, M, V>, adamw_blocks(arguments.spans), 32 * WARPS, 0, stream,
                    arguments);
         });
     });

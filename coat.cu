@@ -108,9 +108,9 @@ static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
                                    cudaStream_t stream) {
     require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
-    add_quant_errors(stored(x), {groups}, quant_stats, stream);
+    add_quant_errors(lazy_stored(x), {groups}, quant_stats, stream);
     using P = LazyProducer<LazyOp::Stored, Plain<bf16>, GATED>;
-    const P producer{plain<bf16>(x.data), GATED ? x.cols / 2 : x.cols, stored(x)};
+    const P producer{plain<bf16>(x.data), GATED ? x.cols / 2 : x.cols, lazy_stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(x.rows, producer.width),
            TILE_THREADS, 0, stream, producer, x.rows, groups_of(groups), activation_amax_out);
 }
@@ -207,7 +207,7 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
 // them a thread would have too few registers for FP32 values.)
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    store_values_kernel(Producer x, int64_t rows, AnyPlain out) {
+    store_values_kernel(Producer x, int64_t rows, Bf16OrFloat out) {
     const TilePlace place;
     if (!place.inside(rows, x.width)) return;
     for_each_row(x, place, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
@@ -221,7 +221,7 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
     require(!out.storage.fp8(), "values are stored in BF16 or FP32");
     with_producer(x, [&](auto producer) {
         launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, 0, stream, producer, x.rows, any_plain(out));
+               TILE_THREADS, 0, stream, producer, x.rows, bf16_or_float(out));
     });
 }
 
@@ -242,7 +242,7 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 }
 
 void convert(const TensorRef& x, const TensorRef& out, cudaStream_t stream) {
-    store_values(stored(x), out, stream);
+    store_values(lazy_stored(x), out, stream);
 }
 
 // ===========================================================================================================

@@ -551,9 +551,9 @@ private:
                           out_in_groups ? nullptr : layer.attention_out_proj.x_amax_out(), stream_);
         save_and_reload(out, saved_out);
         // attention output projection: (N, q_cols) -> (N, C)
-        if (out_in_groups) layer.attention_out_proj.compute_x_amax_if_needed(stored(saved_out));
+        if (out_in_groups) layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved_out));
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
-        layer.attention_out_proj.fprop(stored(saved_out), branch);
+        layer.attention_out_proj.fprop(lazy_stored(saved_out), branch);
         // residual sum, which saves the input of norm 2
         save_residual_sum(residual, norm1, branch, norm2_of(pass, layer));
     }
@@ -612,7 +612,7 @@ private:
     // BF16, which is stored.
     void add_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
-            add_quant_errors(stored(residual.buffer), {next.norm.in},
+            add_quant_errors(lazy_stored(residual.buffer), {next.norm.in},
                              context_.quant_stats_of(ReportKind::NormInput), stream_);
     }
 
@@ -739,8 +739,8 @@ private:
     }
     // Returns dact, in memory of the caller's scope.
     TensorRef down_proj_backward(const Pass& pass, Layer& layer, const TensorRef& gate_up) {
-        const Operand g_operand =
-            layer.down_proj.make_g_operand_and_add_dbias(stored(dresidual(pass)), LinearLayer::AmaxIs::Known);
+        const Operand g_operand = layer.down_proj.make_g_operand_and_add_dbias(lazy_stored(dresidual(pass)),
+                                                                               LinearLayer::AmaxIs::Known);
         layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), pass.overwrites_gradients);
         const TensorRef dact = allocate_tensor(pass.N, config_.F);
         layer.down_proj.dgrad(g_operand, dact);
@@ -769,16 +769,16 @@ private:
         until_dqkv.end();
         // q, k, v projection, norm 1
         const auto amax_is = qk_norms_ ? LinearLayer::AmaxIs::Unknown : LinearLayer::AmaxIs::Known;
-        const Operand g_operand = layer.qkv_proj.make_g_operand_and_add_dbias(stored(dqkv), amax_is);
+        const Operand g_operand = layer.qkv_proj.make_g_operand_and_add_dbias(lazy_stored(dqkv), amax_is);
         linear_and_norm_backward(pass, norm1_of(pass, layer), g_operand, dresidual_amax_out);
         finish_bucket(pass, layer.qkv_proj.bucket());
     }
     void attention_out_backward(const Pass& pass, Layer& layer, const TensorRef& dout) {
         const Arena::Scope scope(arena_);
         const Operand g_operand = layer.attention_out_proj.make_g_operand_and_add_dbias(
-            stored(dresidual(pass)), LinearLayer::AmaxIs::Known);
+            lazy_stored(dresidual(pass)), LinearLayer::AmaxIs::Known);
         layer.attention_out_proj.wgrad(g_operand,
-                                       stored(saved_tensor(pass, layer, SavedKind::AttentionOutput)),
+                                       lazy_stored(saved_tensor(pass, layer, SavedKind::AttentionOutput)),
                                        pass.overwrites_gradients);
         layer.attention_out_proj.dgrad(g_operand, dout);
     }

@@ -142,8 +142,8 @@ Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Storage
         quantize_groups(x, out.tensor, /*write_back=*/false, nullptr, nullptr);
         return out;
     }
-    if (q.granularity == PER_TENSOR) compute_amax(stored(x), amax_and_scale_of(out.tensor), nullptr);
-    quantize(stored(x), out, nullptr, nullptr);
+    if (q.granularity == PER_TENSOR) compute_amax(lazy_stored(x), amax_and_scale_of(out.tensor), nullptr);
+    quantize(lazy_stored(x), out, nullptr, nullptr);
     return out;
 }
 
@@ -193,8 +193,8 @@ ordered_json measure_sizes(Clock& clock) {
         const Operand x8 = memory.place(side, side, E4M3_TENSOR, true, false),
                       w8 = memory.place(side, side, E4M3_TENSOR, true, false);
         auto quantized = [&](const TensorRef& from, const Operand& to) {
-            compute_amax(stored(from), amax_and_scale_of(to.tensor), nullptr);
-            quantize(stored(from), to, nullptr, nullptr);
+            compute_amax(lazy_stored(from), amax_and_scale_of(to.tensor), nullptr);
+            quantize(lazy_stored(from), to, nullptr, nullptr);
         };
         auto gemm = [&](const Operand& a, const Operand& b) {
             gemms.run(WhichGemm::Fprop, a, b, out, nullptr);
@@ -272,7 +272,7 @@ private:
         add(group, name, count, bytes, 0, COPY, run);
     }
 
-    static double size(const TensorRef& v) { return v.data ? double(v.storage.bytes(v.rows, v.cols)) : 0; }
+    static double size(const TensorRef& t) { return t.data ? double(t.storage.bytes(t.rows, t.cols)) : 0; }
     static double reads(const LazyTensor& x) {
         return size(x.input) + size(x.dact) + 8.0 * double(x.norm.in.rows);
     }
@@ -422,7 +422,7 @@ private:
                                       .residual_amax_out = slot_,
                                       .dweight = dweight,
                                       .dbias = dbias};
-        float* workspace = memory_.take<float>(int64_t(norm_backward_workspace(c_.C)));
+        float* workspace = memory_.take<float>(int64_t(sizeof(float)) * norm_backward_workspace_floats(c_.C));
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
              [&] {
                  residual_add(x, a, {groups_ ? out : TensorRef{}, n, true, slot_}, nullptr);
@@ -432,9 +432,9 @@ private:
         pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
              [&] { norm_backward(n, gradients, workspace, nullptr); });
         if (c_.arch.other_biases && needs_amax_)
-            return write_operand_and_sum_columns_pass("residual gradient", 2 * layers_, stored(x), r_.g);
-        bias_pass("residual gradient", 2 * layers_, stored(x), c_.arch.other_biases, false);
-        quantize_pass("residual gradient", 2 * layers_, stored(x), r_.g, Use::Both);
+            return write_operand_and_sum_columns_pass("residual gradient", 2 * layers_, lazy_stored(x), r_.g);
+        bias_pass("residual gradient", 2 * layers_, lazy_stored(x), c_.arch.other_biases, false);
+        quantize_pass("residual gradient", 2 * layers_, lazy_stored(x), r_.g, Use::Both);
     }
     void attention_operands() {
         const TensorRef qkv = random(N_, c_.qkv_cols());
@@ -445,7 +445,7 @@ private:
             const double rotated = size(qkv) * double(angles.rotated_cols) / double(qkv.cols);
             pass(BETWEEN, "RoPE", layers_, 2 * rotated, [&] { rope(angles, qkv, false, nullptr, nullptr); });
         }
-        const LazyTensor o = stored(random(N_, c_.q_cols())), dqkv = stored(qkv);
+        const LazyTensor o = lazy_stored(random(N_, c_.q_cols())), dqkv = lazy_stored(qkv);
         quantize_pass("attention out", layers_, o, r_.x, Use::Fprop);
         quantize_pass("attention out", layers_, o, r_.x, Use::Wgrad);
         bias_pass("q, k, v backward", layers_, dqkv, c_.arch.qkv_bias, c_.arch.qk_norm);
@@ -481,7 +481,7 @@ private:
         quantize_pass(name, layers_, h, r_.x, Use::Fprop);
         quantize_pass(name, layers_, h, r_.x, Use::Wgrad);
         // Without FP8 the gradient is already stored
-        const LazyTensor gradient = fp8_ ? du : stored(random(N_, c_.gate_up_cols()));
+        const LazyTensor gradient = fp8_ ? du : lazy_stored(random(N_, c_.gate_up_cols()));
         bias_pass(name + " backward", layers_, gradient, c_.arch.other_biases, true);
         quantize_pass(name + " backward", layers_, du, r_.g, Use::Both);
     }
@@ -500,13 +500,14 @@ private:
             for (const TensorRef& v : w) {
                 to.push_back(memory_.place(v.rows, v.cols, r_.w, plain, transposed));
                 to.back().delayed = r_.scaling == Scaling::Delayed;
-                find_scale(stored(v), to.back());
+                find_scale(lazy_stored(v), to.back());
                 bytes += size(v) + (plain + transposed) * size({v.data, nullptr, v.rows, v.cols, r_.w});
             }
             const char* what = keep ? ", and transposed" : transposed ? ", transposed" : "";
             pass(BETWEEN, "a layer's weights: to " + r_.w.text() + what, double(c_.L) * (keep ? 1 : batches_),
                  bytes, [&] {
-                     for (size_t i = 0; i < w.size(); i++) quantize(stored(w[i]), to[i], nullptr, nullptr);
+                     for (size_t i = 0; i < w.size(); i++)
+                         quantize(lazy_stored(w[i]), to[i], nullptr, nullptr);
                  });
         }
     }

@@ -72,7 +72,8 @@ template <bool MASTER> struct Bf16Weights {
     int16_t* remainders;  // null without a master
 
     __device__ Bf16Weights(const Weights& w, int64_t first)
-        : weights(static_cast<bf16*>(w.values) + first), remainders(MASTER ? w.remainder + first : nullptr) {}
+        : weights(static_cast<bf16*>(w.values) + first), remainders(MASTER ? w.remainders + first : nullptr) {
+    }
 
     // The lower or the upper 16 bits of two words, or of eight.
     static constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
@@ -137,7 +138,7 @@ struct FloatWeights {
 // Calls f<Kind>() with the kind of these weights.
 template <class F> void with_weights(const Weights& w, F f) {
     if (w.format == Format::FP32) f.template operator()<FloatWeights>();
-    else if (w.remainder) f.template operator()<Bf16Weights<true>>();
+    else if (w.remainders) f.template operator()<Bf16Weights<true>>();
     else f.template operator()<Bf16Weights<false>>();
 }
 
@@ -159,7 +160,7 @@ struct AdamWArguments {
     int64_t spans;          // how many spans the shards have together
     Weights weights;
     uint64_t rounding_key;
-    AnyPlain gradients;  // the gradients of these shards, from first_element on
+    Bf16OrFloat gradients;  // the gradients of these shards, from first_element on
     const GradientState* state;
 
     // v is in moment groups where m is (formats.h, Optimizer::has_fp8_moment_groups).
@@ -170,6 +171,6 @@ struct AdamWArguments {
 
 // Updates the shards whose moments are not in FP8 moment groups (other_optimizers.cu): with an optimizer that
 // has FP8 moment groups these are norm weights and biases, with any other optimizer all.
-void update_other_formats(const AdamWArguments& a, cudaStream_t stream);
+void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t stream);
 
 }  // namespace coat::gpu

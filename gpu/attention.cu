@@ -352,7 +352,7 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, Am
     launch("attention_forward", attention_forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, s, qkv,
            out, lse);
     const TensorRef result{out, nullptr, s.B * s.T, s.NH * s.HS, Storage{s.format}};
-    if (amax_out) compute_amax(stored(result), amax_out, stream);
+    if (amax_out) compute_amax(lazy_stored(result), amax_out, stream);
 }
 
 template <class T>
@@ -372,7 +372,7 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
     const TensorRef dqkv{tensors.dqkv, nullptr, s.B * s.T, s.qkv_cols(), Storage{s.format}};
     const Rope positions{tensors.rope_table, s.T, s.HS, /*rotated_cols=*/(s.NH + s.NKV) * s.HS};
     if (tensors.rope_table) rope(positions, dqkv, /*inverse=*/true, tensors.dqkv_amax_out, stream);
-    else if (tensors.dqkv_amax_out) compute_amax(stored(dqkv), tensors.dqkv_amax_out, stream);
+    else if (tensors.dqkv_amax_out) compute_amax(lazy_stored(dqkv), tensors.dqkv_amax_out, stream);
 }
 
 template <class T> size_t workspace(const AttentionShape& s) {

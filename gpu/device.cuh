@@ -302,24 +302,24 @@ struct Groups {
 template <class Element> __host__ __device__ Plain<Element> plain(const void* p) {
     return {static_cast<Element*>(const_cast<void*>(p))};
 }
-inline Groups groups_of(const TensorRef& v) {
-    return {static_cast<uint8_t*>(v.data), static_cast<uint16_t*>(v.scales)};
+inline Groups groups_of(const TensorRef& t) {
+    return {static_cast<uint8_t*>(t.data), static_cast<uint16_t*>(t.scales)};
 }
 
 // Calls f with the Layout of a tensor in BF16 or FP32.
-template <class F> void with_plain(const TensorRef& v, F f) {
-    if (v.storage.format == Format::FP32) return f(plain<float>(v.data));
-    f(plain<bf16>(v.data));
+template <class F> void with_plain(const TensorRef& t, F f) {
+    if (t.storage.format == Format::FP32) return f(plain<float>(t.data));
+    f(plain<bf16>(t.data));
 }
 // The same for a tensor that may also be in groups.
-template <class F> void with_layout(const TensorRef& v, F f) {
-    if (v.storage != E4M3_1x16) return with_plain(v, f);
-    f(groups_of(v));
+template <class F> void with_layout(const TensorRef& t, F f) {
+    if (t.storage != E4M3_1x16) return with_plain(t, f);
+    f(groups_of(t));
 }
 
 // A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). The kernel learns at run time
 // which of the two: all threads take the same branch, and a kernel exists once, not twice.
-struct AnyPlain {
+struct Bf16OrFloat {
     void* data;
     bool f32;
 
@@ -342,8 +342,10 @@ struct AnyPlain {
         with([&](auto x) { x.round_in_place_and_store(i, v, live); });
     }
 };
-inline AnyPlain any_plain(const void* data, Format f) { return {const_cast<void*>(data), f == Format::FP32}; }
-inline AnyPlain any_plain(const TensorRef& v) { return any_plain(v.data, v.storage.format); }
+inline Bf16OrFloat bf16_or_float(const void* data, Format f) {
+    return {const_cast<void*>(data), f == Format::FP32};
+}
+inline Bf16OrFloat bf16_or_float(const TensorRef& t) { return bf16_or_float(t.data, t.storage.format); }
 
 // ===========================================================================================================
 // 4. Producers

@@ -467,8 +467,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
 // 16 sums of a column are added. blockIdx.y is the number of the gradient: there are one or two.
 constexpr int REDUCE_ROWS = 16;
 static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
-    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, AnyPlain gradient,
-                           AnyPlain second) {
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFloat gradient,
+                           Bf16OrFloat second) {
     __shared__ float sums[REDUCE_ROWS][32];
     const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
     const float* const first = partials + blockIdx.y * rows * cols + col;
@@ -491,7 +491,8 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
                      const TensorRef& second) {
     const int64_t n = gradient.rows * gradient.cols;
     launch("reduce_partials", reduce_partials_kernel, dim3(blocks(n, 32), second.data ? 2 : 1),
-           dim3(32, REDUCE_ROWS), 0, stream, partials, rows, n, any_plain(gradient), any_plain(second));
+           dim3(32, REDUCE_ROWS), 0, stream, partials, rows, n, bf16_or_float(gradient),
+           bf16_or_float(second));
 }
 
 void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,
@@ -534,8 +535,8 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
 // sum becomes the sum of the rows row_of(begin), ..., row_of(end - 1) of g, added in this order, in the
 // chunk that begins with column col.
 template <class RowOf>
-static __device__ void sum_rows(const AnyPlain& g, int64_t C, int64_t col, int begin, int end, RowOf row_of,
-                                Values& sum) {
+static __device__ void sum_rows(const Bf16OrFloat& g, int64_t C, int64_t col, int begin, int end,
+                                RowOf row_of, Values& sum) {
     for (int j = 0; j < CHUNK; j++) sum[j] = 0;
 #pragma unroll 8
     for (int i = begin; i < end; i++) {
@@ -545,7 +546,7 @@ static __device__ void sum_rows(const AnyPlain& g, int64_t C, int64_t col, int b
     }
 }
 
-static __device__ void add_to_gradient(const AnyPlain& gradient, int64_t i, const Values& sum) {
+static __device__ void add_to_gradient(const Bf16OrFloat& gradient, int64_t i, const Values& sum) {
     Values total;
     gradient.load_values(i, total);
     for (int j = 0; j < CHUNK; j++) total[j] += sum[j];
@@ -553,8 +554,8 @@ static __device__ void add_to_gradient(const AnyPlain& gradient, int64_t i, cons
 }
 
 // blockIdx.x is the number of a rare token. A thread has a chunk of columns.
-static __global__ void embedding_backward_rare_kernel(AnyPlain g, int64_t C, const int32_t* order,
-                                                      const TokenRows* tokens, AnyPlain gradient) {
+static __global__ void embedding_backward_rare_kernel(Bf16OrFloat g, int64_t C, const int32_t* order,
+                                                      const TokenRows* tokens, Bf16OrFloat gradient) {
     const TokenRows rows = tokens[blockIdx.x];
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
@@ -569,8 +570,8 @@ static __global__ void embedding_backward_rare_kernel(AnyPlain g, int64_t C, con
 // columns.
 constexpr int RUNS = 8;  // runs of a round
 static __global__ void __launch_bounds__(32 * RUNS)
-    embedding_backward_frequent_kernel(AnyPlain g, int64_t C, const int32_t* order, const TokenRows* tokens,
-                                       AnyPlain gradient) {
+    embedding_backward_frequent_kernel(Bf16OrFloat g, int64_t C, const int32_t* order,
+                                       const TokenRows* tokens, Bf16OrFloat gradient) {
     __shared__ Values sums[RUNS][32];
     const TokenRows rows = tokens[blockIdx.x];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -593,8 +594,8 @@ static __global__ void __launch_bounds__(32 * RUNS)
 }
 
 // blockIdx.x is a position t. Each sequence has one row of this position: they are t, T + t, 2 T + t, ...
-static __global__ void positions_backward_kernel(AnyPlain g, int64_t N, int64_t C, int64_t T,
-                                                 AnyPlain gradient) {
+static __global__ void positions_backward_kernel(Bf16OrFloat g, int64_t N, int64_t C, int64_t T,
+                                                 Bf16OrFloat gradient) {
     const int64_t t = blockIdx.x;
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
@@ -614,19 +615,19 @@ void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, cons
                         cudaStream_t stream) {
     const dim3 frequent_grid(static_cast<unsigned>(order.frequent), blocks(g.cols, 32 * CHUNK));
     launch("embedding_backward", embedding_backward_frequent_kernel, frequent_grid, 32 * RUNS, 0, stream,
-           any_plain(g), g.cols, order.order, order.tokens, any_plain(gradient));
+           bf16_or_float(g), g.cols, order.order, order.tokens, bf16_or_float(gradient));
     const unsigned threads = threads_of_row(g.cols);
     const unsigned rare = static_cast<unsigned>(order.count - order.frequent);
     const dim3 rare_grid(rare, blocks(g.cols, threads * CHUNK));
-    launch("embedding_backward", embedding_backward_rare_kernel, rare_grid, threads, 0, stream, any_plain(g),
-           g.cols, order.order, order.tokens + order.frequent, any_plain(gradient));
+    launch("embedding_backward", embedding_backward_rare_kernel, rare_grid, threads, 0, stream,
+           bf16_or_float(g), g.cols, order.order, order.tokens + order.frequent, bf16_or_float(gradient));
 }
 
 void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream) {
     const unsigned threads = threads_of_row(g.cols);
     const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), blocks(g.cols, threads * CHUNK));
-    launch("positions_backward", positions_backward_kernel, grid, threads, 0, stream, any_plain(g), g.rows,
-           g.cols, T, any_plain(gradient));
+    launch("positions_backward", positions_backward_kernel, grid, threads, 0, stream, bf16_or_float(g),
+           g.rows, g.cols, T, bf16_or_float(gradient));
 }
 
 }  // namespace coat::gpu

@@ -106,7 +106,7 @@ Operand LinearLayer::get_or_make_w_operand(WhichGemm gemm) const {
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
         compute_w_amax_if_needed();
-        return make_operand(WhichOperand::W, stored(w), gemm);
+        return make_operand(WhichOperand::W, lazy_stored(w), gemm);
     }
     if (gemm == WhichGemm::Fprop) return {w};
     const Operand w_operand = allocate_operand(WhichOperand::W, out_, Form::Transposed);
@@ -116,7 +116,7 @@ Operand LinearLayer::get_or_make_w_operand(WhichGemm gemm) const {
 
 void LinearLayer::write_cached_w_operand() {
     compute_w_amax_if_needed();
-    write_operand(stored(context_.sharding.weight(weight_index_)), cached_w_operand_,
+    write_operand(lazy_stored(context_.sharding.weight(weight_index_)), cached_w_operand_,
                   quant_stats_of(WhichOperand::W), stream());
 }
 
@@ -163,7 +163,7 @@ void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs amax
     if (fp8 && bias_index_) add_dbias(g, amax_to_compute);
     else if (amax_to_compute) compute_amax(g, amax_to_compute, stream());
     write_operand(g, g_operand, quant_stats_of(WhichOperand::G), stream());
-    if (!fp8 && bias_index_) add_dbias(stored(g_operand.tensor), /*g_amax_out=*/nullptr);
+    if (!fp8 && bias_index_) add_dbias(lazy_stored(g_operand.tensor), /*g_amax_out=*/nullptr);
 }
 
 // Adds the column sums of g to dbias. g_amax_out: where the amax of g goes, or null.
@@ -184,7 +184,7 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 // uses the entry of the operand w instead: its amax is computed here while some history of amaxes is empty.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (context_.scales.delayed() && context_.needs_amax_before_codes())
-        compute_amax(stored(context_.sharding.weight(weight_index_)), w_amax_and_scale_, stream());
+        compute_amax(lazy_stored(context_.sharding.weight(weight_index_)), w_amax_and_scale_, stream());
 }
 
 }  // namespace coat::gpu

@@ -96,8 +96,8 @@ __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C
 // The bits of the largest magnitude of a norm's output in the thread's chunks x of a row. A chunk that is not
 // live lies past the end of the row, or its row past the last.
 template <class Element, class Live>
-__device__ uint32_t amax_of_norm(const Norm& n, const Values (&x)[ROW_CHUNKS], RowStatistics statistics,
-                                 Live live) {
+__device__ uint32_t amax_bits_of_norm(const Norm& n, const Values (&x)[ROW_CHUNKS], RowStatistics statistics,
+                                      Live live) {
     uint32_t largest_bits = 0;
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;
@@ -162,7 +162,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     RowSum sum_over_row;
     const RowStatistics statistics = row_statistics(v, C, next.rms, next.eps, sum_over_row);
     if (row < rows && threadIdx.x == 0) next.row_statistics[row] = statistics;
-    if (y_amax_out) update_amax_by_warp(&y_amax_out->amax, amax_of_norm<Element>(next, v, statistics, live));
+    if (y_amax_out)
+        update_amax_by_warp(&y_amax_out->amax, amax_bits_of_norm<Element>(next, v, statistics, live));
 }
 
 // Launches residual_add_kernel(); the two operators below say what it does.
@@ -434,7 +435,7 @@ void launch_for_width(const Norm& n, Layout in, const NormGradients& g, float* w
 
 }  // namespace
 
-size_t norm_backward_workspace(int64_t C) { return sizeof(float) * 2 * most_norm_blocks() * C; }
+int64_t norm_backward_workspace_floats(int64_t C) { return 2 * most_norm_blocks() * C; }
 
 void norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream) {
     const unsigned grid =

@@ -11,12 +11,13 @@
 //   - Operators add to parameters' gradients, which are in BF16 or FP32 (gradient_format() of model.h).
 //   - An argument whose name ends with amax_out says where an amax is wanted: the operator raises the field
 //     `amax` of this AmaxAndScale to the largest |x| that it has seen. Null means that nobody needs it.
+//   - `workspace` is temporary memory, which the caller provides. Afterwards it may be used for anything.
 //   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
 //     tensor is only read: the comment of the operator says what is written.
 //   - The same input gives the same bits every time on the same kind of GPU: every sum has a fixed order,
 //     which may depend on the number of multiprocessors. The only atomics are maxima and sums of integers,
-//     whose order does not matter, and tickets, which only decide which thread block does which work. (The
-//     sums of the quantization report are the exception.)
+//     whose order does not matter, and counters from which thread blocks take their next piece of work.
+//     (The sums of the quantization report are the exception.)
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
 //
 // Words for parts of a tensor, from small to large:
@@ -83,15 +84,15 @@ struct TensorRef {
 };
 
 // The rows [first, first + n) of a tensor without scales.
-inline TensorRef row_slice(const TensorRef& v, int64_t first, int64_t n) {
-    return {.data = static_cast<uint8_t*>(v.data) + v.storage.code_bytes(first, v.cols),
+inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
+    return {.data = static_cast<uint8_t*>(t.data) + t.storage.code_bytes(first, t.cols),
             .scales = nullptr,
             .rows = n,
-            .cols = v.cols,
-            .storage = v.storage};
+            .cols = t.cols,
+            .storage = t.storage};
 }
 
-inline AmaxAndScale* amax_and_scale_of(const TensorRef& v) { return static_cast<AmaxAndScale*>(v.scales); }
+inline AmaxAndScale* amax_and_scale_of(const TensorRef& t) { return static_cast<AmaxAndScale*>(t.scales); }
 
 // A tensor as a GEMM (matrix multiplication) reads it. A linear layer has three GEMMs. x is its input (N,
 // in), N being the number of tokens; w its weight (out, in); y its output (N, out); and g the gradient of y:
@@ -162,7 +163,7 @@ struct LazyTensor {
 };
 
 // A stored tensor (rows, cols), in the compute dtype or in groups.
-inline LazyTensor stored(const TensorRef& x) {
+inline LazyTensor lazy_stored(const TensorRef& x) {
     return {.op = LazyOp::Stored, .rows = x.rows, .cols = x.cols, .input = x};
 }
 // The output (N, C) of a norm, whose row statistics are known.
@@ -225,14 +226,14 @@ void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, 
 
 // Computes x and stores its values in out, in FP32, or rounded to BF16.
 void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream);
-// The same for a stored tensor: store_values(stored(x), out).
+// The same for a stored tensor: store_values(lazy_stored(x), out).
 void convert(const TensorRef& x, const TensorRef& out, cudaStream_t stream);
 
 // Computes x and writes it as a GEMM of the recipe reads it: by quantize() if out is FP8, else by
 // store_values().
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
-// A sum over rows is first taken in this many partial sums, one in each row of a workspace.
+// A sum over rows is first taken in this many partial sums, one in each row of the workspace.
 inline constexpr int COLUMN_PARTIALS = 128;
 
 // write_operand(), and what the gradient of a bias needs: gradient (cols) += the column sums of x, which
@@ -259,8 +260,8 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 // remainders there are no masters, and the optimizer rounds new weights stochastically. In the fp32 recipe
 // the weights are the masters.
 struct Weights {
-    void* values;        // BF16 or FP32: all elements of the rank's order
-    int16_t* remainder;  // the same elements; null if the weights are FP32, or have no master
+    void* values;         // BF16 or FP32: all elements of the rank's order
+    int16_t* remainders;  // the same elements; null if the weights are FP32, or have no master
     Format format;
 };
 
@@ -281,9 +282,12 @@ struct Shard {
     int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
     bool decays;
-    AmaxAndScale* amax_out;        // gets the amax of the new weights; may be null
-    int64_t to_flat_order = 0;     // an element's number in the flat order, minus that in the rank's order
-    int64_t first_owned_unit = 0;  // the number of its first shard unit among those of all parameters
+    AmaxAndScale* amax_out;  // gets the amax of the new weights; may be null
+    // For random bits and for the norm of gradients, which do not depend on the number of ranks: an element's
+    // number in the flat order minus that in the rank's order, and the number of the shard's first shard unit
+    // among those of all parameters.
+    int64_t flat_minus_rank_offset = 0;
+    int64_t first_owned_unit = 0;
 };
 
 // What a step knows of its gradients, on the device. It is cleared before the step.
@@ -347,11 +351,12 @@ struct NormGradients {
     TensorRef dweight, dbias;         // (C); dbias is no tensor for RMSNorm
 };
 // The backward pass of a norm, and of the residual sum before it. residual_out may be the memory of
-// residual_in, or of n.in if that is in the compute dtype. workspace: norm_backward_workspace(n.in.cols)
-// bytes. The function computes the row statistics of the norm anew. So afterwards lazy_norm(n) may be read
-// (unless residual_out has overwritten n.in), until another norm writes its statistics to the same place.
+// residual_in, or of n.in if that is in the compute dtype. workspace:
+// norm_backward_workspace_floats(n.in.cols) floats. The function computes the row statistics of the norm
+// anew. So afterwards lazy_norm(n) may be read (unless residual_out has overwritten n.in), until another norm
+// writes its statistics to the same place.
 void norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream);
-size_t norm_backward_workspace(int64_t C);
+int64_t norm_backward_workspace_floats(int64_t C);
 
 // ===========================================================================================================
 // 5. RoPE, and norms of heads (gpu/layers.cu)
@@ -482,8 +487,7 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
 // new moments. Adds to the report what storing these moments would lose. The CPU reference (reference.h)
 // computes and stores them; only this report calls it. Of a large parameter only a part is measured; the
 // report then says so. Waits for the stream.
-void add_moment_quant_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v,
-                             const void* gradient, Format format, int64_t count, QuantReport& report,
-                             cudaStream_t stream);
+void add_moment_quant_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v, const void* gradient,
+                             Format format, int64_t count, QuantReport& report, cudaStream_t stream);
 
 }  // namespace coat::gpu

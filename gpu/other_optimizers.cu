@@ -13,7 +13,7 @@ namespace coat::gpu {
 // factor * ratios[j] (adamw_element() in adamw.cuh says why).
 static __device__ float load_moment(const MomentRef& m, float fmax, int64_t i, Values& ratios) {
     if (!moments_need_scaling(m.format)) {
-        AnyPlain{m.data, m.format == Format::FP32}.load_values(i, ratios);
+        Bf16OrFloat{m.data, m.format == Format::FP32}.load_values(i, ratios);
         return 1.0f;
     }
     if (m.format == Format::FP16) {
@@ -30,7 +30,7 @@ static __device__ float load_moment(const MomentRef& m, float fmax, int64_t i, V
 // Rounds and stores eight new elements of a moment, of which the largest in the tensor is max[1].
 static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, Values& x) {
     if (!moments_need_scaling(m.format))
-        return AnyPlain{m.data, m.format == Format::FP32}.round_in_place_and_store(i, x, true);
+        return Bf16OrFloat{m.data, m.format == Format::FP32}.round_in_place_and_store(i, x, true);
     const float inverse = __frcp_rn(scale_of(fmax, m.max[1]));
     if (m.format != Format::FP16)
         return store_word(static_cast<uint8_t*>(m.data) + i, encode(m.format == Format::E5M2, x, inverse));
@@ -44,7 +44,7 @@ static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, V
 constexpr int ADAMW_THREADS = 256;
 template <class W>
 static __global__ void __launch_bounds__(ADAMW_THREADS)
-    update_other_formats_kernel(const AdamWArguments a, bool find_maxima) {
+    update_shards_without_moment_groups_kernel(const AdamWArguments a, bool find_maxima) {
     const Shard shard = a.shards[blockIdx.y];
     if (a.state->skip || a.in_fp8_moment_groups(shard)) return;
     if (find_maxima && !moments_need_scaling(shard.m.format) && !moments_need_scaling(shard.v.format)) return;
@@ -68,7 +68,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
             largest_bits_v = max(largest_bits_v, magnitude_bits(v[j]));
         }
         if (find_maxima) continue;
-        weights.store(i, w, a.rounding_key, shard.rank_offset + shard.to_flat_order + i, true,
+        weights.store(i, w, a.rounding_key, shard.rank_offset + shard.flat_minus_rank_offset + i, true,
                       largest_bits_w);
         store_moment(shard.m, a.fmax_m, i, m);
         store_moment(shard.v, a.fmax_v, i, v);
@@ -98,7 +98,7 @@ static __global__ void use_new_maxima_kernel(const AdamWArguments a) {
     if (moments_need_scaling(shard.v.format)) shard.v.max[0] = shard.v.max[1];
 }
 
-void update_other_formats(const AdamWArguments& a, cudaStream_t stream) {
+void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t stream) {
     if (a.spans == 0) return;
     const unsigned shards = static_cast<unsigned>(a.shard_count);
     const int64_t useful = ceil_div(a.spans * MOMENT_GROUP, ADAMW_THREADS * CHUNK);
@@ -108,9 +108,10 @@ void update_other_formats(const AdamWArguments& a, cudaStream_t stream) {
     if (a.per_tensor)
         launch("clear_new_maxima", clear_new_maxima_kernel, blocks(shards, 128), 128, 0, stream, a);
     with_weights(a.weights, [&]<class W>() {
-        const auto kernel = update_other_formats_kernel<W>;
-        if (a.per_tensor) launch("update_other_formats", kernel, grid, ADAMW_THREADS, 0, stream, a, true);
-        launch("update_other_formats", kernel, grid, ADAMW_THREADS, 0, stream, a, false);
+        const auto kernel = update_shards_without_moment_groups_kernel<W>;
+        if (a.per_tensor)
+            launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, 0, stream, a, true);
+        launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, 0, stream, a, false);
     });
     if (a.per_tensor) launch("use_new_maxima", use_new_maxima_kernel, blocks(shards, 128), 128, 0, stream, a);
 }

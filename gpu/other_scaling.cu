@@ -18,24 +18,24 @@ namespace coat::gpu {
 constexpr int LOG_128 = 7, ALL = 62;  // a shift by ALL makes 0 of every row or column
 static_assert(TILE == 1 << LOG_128);
 ScaleGrid scale_grid(const Operand& out, bool transposed) {
-    const TensorRef& v = out.tensor;
-    const Granularity& g = v.storage.granularity;
-    const void* const codes = transposed ? out.transposed : v.data;
-    void* const scales = transposed ? out.transposed_scales : v.scales;
-    const int64_t N = transposed ? v.cols : v.rows, K = transposed ? v.rows : v.cols;
+    const TensorRef& t = out.tensor;
+    const Granularity& g = t.storage.granularity;
+    const void* const codes = transposed ? out.transposed : t.data;
+    void* const scales = transposed ? out.transposed_scales : t.scales;
+    const int64_t N = transposed ? t.cols : t.rows, K = transposed ? t.rows : t.cols;
     const bool square = g == PER_128x128;
     // N and K are the sides of the codes, K being the one along which the GEMM reduces. For each: log2 of the
     // length of a scale block, and the distance from the scale of one block to that of the next. With one
     // scale per row, every column lies in block 0 of its row.
     const int shift_n = square ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
-    const int64_t step_n = square ? round_up(v.storage.scale_cols(K), 4) : 1, step_k = square ? 1 : N;
+    const int64_t step_n = square ? round_up(t.storage.scale_cols(K), 4) : 1, step_k = square ? 1 : N;
     // The rows of the tensor are counted along N, or (transposed) along K.
     return {.scales = codes ? static_cast<float*>(scales) : nullptr,
             .row_shift = transposed ? shift_k : shift_n,
             .col_shift = transposed ? shift_n : shift_k,
             .down = transposed ? step_k : step_n,
             .across = transposed ? step_n : step_k,
-            .count = operand_scale_count(v.storage, N, K)};
+            .count = operand_scale_count(t.storage, N, K)};
 }
 
 // *amax = max(*amax, the value with these bits). One atomicMax serves all lanes of a warp that have the same

@@ -424,7 +424,7 @@ private:
     void quantize_slices(const TensorRef& from, const TensorRef& to) const {
         const std::vector<TensorRef> values = slices_for_grids(from), codes = slices_for_grids(to);
         for (size_t i = 0; i < values.size(); i++)
-            quantize(stored(values[i]), {.tensor = codes[i], .delayed = scales_.delayed()},
+            quantize(lazy_stored(values[i]), {.tensor = codes[i], .delayed = scales_.delayed()},
                      context_.quant_stats_of(ReportKind::Weight), comm_stream_);
     }
     // Gathers a stage, unless it is in its buffer. Either FP8 codes travel, which each rank makes from its

@@ -130,7 +130,7 @@ MemoryMap allocate_memory(GpuContext& context) {
     m.weights.values = arena.allocate(owned * compute_bytes);
     m.weights.format = s.recipe.compute;
     if (s.keep_masters && s.recipe.compute != Format::FP32)
-        m.weights.remainder = arena.allocate<int16_t>(owned);
+        m.weights.remainders = arena.allocate<int16_t>(owned);
     m.shards = arena.allocate<Shard>(int64_t(params.size()));
     m.scales = arena.allocate<AmaxAndScale>(scales);
     m.histories = arena.allocate<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history_steps : 0);
@@ -143,7 +143,7 @@ MemoryMap allocate_memory(GpuContext& context) {
     m.token_order = arena.allocate<int32_t>(tokens);
     m.token_rows = arena.allocate<TokenRows>(tokens);
     m.dresidual = arena.allocate(padded_tokens(s) * config.C * compute_bytes);
-    m.norm_partials = arena.allocate<float>(int64_t(norm_backward_workspace(config.C) / sizeof(float)));
+    m.norm_partials = arena.allocate<float>(norm_backward_workspace_floats(config.C));
     m.norm_statistics = arena.allocate<RowStatistics>(padded_tokens(s));
     m.losses = arena.allocate<float>(tokens);
     m.rope_table = arena.allocate<float2>(config.arch.rope ? s.T * config.HS() / 2 : 0);
@@ -217,7 +217,7 @@ void Parameters::register_state() {
         const std::string& name = params[i].name;
         const int64_t count = places[i].owned.count;
         int16_t* const remainder =
-            memory_.weights.remainder ? memory_.weights.remainder + places[i].rank_offset : nullptr;
+            memory_.weights.remainders ? memory_.weights.remainders + places[i].rank_offset : nullptr;
         // In the fp32 recipe weights are FP32, and transfer() does not use these two entries
         entries_[name] = {i, owned_weight_data(i), count * 2};
         if (setup.keep_masters) entries_[name + ".remainder"] = {i, remainder, count * 2};
@@ -271,7 +271,7 @@ void Parameters::initialize_state() {
                          .v = v,
                          .decays = p.role.decays,
                          .amax_out = p.role.linear ? scales_.of_parameter(i) : nullptr,
-                         .to_flat_order = p.flat_offset + owned.first - rank_offset,
+                         .flat_minus_rank_offset = p.flat_offset + owned.first - rank_offset,
                          .first_owned_unit = first_unit + owned.first / SHARD_UNIT});
     }
     copy_async(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
@@ -343,7 +343,7 @@ void Parameters::recompute_weight_amax(size_t i) {
     clear_async(amax_out, sizeof(AmaxAndScale), stream_);
     if (weight_storage.format == Format::FP32) return;
     for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
-        compute_amax(stored(slice), amax_out, stream_);
+        compute_amax(lazy_stored(slice), amax_out, stream_);
 }
 
 const Parameters::StateEntry& Parameters::find(const std::string& name) const {

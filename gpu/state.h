@@ -156,7 +156,7 @@ struct MemoryMap {
     int32_t* token_order;       // (N) for the embedding's gradient: row numbers, sorted by token
     TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order
     void* dresidual;            // (N, C) the gradient of the residual stream; before, the final norm's input
-    float* norm_partials;       // norm_backward_workspace() bytes
+    float* norm_partials;       // norm_backward_workspace_floats()
     RowStatistics* norm_statistics;  // (N) the row statistics of the norm that ran last
     float* losses;                   // (N)
 

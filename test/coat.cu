@@ -32,8 +32,8 @@ static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = 
         gpu::quantize_groups(x, out.ref(), /*write_back=*/false, stats, 0);
         return;
     }
-    if (out.per_tensor()) gpu::compute_amax(gpu::stored(x), out.slot.get(), 0);
-    gpu::quantize(gpu::stored(x), out.operand(), stats, 0);
+    if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(x), out.slot.get(), 0);
+    gpu::quantize(gpu::lazy_stored(x), out.operand(), stats, 0);
 }
 
 // `groups` are x in 1x16 groups. The values that they hold must come back from convert(), be written back by
@@ -131,12 +131,12 @@ GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values
         const Tensor in(x, s, PLAIN_FP32);
         for (Storage q : {PLAIN_FP32, PLAIN_BF16}) {
             const Tensor out(s, q);
-            gpu::store_values(gpu::stored(in.ref()), out.ref(), 0);
+            gpu::store_values(gpu::lazy_stored(in.ref()), out.ref(), 0);
             check_quantized(out, x);
         }
         for (Storage q : {E4M3_TENSOR, E4M3_ROW}) {
             const Tensor out(s, q);
-            CHECK_THROWS_AS(gpu::quantize(gpu::stored(in.ref()), out.operand(), nullptr, 0), Error);
+            CHECK_THROWS_AS(gpu::quantize(gpu::lazy_stored(in.ref()), out.operand(), nullptr, 0), Error);
         }
         const Tensor groups(s, E4M3_1x16);
         const bool write_back = false;
@@ -159,7 +159,7 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
         const Tensor in(x, {rows, cols}, PLAIN_BF16);
         const Tensor out({rows, cols}, q, scale);
         const Buffer<QuantStats> stats({BEFORE});
-        gpu::quantize(gpu::stored(in.ref()), out.operand(), stats.get(), 0);
+        gpu::quantize(gpu::lazy_stored(in.ref()), out.operand(), stats.get(), 0);
         check_quantized(out, x, scale);
         QuantStats wanted;
         reference::quantize(x.data(), rows, cols, q, &wanted, scale);
@@ -178,8 +178,8 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
         operand.transposed = operand.transposed_scales = nullptr;
-        if (out.per_tensor()) gpu::compute_amax(gpu::stored(in.ref()), out.slot.get(), 0);
-        gpu::quantize(gpu::stored(in.ref()), operand, nullptr, 0);
+        if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.slot.get(), 0);
+        gpu::quantize(gpu::lazy_stored(in.ref()), operand, nullptr, 0);
         reference::StoredMatrix wanted = reference::quantize(x.data(), padded, cols, q);
         std::fill(wanted.codes.begin() + rows * cols, wanted.codes.end(), 0xFF);
         CHECK(out.codes.read() == wanted.codes);
@@ -252,10 +252,10 @@ GPU_TEST_CASE("write_operand_and_sum_columns: codes and sums have the bits of qu
             const Tensor in(x, s, PLAIN_BF16), out(s, q), wanted_sums(before, Format::FP32),
                 sums(before, Format::FP32);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * s.cols);
-            gpu::add_column_sums(gpu::stored(in.ref()), wanted_sums.ref(), workspace.get(), nullptr, 0);
-            if (out.per_tensor()) gpu::compute_amax(gpu::stored(in.ref()), out.slot.get(), 0);
+            gpu::add_column_sums(gpu::lazy_stored(in.ref()), wanted_sums.ref(), workspace.get(), nullptr, 0);
+            if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.slot.get(), 0);
             const Buffer<QuantStats> stats({BEFORE});
-            gpu::write_operand_and_sum_columns(gpu::stored(in.ref()), out.operand(), sums.ref(),
+            gpu::write_operand_and_sum_columns(gpu::lazy_stored(in.ref()), out.operand(), sums.ref(),
                                                workspace.get(), stats.get(), 0);
             check_quantized(out, x);
             CHECK(same_bytes(sums.values(), wanted_sums.values()));
@@ -345,14 +345,14 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
 // A dry run calls the same functions without a GPU, so that what is wrong is an error before a run starts.
 TEST_CASE("quantize: not to groups; quantize_groups: to groups") {
     const TensorRef x{nullptr, nullptr, 16, 32, PLAIN_BF16}, groups{nullptr, nullptr, 16, 32, E4M3_1x16};
-    CHECK_THROWS_AS(gpu::quantize(gpu::stored(x), {groups}, nullptr, gpu::DRY_RUN), Error);
+    CHECK_THROWS_AS(gpu::quantize(gpu::lazy_stored(x), {groups}, nullptr, gpu::DRY_RUN), Error);
     CHECK_NOTHROW(gpu::quantize_groups(x, groups, /*write_back=*/false, nullptr, gpu::DRY_RUN));
 }
 
 TEST_CASE("quantize: only to FP8; store_values: not to FP8; write_operand: to both") {
     const TensorRef values{nullptr, nullptr, 16, 32, PLAIN_BF16},
         codes{nullptr, nullptr, 16, 32, E4M3_TENSOR};
-    const LazyTensor x = gpu::stored(values);
+    const LazyTensor x = gpu::lazy_stored(values);
     CHECK_NOTHROW(gpu::quantize(x, {codes}, nullptr, gpu::DRY_RUN));
     CHECK_THROWS_AS(gpu::quantize(x, {values}, nullptr, gpu::DRY_RUN), Error);
     CHECK_NOTHROW(gpu::store_values(x, values, gpu::DRY_RUN));

@@ -162,7 +162,7 @@ static std::map<std::string, int64_t> allocated_bytes(const Setup& s) {
                                               {m.tokens, ""},
                                               {m.dresidual, "final norm input"},
                                               {m.norm_partials, ""}};
-    if (m.weights.remainder) begins[m.weights.remainder] = "remainder of the FP32 masters";
+    if (m.weights.remainders) begins[m.weights.remainders] = "remainder of the FP32 masters";
     for (const bool second : {false, true})
         for (const gpu::MomentRef& moment : m.moments[second]) {
             begins[moment.data] = second ? "second moments" : "first moments";

@@ -206,17 +206,18 @@ void launch_rung1(const State& s, const Constants& c) { rung1<<<blocks_with(s.n,
 
 // The scaling (max and k) of a moment group, of which each lane of the warp has four elements: all get it.
 template <class Arithmetic> __device__ MomentScaling scaling_of_warp(const float (&x)[4]) {
-    uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
+    uint32_t top = 0, smallest_bits_minus_1 = 0xFFFFFFFFu;
     for (float value : x) {
         const uint32_t bits = __float_as_uint(fabsf(value));
         top = max(top, bits);
-        low_minus_1 = min(low_minus_1, bits - 1);
+        smallest_bits_minus_1 = min(smallest_bits_minus_1, bits - 1);
     }
     for (int lanes = 1; lanes < 32; lanes *= 2) {
         top = max(top, __shfl_xor_sync(ALL_LANES, top, lanes));
-        low_minus_1 = min(low_minus_1, __shfl_xor_sync(ALL_LANES, low_minus_1, lanes));
+        smallest_bits_minus_1 =
+            min(smallest_bits_minus_1, __shfl_xor_sync(ALL_LANES, smallest_bits_minus_1, lanes));
     }
-    return Arithmetic::scaling(__uint_as_float(top), __uint_as_float(low_minus_1 + 1));
+    return Arithmetic::scaling(__uint_as_float(top), __uint_as_float(smallest_bits_minus_1 + 1));
 }
 
 template <class Arithmetic> __global__ void rungs2_and_3(State s, Constants c) {
@@ -348,17 +349,18 @@ struct ScalingOfBoth {  // of a span
 // The scaling of a moment group whose elements LANES neighbouring lanes have, N each: all of them get it.
 // With LANES = 32 and N = 4 it is scaling_of_warp.
 template <class Arithmetic, int LANES, int N> __device__ MomentScaling scaling_of_span(const float (&x)[N]) {
-    uint32_t top = 0, low_minus_1 = 0xFFFFFFFFu;
+    uint32_t top = 0, smallest_bits_minus_1 = 0xFFFFFFFFu;
     for (float value : x) {
         const uint32_t bits = __float_as_uint(fabsf(value));
         top = max(top, bits);
-        low_minus_1 = min(low_minus_1, bits - 1);
+        smallest_bits_minus_1 = min(smallest_bits_minus_1, bits - 1);
     }
     for (int lanes = 1; lanes < LANES; lanes *= 2) {
         top = max(top, __shfl_xor_sync(ALL_LANES, top, lanes));
-        low_minus_1 = min(low_minus_1, __shfl_xor_sync(ALL_LANES, low_minus_1, lanes));
+        smallest_bits_minus_1 =
+            min(smallest_bits_minus_1, __shfl_xor_sync(ALL_LANES, smallest_bits_minus_1, lanes));
     }
-    return Arithmetic::scaling(__uint_as_float(top), __uint_as_float(low_minus_1 + 1));
+    return Arithmetic::scaling(__uint_as_float(top), __uint_as_float(smallest_bits_minus_1 + 1));
 }
 
 // The step for the N elements that this lane has of a span: they are updated in place, and the span's new
@@ -429,7 +431,7 @@ template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constant
 // Zeros need no branch. This is what a moment group of zeros computes:
 //
 //   largest magnitude     0
-//   smallest magnitude    0            low_minus_1 is the largest integer, and adding 1 wraps around to 0
+//   smallest magnitude    0            of 0, bits - 1 is the largest integer, and adding 1 wraps around to 0
 //   log_ratio             0            -infinity - -infinity is NaN, of which fmaxf takes the other operand
 //   within_limits         64           because 1 / log_ratio is infinite
 //   k                     1            because max is 0

@@ -115,7 +115,7 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
                 const Tensor in(heavy(rng, f.compute, n), s, f.saved_inputs),
                     dy(heavy(rng, f.compute, n), s, compute), g(normals(rng, f.compute, n), s, compute);
                 const Floats before = normals(rng, f.compute, s.cols);
-                const Buffer<float> workspace(int64_t(gpu::norm_backward_workspace(s.cols) / sizeof(float)));
+                const Buffer<float> workspace(gpu::norm_backward_workspace_floats(s.cols));
                 Bytes first;
                 for (bool add : {true, false, true}) {
                     const Tensor out(s, compute), dweight(before, f.compute), dbias(before, f.compute);
