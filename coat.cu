@@ -4,8 +4,9 @@
 // What is stored. What non-linear layers save for backward (the inputs of norms and activations; with
 // --attention groups also q, k, v and the output of attention) is E4M3 codes, with a BF16 scale for each 1x16
 // group (part 1). The operand of a GEMM is E4M3 or E5M2 codes with a single scale for the tensor. It is
-// stored row-major, transposed, or both, and only for as long as its GEMMs need it (part 3). The scale
-// follows from the tensor's largest magnitude, its amax, which an earlier kernel has found (part 2).
+// stored row-major, transposed, or both, and only for as long as its GEMMs need it (part 3); codes of weights
+// may be kept for a whole step. The scale follows from the tensor's largest magnitude, its amax, which an
+// earlier kernel has found (part 2).
 //
 // Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 x 8 elements of
 // it: in each of 8 rows a chunk, which is 8 neighbouring columns. It loads and computes them, and stores
@@ -50,9 +51,9 @@ namespace coat::gpu {
 // scale = amax / 448 of the group, code = E4M3(x / scale): Groups::round_in_place_and_store (gpu/device.cuh).
 // A group never crosses a token, so that an outlier costs precision only in its own 16 elements.
 //
-// The kernel quantizes what attention saves (--attention groups), and the input of the activation. While it
-// has that input at hand it may take the amax of the activation's output, the operand of the next GEMM.
-// residual_add() and embed() (gpu/norm.cu) write all other groups in passing.
+// quantize_groups_kernel() quantizes what attention saves (--attention groups), and the input of the
+// activation. While it has that input at hand it may take the amax of the activation's output, the operand of
+// the next GEMM. residual_add() and embed() (gpu/norm.cu) write all other groups in passing.
 
 // The larger of `largest` and the magnitudes of the activation's output for one row of the thread's values.
 template <int PLANES> static __device__ float amax_of_activation(float largest, const Values (&v)[PLANES]) {
@@ -143,8 +144,8 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 // Scaling is the paper's word for this: it is about finding an amax, not about the groups of part 1.)
 //
 // Usually no kernel is needed for it: a kernel that writes the input of a norm or of an activation also
-// computes the output, only for its amax. The kernel below is for what no other kernel has at hand, for
-// instance the gradient of gate and up.
+// computes what the norm or the activation will put out, and keeps only the amax of that. The kernel below is
+// for what no other kernel has at hand, for instance the gradient of gate and up.
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)

@@ -75,7 +75,8 @@ template <bool MASTER> struct Bf16Weights {
         : weights(static_cast<bf16*>(w.values) + first), remainders(MASTER ? w.remainders + first : nullptr) {
     }
 
-    // The lower or the upper 16 bits of two words, or of eight.
+    // The lower or the upper 16 bits of two words, or of eight. Each digit of LOWER and UPPER is the number
+    // of a byte among the eight of two words; the last digit names the lowest byte of the result.
     static constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
     static __device__ uint4 sixteen_bits_of(const uint32_t (&words)[CHUNK], uint32_t which) {
         return {__byte_perm(words[0], words[1], which), __byte_perm(words[2], words[3], which),

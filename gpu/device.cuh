@@ -385,8 +385,9 @@ inline __device__ float gelu_sigmoid(float u) {
     return one_over_1_plus_exp2(__fmul_rn(u, __fmaf_rn(-LOG2_E * GELU_2AB, uu, -LOG2_E * GELU_2A)));
 }
 inline __device__ float gelu(float u) { return __fmul_rn(u, gelu_sigmoid(u)); }
-// The gradient of u, from d, the gradient of gelu(u). gelu'(u) = s + u s (1 - s) 2z'(u). From |u| = 11 on, s
-// or 1 - s is zero.
+// The gradient of u, from d, the gradient of gelu(u). gelu'(u) = s + u s (1 - s) 2z'(u). u^2 is limited to
+// 128, so that the product of an infinite slope and a zero is no NaN. This changes no result: from |u| = 11
+// on, s or 1 - s is zero.
 inline __device__ float gelu_backward(float u, float d) {
     const float s = gelu_sigmoid(u);
     const float slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(u, u), 128.0f), GELU_2A);
@@ -419,8 +420,8 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
         const RowStatistics* statistics;
         Values weight, bias;
     };
-    struct
-        Fetched {  // what load() fetches; a producer uses some of the fields, which have BYTES bytes together
+    // What load() fetches. A producer uses some of the fields, which have BYTES bytes together.
+    struct Fetched {
         typename Layout::StoredChunk in[INPUT_PLANES];
         typename Plain<Compute>::StoredChunk dact;
         RowStatistics statistics;
@@ -546,11 +547,14 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 //   rows 12..15    t16  [t17]   t18             t16  [t17]   t18         | the same: use(4, ...) to use(7)
 //                       values[0]                    values[1]
 //
-// A row or a chunk that lies outside the tensor is not live. In its place the last row or the last chunk is
-// read again, so that no load has a condition. If the kernel writes over x, this thread may have overwritten
-// what it reads again; then `values` are wrong, but nobody uses them. A thread that is wholly outside the
-// tensor would read what another thread writes, a race: a kernel that writes over x does not call this for
-// such a thread (TilePlace::inside() is false).
+// The rule for a kernel that writes over x: it calls this only for a thread that has an element inside the
+// tensor (TilePlace::inside()). The reason: so that no load has a condition, something else is read in place
+// of what lies outside the tensor, and `live` is false for it.
+//   - In place of a row past the last one, the last row. This thread may have overwritten it already. Then
+//     `values` are wrong, but nobody uses them.
+//   - In place of a chunk past the last column, which only a thread wholly outside has, the last chunk. If
+//     another thread writes over it, reading it is a race.
+//   - A thread all of whose rows are past the last one reads the last row: likewise.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& place, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);

@@ -52,9 +52,9 @@ struct RowSum {
             for (int w = 0; w < warps; w++) x[i] += parts[i][first + w];
         }
     }
-    // Leaves out a sum, but uses its place. RMSNorm needs one sum fewer than LayerNorm, and row_statistics()
-    // serves both. With skip() `place` is the same after both branches there, so it is a constant for the
-    // compiler.
+    // Switches to the other place without a sum. RMSNorm needs one sum fewer than LayerNorm, and
+    // row_statistics() serves both. With skip() `place` is the same after both branches there, so it is
+    // known when the kernel is compiled.
     __device__ void skip() { place ^= 1; }
 };
 
@@ -67,8 +67,8 @@ __device__ float inverse_root(float squares, int64_t C, float eps) {
 // forward pass of both norms calls it, and the backward pass of LayerNorm. The backward pass of RMSNorm
 // computes the sum of squares together with another sum, but in the same order. So forward and backward have
 // the same bits. Equal bits are needed: wgrad quantizes the norm's output with the amax that forward has
-// computed, and a larger value would saturate. (In coat-saved forward
-// has normed other values, so LinearLayer::wgrad() raises the amax by a pass over the norm's output.)
+// computed, and a larger value would saturate. (In the recipe coat-saved, forward has normed other values. So
+// LinearLayer::wgrad() first raises the amax, by a pass over the norm's output.)
 __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
                                         RowSum& sum_over_row) {
     float sum[1] = {0};

@@ -83,7 +83,7 @@ struct TensorRef {
     Storage storage;
 };
 
-// The rows [first, first + n) of a tensor without scales.
+// The rows [first, first + n) of a tensor that has no scales, or of its codes alone: the result has none.
 inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
     return {.data = static_cast<uint8_t*>(t.data) + t.storage.code_bytes(first, t.cols),
             .scales = nullptr,

@@ -11,7 +11,8 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. Transposed codes, which pass through shared memory
 
-// Four rows of four bytes become four columns of four bytes.
+// Four rows of four bytes become four columns of four bytes. __byte_perm(a, b, 0x5140) takes, from the lowest
+// byte of the result on, bytes 0, 4, 1 and 5 of the eight of a and b: a0 b0 a1 b1.
 inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&out)[4]) {
     const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
     const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
