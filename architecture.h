@@ -124,9 +124,9 @@ struct Param {
     Role role;
     int64_t rows, cols;  // a vector of n elements is (1, n)
     float init_std;      // standard deviation of the initial values; 0: they are all 0, or 1 by the role
-    // The next two can wait. flat_offset is the place of the first element in the flat order: all parameters
-    // one after the other, each padded to a multiple of 128 elements. The GPU stores the gradients of a
-    // bucket in this order, and stochastic rounding counts its random bits by it.
+    // flat_offset and bucket can wait. flat_offset is the place of the first element in the flat order: all
+    // parameters one after the other, each padded to a multiple of 128 elements. The GPU stores the gradients
+    // of a bucket in this order, and stochastic rounding counts its random bits by it.
     int64_t flat_offset;
     // The number of its bucket, in the order of the forward pass. A bucket is the parameters whose gradients
     // backward completes at the same time: the GPU sends or updates them together, while backward goes on.

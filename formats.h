@@ -16,8 +16,8 @@
 //                   dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX
 //   micro-batch     the sequences that go through the model together. A step adds up the gradients of one or
 //                   more
-//   head            alone: the model's last matrix, from hidden states to logits. The others are query heads
-//                   and key/value heads of attention
+//   head            in attention, RoPE and the norms of q and k: one of the NH query heads or NKV key/value
+//                   heads. Everywhere else: the model's last matrix, from hidden states to logits
 // clang-format on
 //
 // All matrices are row-major. The weight of a linear layer is (out, in). Sizes have these letters:
@@ -157,14 +157,18 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // this sum by the scales. Each scale block interrupts the tensor cores for such a multiplication: with groups
 // of 1x16 this would happen too often, so they are no operands of GEMMs.
 //
-// In recipes(), below, `cols` of an operand's Granularity always runs along the dimension that the GEMM sums
-// over, also where that GEMM reads the transpose: 1x128 of x is 128 features in fprop, and 128 tokens in
-// wgrad. Two GEMMs read each operand, and one of them reads the transpose:
+// Hopper's FP8 GEMM reads both operands along the dimension that it sums over: this dimension must be the one
+// whose elements are neighbours in memory, the columns. Each operand is read by two GEMMs. One sums over its
+// columns and reads it as it is. The other sums over its rows, so its transpose is quantized:
 //
-//   operand   read as it is by   transposed by   codes are made
-//   x         fprop              wgrad           for each GEMM: they are not kept from forward to backward
-//   w         fprop              dgrad           for each GEMM. A GPU may keep them for a whole step
-//   g         dgrad              wgrad           once for both GEMMs if scale blocks are symmetric
+//   operand   summed over its   summed over its rows   codes are made
+//             columns by        (transposed) by
+//   x         fprop             wgrad                  for each GEMM: none are kept until backward
+//   w         fprop             dgrad                  for each GEMM. A GPU may keep them for a whole step
+//   g         dgrad             wgrad                  once for both GEMMs if scale blocks are symmetric
+//
+// In recipes(), below, `cols` of an operand's Granularity always runs along the dimension that the GEMM sums
+// over, also in the transpose: 1x128 of x is 128 features in fprop, and 128 tokens in wgrad.
 //
 // Scale blocks are symmetric (a tensor, 128x128) if they are the same in the transpose. Then so are the
 // codes. With others (a row, 1x128) each of the two GEMMs reads codes that are made for it.

@@ -1,6 +1,7 @@
-// model.h - a training run: its settings, what each rank owns of the parameters, the state that a checkpoint
-// contains, and the interface Model, which program/train.cpp drives. reference_model.cpp implements it on the
-// CPU and model.cu on the GPU, independently, so that each checks the other.
+// model.h - a training run: its settings, and the interface Model, which program/train.cpp drives.
+// reference_model.cpp implements it on the CPU and model.cu on the GPU, independently, so that each checks
+// the other. What follows Model can wait: what each of several ranks owns and how they exchange values, and the
+// names of the tensors that a checkpoint contains.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -30,7 +31,7 @@ struct Setup {
     // Whether weights have FP32 masters. If not (--master none), the BF16 weights are rounded stochastically.
     bool keep_masters = true;
     // Whether the gradients of a whole step exist at the same time. If not (--gradients none), a GPU updates
-    // each bucket within backward.
+    // parameters within backward, as soon as their gradients are complete.
     bool keep_gradients = true;
     int64_t rank = 0, ranks = 1;
     Communicator* communicator = nullptr;  // how ranks exchange values; null with one rank, and for a plan
@@ -61,16 +62,90 @@ inline void require_supported(const Setup& s) {
             "--gradients none needs more memory, not less, if there are several ranks; leave it out.");
     if (s.ranks > 1 && s.optimizer.per_tensor)
         throw Error("--optimizer ", s.optimizer.name,
-                    " has one scale per tensor, of which ranks cannot keep parts; "
+                    " has one scale for a whole tensor, but each rank holds only a part of it; "
                     "use one rank, or another --optimizer.");
 }
+
+// The format in which gradients are summed over the micro-batches of a step, the same for all parameters. A
+// micro-batch adds one gradient to each sum, or two to that of an embedding that is also the head. If no sum
+// has more than four gradients, all are in the compute dtype. Else all are in FP32, because every addition to
+// a BF16 sum rounds it. For example, if the head is the embedding: 2 micro-batches give 4 gradients, in BF16,
+// and 3 give 6, in FP32. The micro-batches of all ranks count: the format does not depend on how they are
+// divided among ranks. (On a GPU the head adds more often, once for each slice of the micro-batch, so its sum
+// has a rule of its own: head_sum_in_fp32() in gpu/memory_layout.h.)
+inline Format gradient_format(const Setup& s) {
+    return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Model: the weights, gradients, moments and activations of one training run on one device.
+
+struct StepResult {
+    double loss;       // nats per token: the mean over all targets of the step that count
+    double grad_norm;  // of all gradients, before clipping
+    // Whether the step was abandoned, for one of these reasons: the loss, a gradient or a tensor that was
+    // quantized to FP8 was not finite; the clipped norm was 2^62 or more; or no target counts. Then nothing
+    // was updated, except without keep_gradients: there a GPU may have updated some buckets before it
+    // noticed.
+    bool skipped;
+    int64_t target_count = 0;  // targets that count, in all micro-batches of all ranks
+};
+
+// The number of targets that count.
+inline int64_t counted_targets(const int32_t* targets, int64_t n) {
+    return n - std::count(targets, targets + n, NO_TARGET);
+}
+// The number by which the sum of the losses of n targets is divided to give their mean: at least 1.
+inline double divisor_of_mean(const int32_t* targets, int64_t n) {
+    return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
+}
+
+// With several ranks, every rank calls step(), evaluate(), next_logits(), measure_quantization() and write()
+// at the same time. Tokens are in [0, V), targets in [0, V) or NO_TARGET; the caller has checked this. An
+// unknown name of a tensor is an Error.
+class Model {
+public:
+    virtual ~Model() = default;
+    // One training step: forward, backward and update. tokens and targets: (micro_batches_per_rank, B, T), of
+    // this rank. The result is that of all ranks.
+    virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) = 0;
+    // The mean loss of one micro-batch (B, T) of this rank, in nats per token, without gradients. It is 0 if
+    // no target counts, and NaN if a tensor that was quantized to FP8 was not finite.
+    virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;
+    // The logits (V) of the token that follows the first n, 1 <= n <= T.
+    virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
+    // Measures every quantization in forward and backward of one micro-batch (B, T), and that of the moments
+    // that an update with the default betas would store. Nothing is updated.
+    virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
+    // read() copies a tensor of weight_tensors() or optimizer_tensors() to `out`, and write() copies it from
+    // `in`: only the elements that this rank owns (owned()). With keep_gradients, read() also knows
+    // "<param>.gradient" (FP32), the gradient of the last step, until the next forward pass.
+    virtual void read(const std::string& name, void* out) = 0;
+    virtual void write(const std::string& name, const void* in) = 0;
+    virtual const Setup& setup() const = 0;
+};
+
+// On the CPU (reference_model.cpp).
+std::unique_ptr<Model> make_reference_model(const Setup& setup);
+// After this call the allocator of this process returns no memory to the system. Every step on the CPU
+// allocates the same temporary tensors: a third of the time would go into fresh pages.
+void keep_freed_memory();
+// The following are in gpu/make_gpu_model.cpp or, in a program that is built without CUDA, in
+// gpu/no_cuda.cpp.
+// On a GPU. It is an Error if this machine has no GPU that can run it.
+std::unique_ptr<Model> make_gpu_model(const Setup& setup);
+bool built_with_cuda();
+// Why GPU number `gpu` cannot be used, and what to do; empty if it can be used.
+std::string why_no_gpu(int gpu = 0);
+// The compute capability of the GPU that why_no_gpu() was asked for: 90 is 9.0. 0 in a program without CUDA.
+int gpu_capability();
 
 // -----------------------------------------------------------------------------------------------------------
 // What a rank owns. A matrix is divided among the ranks (as in ZeRO-3). A rank updates the weights, masters
 // and moments of its part. On a GPU a rank stores nothing but its part, and gathers a whole matrix just
 // before it is used. On the CPU every rank has all weights, and sends its part of them after each update. A
 // vector is small: every rank owns the whole of it, and all compute the same. With one rank all of this is
-// trivial: what follows, up to gradient_format(), can wait.
+// trivial.
 
 // A matrix is cut only at multiples of SHARD_UNIT elements, so no moment group is cut. A sum that is taken
 // first within shard units, then over them, is the same for any number of ranks. If a matrix has fewer shard
@@ -93,14 +168,45 @@ inline Range owned(const Setup& s, const Param& p) { return owned(p, s.rank, s.r
 // The number of elements with the padding that completes the last moment group.
 inline int64_t padded_count(const Range& r) { return round_up(r.count, MOMENT_GROUP); }
 
-// The format in which gradients are summed over the micro-batches of a step, the same for all parameters. A
-// micro-batch adds one gradient to each sum, or two to that of an embedding that is also the head. If no sum
-// has more than four gradients, all are in the compute dtype. Else all are in FP32, because every addition to
-// a BF16 sum rounds it. For example, if the head is the embedding: 2 micro-batches give 4 gradients, in BF16,
-// and 3 give 6, in FP32. The micro-batches of all ranks count: the format does not depend on how they are
-// divided among ranks.
-inline Format gradient_format(const Setup& s) {
-    return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute;
+// -----------------------------------------------------------------------------------------------------------
+// How the ranks of a run exchange small values, and notice that one has ended. A model and a checkpoint use
+// this interface; program/ implements it.
+
+using Bytes = std::vector<uint8_t>;
+
+class Communicator {
+public:
+    virtual ~Communicator() = default;
+    virtual int local_rank() const = 0;  // this rank's number among those of its machine
+    // Whether the ranks are threads of one process, as in tests, and share its addresses.
+    bool ranks_are_threads = false;
+
+    // Every rank calls this at the same time. It returns what the ranks have given, by rank, on every rank. A
+    // Value is a number or a struct; or a vector or string, which may have another length on each rank.
+    template <class Value> std::vector<Value> all_gather(const Value& mine);
+    // The same for bytes. If `on_all` is false, rank 0 alone gets them.
+    virtual std::vector<Bytes> gather(const Bytes& mine, bool on_all) = 0;
+
+    // Waits until done() is true; done() may sleep for some milliseconds. If another rank ends meanwhile, so
+    // does this process.
+    virtual void wait_until(const std::function<bool()>& done) = 0;
+    // Ends all ranks with exit code 1, after rank 0 has printed this sentence once.
+    [[noreturn]] virtual void fail(const std::string& sentence) = 0;
+};
+
+template <class Value> std::vector<Value> Communicator::all_gather(const Value& mine) {
+    std::vector<Value> all;
+    if constexpr (std::is_trivially_copyable_v<Value>) {
+        for (const std::vector<Value>& theirs : all_gather(std::vector<Value>{mine}))
+            all.push_back(theirs[0]);
+    } else {
+        const auto* bytes = reinterpret_cast<const uint8_t*>(mine.data());
+        for (const Bytes& theirs : gather(Bytes(bytes, bytes + mine.size() * sizeof(mine[0])), true)) {
+            all.emplace_back(theirs.size() / sizeof(mine[0]), typename Value::value_type{});
+            if (!theirs.empty()) std::memcpy(&all.back()[0], theirs.data(), theirs.size());
+        }
+    }
+    return all;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -214,110 +320,6 @@ inline Range owned(const Setup& s, const StateTensor& t) {
     const int64_t first = ceil_div(part.first, t.shared_by);
     const int64_t end = ceil_div(part.first + part.count, t.shared_by);
     return {.first = first, .count = end - first};
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// Model: the weights, gradients, moments and activations of one training run on one device.
-
-struct StepResult {
-    double loss;       // nats per token: the mean over all targets of the step that count
-    double grad_norm;  // of all gradients, before clipping
-    // Whether the step was abandoned, for one of these reasons: the loss, a gradient or a tensor that was
-    // quantized to FP8 was not finite; the clipped norm was 2^62 or more; or no target counts. Then nothing
-    // was updated, except without keep_gradients: there a GPU may have updated some buckets before it
-    // noticed.
-    bool skipped;
-    int64_t target_count = 0;  // targets that count, in all micro-batches of all ranks
-};
-
-// The number of targets that count.
-inline int64_t counted_targets(const int32_t* targets, int64_t n) {
-    return n - std::count(targets, targets + n, NO_TARGET);
-}
-// The number by which the sum of the losses of n targets is divided to give their mean: at least 1.
-inline double divisor_of_mean(const int32_t* targets, int64_t n) {
-    return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
-}
-
-// With several ranks, every rank calls step(), evaluate(), next_logits(), measure_quantization() and write()
-// at the same time. Tokens are in [0, V), targets in [0, V) or NO_TARGET; the caller has checked this. An
-// unknown name of a tensor is an Error.
-class Model {
-public:
-    virtual ~Model() = default;
-    // One training step: forward, backward and update. tokens and targets: (micro_batches_per_rank, B, T), of
-    // this rank. The result is that of all ranks.
-    virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) = 0;
-    // The mean loss of one micro-batch (B, T) of this rank, in nats per token, without gradients. It is 0 if
-    // no target counts, and NaN if a tensor that was quantized to FP8 was not finite.
-    virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;
-    // The logits (V) of the token that follows the first n, 1 <= n <= T.
-    virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
-    // Measures every quantization in forward and backward of one micro-batch (B, T), and that of the moments
-    // that an update with the default betas would store. Nothing is updated.
-    virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
-    // read() copies a tensor of weight_tensors() or optimizer_tensors() to `out`, and write() copies it from
-    // `in`: only the elements that this rank owns (owned()). With keep_gradients, read() also knows
-    // "<param>.gradient" (FP32), the gradient of the last step, until the next forward pass.
-    virtual void read(const std::string& name, void* out) = 0;
-    virtual void write(const std::string& name, const void* in) = 0;
-    virtual const Setup& setup() const = 0;
-};
-
-// On the CPU (reference_model.cpp).
-std::unique_ptr<Model> make_reference_model(const Setup& setup);
-// From then on the allocator of this process returns no memory to the system. Every step on the CPU allocates
-// the same temporary tensors: a third of the time would go into fresh pages.
-void keep_freed_memory();
-// The following are in gpu/make_gpu_model.cpp or, in a program that is built without CUDA, in
-// gpu/no_cuda.cpp.
-// On a GPU. It is an Error if this machine has no GPU that can run it.
-std::unique_ptr<Model> make_gpu_model(const Setup& setup);
-bool built_with_cuda();
-// Why GPU number `gpu` cannot be used, and what to do; empty if it can be used.
-std::string why_no_gpu(int gpu = 0);
-// The compute capability of the GPU that why_no_gpu() was asked for: 90 is 9.0. 0 in a program without CUDA.
-int gpu_capability();
-
-// -----------------------------------------------------------------------------------------------------------
-// How the ranks of a run exchange small values, and notice that one has ended. A model and a checkpoint use
-// this interface; program/ implements it.
-
-using Bytes = std::vector<uint8_t>;
-
-class Communicator {
-public:
-    virtual ~Communicator() = default;
-    virtual int local_rank() const = 0;  // this rank's number among those of its machine
-    // Whether the ranks are threads of one process, as in tests, and share its addresses.
-    bool ranks_are_threads = false;
-
-    // Every rank calls this at the same time. It returns what the ranks have given, by rank, on every rank. A
-    // Value is a number or a struct; or a vector or string, which may have another length on each rank.
-    template <class Value> std::vector<Value> all_gather(const Value& mine);
-    // The same for bytes. If `on_all` is false, rank 0 alone gets them.
-    virtual std::vector<Bytes> gather(const Bytes& mine, bool on_all) = 0;
-
-    // Waits until done() is true; done() may sleep for some milliseconds. If another rank ends meanwhile, so
-    // does this process.
-    virtual void wait_until(const std::function<bool()>& done) = 0;
-    // Ends all ranks with exit code 1, after rank 0 has printed this sentence once.
-    [[noreturn]] virtual void fail(const std::string& sentence) = 0;
-};
-
-template <class Value> std::vector<Value> Communicator::all_gather(const Value& mine) {
-    std::vector<Value> all;
-    if constexpr (std::is_trivially_copyable_v<Value>) {
-        for (const std::vector<Value>& theirs : all_gather(std::vector<Value>{mine}))
-            all.push_back(theirs[0]);
-    } else {
-        const auto* bytes = reinterpret_cast<const uint8_t*>(mine.data());
-        for (const Bytes& theirs : gather(Bytes(bytes, bytes + mine.size() * sizeof(mine[0])), true)) {
-            all.emplace_back(theirs.size() / sizeof(mine[0]), typename Value::value_type{});
-            if (!theirs.empty()) std::memcpy(&all.back()[0], theirs.data(), theirs.size());
-        }
-    }
-    return all;
 }
 
 }  // namespace coat

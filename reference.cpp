@@ -301,7 +301,7 @@ Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage&
 
 // Delayed scaling (recipe te) of a tensor of this step. While the history has no amax, the scale comes from
 // the largest amax of the step so far.
-float DelayedScale::scale_with(const Storage& storage, float tensor_amax) {
+float DelayedScale::note_amax_and_get_scale(const Storage& storage, float tensor_amax) {
     amax = std::max(amax, tensor_amax);
     return scale > 0 ? scale : scale_of(storage, amax);
 }
@@ -759,8 +759,8 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
 //   loss = log(sum_v exp(logit_v)) - logit_target,  dlogit_v = softmax(logits)_v - (v == target)
 // Both are 0 if a target does not count. The gradients are multiplied by `loss_weight`.
 template <class Real>
-double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
-                     Real loss_weight) {
+double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride, Real* logits,
+                                          const int32_t* targets, Real loss_weight) {
     std::vector<double> losses(N);
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
@@ -797,7 +797,8 @@ double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const
     template void attention_forward(const ModelConfig&, int64_t, int64_t, const Real*, Real*, Real*);       \
     template void attention_backward(const ModelConfig&, int64_t, int64_t, const Real*, const Real*,        \
                                      const Real*, const Real*, Real*);                                      \
-    template double cross_entropy(int64_t, int64_t, int64_t, Real*, const int32_t*, Real);                  \
+    template double cross_entropy_forward_and_backward(int64_t, int64_t, int64_t, Real*, const int32_t*,    \
+                                                       Real);                                               \
     template void add_scaled(int64_t, Real, const Real*, Real*);
 // clang-format on
 INSTANTIATE(float)

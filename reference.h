@@ -69,7 +69,7 @@ struct DelayedScale {
     float scale = 0;  // the scale in the current step, from the history; 0: the history has no amax yet
     float amax = 0;   // the largest amax of the current step so far, over its micro-batches
     // Raises amax to that of a tensor of the current step. Returns the scale to quantize this tensor with.
-    float scale_with(const Storage& storage, float tensor_amax);
+    float note_amax_and_get_scale(const Storage& storage, float tensor_amax);
     // After a step: moves amax into the history, and clears it. scale becomes the largest amax of the history
     // over FMAX, unless that amax is 0 or not finite.
     void update_history_and_scale(Format fp8);
@@ -179,8 +179,8 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
 // Returns the sum of the losses of N tokens, in nats. logits (N, V_stride) become the gradients of
 // loss_weight times this sum. Columns from V on are padding. targets: (N).
 template <class Real>
-double cross_entropy(int64_t N, int64_t V, int64_t V_stride, Real* logits, const int32_t* targets,
-                     Real loss_weight);
+double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride, Real* logits,
+                                          const int32_t* targets, Real loss_weight);
 
 // y += factor x, both (n).
 template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Real* y);

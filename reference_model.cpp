@@ -83,12 +83,13 @@ public:
         const Tensor x = forward(tokens, sequences, length);    // (N, C)
         const Tensor y = rounded(apply_norm("final_norm", x));  // (N, C)
         Tensor logits = head_forward(y);                        // (N, padded_V)
-        const double loss =
-            cross_entropy(N_, config_.V, config_.padded_V(), logits.data(), targets, Real(loss_weight));
+        // The logits become their gradients. (Evaluation needs the loss alone, but gradients cost little.)
+        const double loss = cross_entropy_forward_and_backward(N_, config_.V, config_.padded_V(),
+                                                               logits.data(), targets, Real(loss_weight));
         finite = finite && std::isfinite(loss);
         if (!backward) return loss;
 
-        const Tensor dlogits = rounded(logits);  // cross_entropy has replaced the logits by their gradients
+        const Tensor dlogits = rounded(logits);
         const Tensor dy = head_backward(y, dlogits);
         Tensor dresidual = rounded(apply_norm_backward("final_norm", x, dy));
         for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
@@ -330,7 +331,7 @@ private:
                 const float amax = compute_amax(x.data(), int64_t(x.size()));
                 check_finite(amax);
                 if (recipe_.scaling == Scaling::Delayed)
-                    delayed_scale = delayed_scales[i][int(which)].scale_with(storage, amax);
+                    delayed_scale = delayed_scales[i][int(which)].note_amax_and_get_scale(storage, amax);
             }
             return fake_quantize(x, int64_t(x.size()) / cols, cols, storage, over,
                                  stats_of(report_kind(which)), delayed_scale);
@@ -606,7 +607,7 @@ private:
 
     // Updates all parameters. grad_norm: of all gradients, before clipping.
     void update_all(const AdamWOptions& options, double grad_norm) {
-        const uint64_t key = rounding_key(setup_.seed, options.step + options.skipped);
+        const uint64_t key = rounding_key(setup_.seed, options.step + options.skipped_steps);
         for (size_t i = 0; i < params_.size(); i++) {
             update(states_[i], i, adamw_constants(options, params_[i].role.decays, grad_norm), key);
             refresh_weight(i);

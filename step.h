@@ -15,9 +15,9 @@ struct AdamWOptions {
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     // The largest norm that all gradients together may have; 0: no clipping.
     float clip = 1.0f;
-    // How many steps before this one were skipped. step + skipped is the number of this attempt. It seeds
-    // stochastic rounding, so that no two attempts have the same random bits.
-    int64_t skipped = 0;
+    // How many steps before this one were skipped. step + skipped_steps is the number of this attempt. It
+    // seeds stochastic rounding, so that no two attempts have the same random bits.
+    int64_t skipped_steps = 0;
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
 // rounding_bits(key, q) has the random bits of elements 4q to 4q + 3 in the flat order of all parameters
 // (architecture.h, Param::flat_offset). The lowest 16 bits are for element 4q.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
-// The key of one update. attempt = AdamWOptions::step + AdamWOptions::skipped.
+// The key of one update. attempt = AdamWOptions::step + AdamWOptions::skipped_steps.
 inline uint64_t rounding_key(uint64_t seed, int64_t attempt) {
     return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(attempt)) << 32;
 }

@@ -306,8 +306,8 @@ void Parameters::update(const AdamWOptions& a, int64_t first, int64_t last, Shar
                              own_loss_and_squares, stream_);
     sharding.all_gather(memory_.loss_and_squares, (1 + units) * int64_t(sizeof(double)));
     update_gradient_state(memory_.loss_and_squares, units, setup.ranks, a.clip, state, stream_);
-    adamw(a, setup.optimizer, gradients, memory_.weights, rounding_key(setup.seed, a.step + a.skipped), state,
-          stream_);
+    adamw(a, setup.optimizer, gradients, memory_.weights, rounding_key(setup.seed, a.step + a.skipped_steps),
+          state, stream_);
 }
 
 // add_moment_quant_errors() copies the moments to the host, without context_: it would not notice that

@@ -112,7 +112,7 @@ static AdamWOptions next_update(const Run& run) {
             .beta2 = float(flags.beta2),
             .weight_decay = float(flags.weight_decay),
             .clip = float(flags.clip),
-            .skipped = state.step - state.updates};
+            .skipped_steps = state.step - state.updates};
 }
 
 // Counts the step that was just made. A skipped step

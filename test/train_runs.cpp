@@ -558,7 +558,7 @@ TEST_CASE("train: a run takes the steps of its model bit for bit and validates o
         AdamWOptions adamw{state.updates + 1, learning_rate(2e-3, 9, 80, state.step)};
         adamw.weight_decay = 3;
         adamw.clip = 5;
-        adamw.skipped = state.step - state.updates;
+        adamw.skipped_steps = state.step - state.updates;
         const StepResult result = model->step(x.data(), y.data(), adamw);
         state.step++;
         state.updates += !result.skipped;

@@ -306,10 +306,10 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses and gradients and their sum") 
                     const float *const first = &logits[n * stride], *const row = &gradient[n * stride];
                     Floats in_float(first, first + stride);
                     Doubles exact = doubles(in_float);
-                    const double loss =
-                        reference::cross_entropy<double>(1, V, stride, exact.data(), &target, 0.125);
-                    const float loss_in_float =
-                        float(reference::cross_entropy(1, V, stride, in_float.data(), &target, 0.125f));
+                    const double loss = reference::cross_entropy_forward_and_backward<double>(
+                        1, V, stride, exact.data(), &target, 0.125);
+                    const float loss_in_float = float(reference::cross_entropy_forward_and_backward(
+                        1, V, stride, in_float.data(), &target, 0.125f));
                     const double lse = target == NO_TARGET ? 0 : loss + first[target];
                     // lse is the largest logit plus log(sum), which is wrong by what part of itself sum is.
                     check_as_float({got[n]}, {loss}, {loss_in_float}, 1, Format::FP32, {1 + std::abs(lse)});
