@@ -159,12 +159,6 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
 // -----------------------------------------------------------------------------------------------------------
 // Memory
 
-// What is stored beside the codes of moments.
-static const char* moment_scaling_name(const Optimizer& o) {
-    if (o.per_tensor) return "moment scaling: one scale per tensor";
-    return o.uses_expansion(o.m) ? "moment scaling: max and k of 128" : "moment scaling: max of 128";
-}
-
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& config = s.config;
     const int64_t N = s.B * s.T, count = parameter_count(config);
@@ -181,26 +175,24 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     // How many elements of gradients exist at the same time.
     const int64_t gradients =
         s.keep_gradients ? shard_places(s).back().rank_offset : bucket.largest + bucket.embedding;
-    const auto format = [](const char* name, Format f) { return concat(name, " (", info(f).name, ")"); };
     const bool fp32 = compute == Format::FP32;  // such a weight is its own master
     using enum Category;
-    // Each row: its category, its name, its bytes, what an item is, and how many items there are.
+    // Each row: its category, its name, its bytes, what an item is, and how many items there are. The names
+    // have no formats, because --plan prints two runs with different formats in one row.
     std::vector<MemoryRow> plan = {
-        {Weights, format("weights", compute), kept_of[""] * (fp32 ? 2 : 1), "parameter", count},
+        {Weights, "weights", kept_of[""] * (fp32 ? 2 : 1), "parameter", count},
         {Weights, "remainder of the FP32 masters (int16)", fp32 ? 0 : kept_of[".remainder"], "parameter",
          count},
         {Weights, "histories and delayed scales", scaling, "parameter", count},
-        {Gradients, format(s.keep_gradients ? "gradients" : "gradients of the largest bucket", dw),
-         gradients * info(dw).bytes, "parameter", count},
-        {Optimizer, format("first moments", s.optimizer.m), kept_of[".m"], "parameter", count},
-        {Optimizer, format("second moments", s.optimizer.v), kept_of[".v"], "parameter", count},
-        {Optimizer, moment_scaling_name(s.optimizer),
+        {Gradients, "gradients", gradients * info(dw).bytes, "parameter", count},
+        {Optimizer, "first moments", kept_of[".m"], "parameter", count},
+        {Optimizer, "second moments", kept_of[".v"], "parameter", count},
+        {Optimizer, "moment scalings",
          kept_of[".m.max"] + kept_of[".m.k"] + kept_of[".v.max"] + kept_of[".v.k"], "parameter", count},
-        {Activations, format("final norm input", compute), N * config.C * info(compute).bytes, "token", N},
+        {Activations, "final norm input", N * config.C * info(compute).bytes, "token", N},
     };
     for (const SavedTensor& t : saved_per_layer(s.config, s.recipe))
-        plan.push_back({Activations, concat(t.name, " (", t.storage.text(), ")"), t.bytes(N) * config.L,
-                        "token and layer", N * config.L});
+        plan.push_back({Activations, t.name, t.bytes(N) * config.L, "token and layer", N * config.L});
     return plan;
 }
 
@@ -308,15 +300,15 @@ static std::string bytes_per_item(const MemoryRow& row) {
     return text;
 }
 
-// Prints the rows: their memory in GB and the bytes of an item, of the run and of the BF16 run beside it;
-// then the sums of the categories. `complete`: the working memory is among them.
-static void print_memory_rows(const std::vector<MemoryRow>& plan, const std::vector<MemoryRow>& beside,
+// Prints the rows: their memory in GB and the bytes of an item, of the run and of the BF16 run that it is
+// compared with; then the sums of the categories. `complete`: the working memory is among them.
+static void print_memory_rows(const std::vector<MemoryRow>& plan, const std::vector<MemoryRow>& baseline,
                               bool complete) {
     for (size_t i = 0; i < plan.size(); i++) {
-        if (plan[i].bytes == 0 && beside[i].bytes == 0) continue;
+        if (plan[i].bytes == 0 && baseline[i].bytes == 0) continue;
         std::printf("  %-40s %12.3f %19s  %12.3f %19s  %s\n", plan[i].name.c_str(),
                     double(plan[i].bytes) / 1e9, bytes_per_item(plan[i]).c_str(),
-                    double(beside[i].bytes) / 1e9, bytes_per_item(beside[i]).c_str(), plan[i].per);
+                    double(baseline[i].bytes) / 1e9, bytes_per_item(baseline[i]).c_str(), plan[i].per);
     }
     std::printf("\n");
     const char* const total = complete ? "total" : "total without working memory";
@@ -324,7 +316,7 @@ static void print_memory_rows(const std::vector<MemoryRow>& plan, const std::vec
     for (int i = 0; i <= int(Category::All); i++)
         if (const int64_t bytes = total_bytes(plan, Category(i)))
             std::printf("  %-40s %12.3f %19s  %12.3f\n", names[i], double(bytes) / 1e9, "",
-                        double(total_bytes(beside, Category(i))) / 1e9);
+                        double(total_bytes(baseline, Category(i))) / 1e9);
 }
 
 void print_plan(const Setup& s, bool on_gpu) {
@@ -332,7 +324,7 @@ void print_plan(const Setup& s, bool on_gpu) {
     const Setup other = bf16_baseline(s);
     const std::vector<MemoryRow> gpu_plan = gpu_memory_plan(s);
     const std::vector<MemoryRow> plan = on_gpu ? gpu_plan : memory_plan(s);
-    const std::vector<MemoryRow> beside = on_gpu ? gpu_memory_plan(other) : memory_plan(other);
+    const std::vector<MemoryRow> baseline = on_gpu ? gpu_memory_plan(other) : memory_plan(other);
     const int64_t C = s.config.C, count = parameter_count(s.config);
     const auto title = [](const Setup& t) { return concat(t.recipe.name, ", moments ", t.optimizer.name); };
     std::printf("\nMemory of %s parameters, %s and %s a micro-batch%s; a GB is 10^9 bytes\n\n",
@@ -340,7 +332,7 @@ void print_plan(const Setup& s, bool on_gpu) {
                 with_noun(s.B * s.T, "token").c_str(), s.ranks > 1 ? ", on the rank that needs most" : "");
     std::printf("  %-40s %32s  %32s\n", "", title(s).c_str(), title(other).c_str());
     std::printf("  %-40s %12s %19s  %12s %19s  item\n", "", "GB", "bytes per item", "GB", "bytes per item");
-    print_memory_rows(plan, beside, on_gpu && built_with_cuda());
+    print_memory_rows(plan, baseline, on_gpu && built_with_cuda());
     const auto optimizer_bytes = [&](const auto& rows) {  // per parameter
         return double(total_bytes(rows, Category::Optimizer)) / double(count);
     };
@@ -348,7 +340,10 @@ void print_plan(const Setup& s, bool on_gpu) {
         "\n  saved activations: %.2f C bytes per token and layer (BF16: %.2f C); hidden size C = %ld\n"
         "  optimizer states%s: %.3f bytes per parameter (FP32 moments: %.3f)\n",
         saved_bytes_per_token_and_layer(s) / double(C), saved_bytes_per_token_and_layer(other) / double(C), C,
-        s.ranks > 1 ? " of each rank" : "", optimizer_bytes(plan), optimizer_bytes(beside));
+        s.ranks > 1 ? " of each rank" : "", optimizer_bytes(plan), optimizer_bytes(baseline));
+    if (!on_gpu)
+        std::printf(
+            "\nNot in this table: the FP32 copies of weights and gradients with which the CPU computes.");
     if (total_bytes(gpu_plan) < total_bytes(plan))
         std::printf(
             "\nA GPU needs less than this total: there gradients take the place of saved activations.");

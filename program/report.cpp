@@ -88,7 +88,10 @@ void print_start(const Run& run) {
     if (!run.flags.plan) {
         const std::vector<MemoryRow> plan = run.flags.on_gpu() ? gpu_memory_plan(s) : memory_plan(s);
         print("memory: ", gigabytes(total_bytes(plan)), " GB", s.ranks > 1 ? " on each rank" : "",
-              run.flags.on_gpu() ? "" : ", without working memory", "; --plan lists it");
+              run.flags.on_gpu() ? ""
+                                 : ", without working memory and the FP32 copies of weights and gradients "
+                                   "with which the CPU computes",
+              "; --plan lists it");
         print("checkpoints: ", run.flags.saves_checkpoints() ? "in " + run.flags.out : "none are saved");
     }
     if (run.flags.resumes()) print("continuing step ", run.state.step, " of ", run.weights_folder);

@@ -83,6 +83,7 @@ TEST_CASE("train: --plan and --help and --steps 0 write nothing") {
     const bool complete = built_with_cuda();
     CHECK(contains(cpu, "total without working memory"));
     CHECK(contains(gpu, "total without working memory") == !complete);
+    CHECK((contains(cpu, "\nNot in this table: the FP32 copies") && !contains(gpu, "FP32 copies")));
     for (const std::string& out : {cpu, gpu}) {
         CHECK(contains(out, "\nOn a GPU: "));
         CHECK(contains(out, complete ? "Fits: " : "more than "));
