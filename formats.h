@@ -16,8 +16,9 @@
 //                   dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX
 //   micro-batch     the sequences that go through the model together. A step adds up the gradients of one or
 //                   more
-//   head            in attention, RoPE and the norms of q and k: one of the NH query heads or NKV key/value
-//                   heads. Everywhere else: the model's last matrix, from hidden states to logits
+//   heads           of attention: NH query heads and NKV key/value heads
+//   the head        where the text is not about attention: the model's last matrix, from hidden states to
+//                   logits
 // clang-format on
 //
 // All matrices are row-major. The weight of a linear layer is (out, in). Sizes have these letters:

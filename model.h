@@ -1,6 +1,6 @@
 // model.h - a training run: its settings, and the interface Model, which program/train.cpp drives.
 // reference_model.cpp implements it on the CPU and model.cu on the GPU, independently, so that each checks
-// the other. What follows Model can wait: what each of several ranks owns and how they exchange values, and the
+// the other. What follows Model can wait: what each of several ranks owns, how they exchange values, and the
 // names of the tensors that a checkpoint contains.
 #pragma once
 #include <algorithm>
@@ -115,7 +115,8 @@ public:
     // The logits (V) of the token that follows the first n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
     // Measures every quantization in forward and backward of one micro-batch (B, T), and that of the moments
-    // that an update with the default betas would store. Nothing is updated.
+    // that an update with the default betas would store. k_m and k_v are those of the moments that are stored
+    // now. Nothing is updated.
     virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
     // read() copies a tensor of weight_tensors() or optimizer_tensors() to `out`, and write() copies it from
     // `in`: only the elements that this rank owns (owned()). With keep_gradients, read() also knows

@@ -10,8 +10,8 @@
 // The matrix multiplication is in reference_matmul.cpp: it has to be fast, and the rest can be understood
 // without it. reference_model.cpp makes a training step of all these.
 //
-// One thread computes an element of an output, in a fixed order, so the result is the same for any number of
-// threads. (Only maxima are taken over threads: they are the same in any order.)
+// Each element of an output is computed by one thread, in a fixed order, so the result is the same for any
+// number of threads. (Only maxima are taken over threads: they are the same in any order.)
 #include "reference.h"
 
 #include <algorithm>
@@ -55,7 +55,8 @@ static float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 uint16_t encode(Format f, float x) {
     const int M = info(f).mantissa_bits;
     const int bias = exponent_bias(f);
-    const float magnitude = std::min(info(f).fmax, std::abs(x));  // of NaN: max, whose code is replaced below
+    // NaN becomes fmax here; its code is replaced below.
+    const float magnitude = std::min(info(f).fmax, std::abs(x));
     const int e = std::max(int(std::bit_cast<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
     const float steps = magnitude * power_of_two(M - e);  // |x| / 2^(e - M)
     const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << M);
@@ -135,10 +136,10 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // rounded to the nearest, and may be too small by a factor of 1 + 2^-8. In E4M3 amax / s is then at most
 // 449.75. It saturates at 448, which is the value nearest to it: there is no more error than rounding makes.
 //
-// If amax is not finite, codes would hide this, because they saturate. The training step is skipped all the
-// same. Of a whole tensor it checks the amax itself; the scale 1 is a placeholder. A smaller scale block has
-// the scale NaN, so every value that is decoded with it is NaN, and so is the loss or a gradient. (So a GPU
-// checks no amaxes of groups.)
+// If amax is not finite, codes would hide this, because they saturate. The training step must be skipped
+// nevertheless. The caller checks the amax of a whole tensor (check_finite() in reference_model.cpp), so for
+// it any scale will do here: 1. A smaller scale block has the scale NaN, so every value that is decoded with
+// it is NaN, and so is the loss or a gradient. (So a GPU checks no amaxes of groups.)
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -299,8 +300,8 @@ Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage&
     return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
-// Delayed scaling (recipe te) of a tensor of this step. While the history has no amax, the scale comes from
-// the largest amax of the step so far.
+// Delayed scaling (recipe te): notes the amax of a tensor of this step, and returns the scale to quantize it
+// with. While the history has no amax, the scale comes from the largest amax of the step so far.
 float DelayedScale::note_amax_and_get_scale(const Storage& storage, float tensor_amax) {
     amax = std::max(amax, tensor_amax);
     return scale > 0 ? scale : scale_of(storage, amax);
@@ -392,13 +393,13 @@ void Moment::load(float* x) const {
 //
 // A second moment that became zero would make the next update explode, because the update divides by
 // sqrt(v) + eps. So it gets the smallest positive code, that of FMIN. Only without expansion can one become
-// zero. With expansion the smallest value becomes FMIN or, because k is rounded to 1/256, at worst 0.69 FMIN
-// (2^(-277/512), a bound for every ratio of FP32), which is nearer to FMIN than to 0. The optimizer fp8lm has
-// second moments in FP16 with one scale per tensor. There only values below about 2^-40 of the largest become
-// zero, and they may stay zero.
+// zero. With expansion an exact k would make the smallest value FMIN. k is rounded to 1/256, so it may be
+// 1/512 too large, which makes the value FMIN R_X^(-1/512). For the widest R_X of FP32, 2^277, this is 0.69
+// FMIN, which is nearer to FMIN than to 0. The optimizer fp8lm has second moments in FP16 with one scale per
+// tensor. There only values below about 2^-40 of the largest become zero, and they may stay zero.
 void Moment::store_moment_group(int64_t g, int64_t first, int64_t end, const float* x,
                                 bool is_second_moment) {
-    float largest = 0, smallest = INFINITY;  // magnitudes; `smallest` is that of the smallest but zeros
+    float largest = 0, smallest = INFINITY;  // magnitudes; `smallest` leaves out zeros
     for (int64_t i = first; i < end; i++) {
         largest = std::max(largest, std::abs(x[i]));
         if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
@@ -691,10 +692,11 @@ void attention_forward(const ModelConfig& config, int64_t B, int64_t T, const Re
             const Real* queries = qkv + b * T * stride + head * HS;
             const Real* keys = qkv + b * T * stride + config.q_cols() + kv_head * HS;
             const Real* values = keys + config.kv_cols();
-            const auto key_columns = transposed(keys, T, HS, stride);
+            const auto keys_transposed = transposed(keys, T, HS, stride);
             std::vector<Real> scores(T), p(T);
             for (int64_t t = 0; t < T; t++) {
-                dot_products(HS, T, queries + t * stride, key_columns, t + 1, score_factor, scores.data());
+                dot_products(HS, T, queries + t * stride, keys_transposed, t + 1, score_factor,
+                             scores.data());
                 const Real largest = *std::max_element(scores.begin(), scores.begin() + t + 1);
                 Real sum = 0;
                 for (int64_t j = 0; j <= t; j++) {
@@ -731,8 +733,8 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
             const int64_t values_at = keys_at + config.kv_cols();
             const Real* k = qkv + keys_at;
             Real *dk = dqkv + keys_at, *dv = dqkv + values_at;
-            const auto key_columns = transposed(k, T, HS, stride);
-            const auto value_columns = transposed(qkv + values_at, T, HS, stride);
+            const auto keys_transposed = transposed(k, T, HS, stride);
+            const auto values_transposed = transposed(qkv + values_at, T, HS, stride);
             std::vector<Real> scores(T), p(T), dp(T), ds(T);
             for (int64_t head = kv_head * heads; head < (kv_head + 1) * heads; head++)
                 for (int64_t t = 0; t < T; t++) {
@@ -742,8 +744,8 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
                     Real* dq = dqkv + query_at;
                     const Real lse_t = lse[(b * NH + head) * T + t];
                     const Real dout_out = dot(dout_t, out + output_at, HS);  // dout . out
-                    dot_products(HS, T, q, key_columns, t + 1, score_factor, scores.data());
-                    dot_products(HS, T, dout_t, value_columns, t + 1, Real(1), dp.data());
+                    dot_products(HS, T, q, keys_transposed, t + 1, score_factor, scores.data());
+                    dot_products(HS, T, dout_t, values_transposed, t + 1, Real(1), dp.data());
                     for (int64_t j = 0; j <= t; j++) p[j] = std::exp(scores[j] - lse_t);
                     for (int64_t j = 0; j <= t; j++) ds[j] = p[j] * (dp[j] - dout_out) * score_factor;
                     for (int64_t j = 0; j <= t; j++) {

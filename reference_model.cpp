@@ -31,7 +31,8 @@ using Floats = std::vector<float>;
 //   outputs of norms                        apply_norm()
 //   output of the activation function       apply_activation()
 //   gradient of the activation's input      dgate_up in layer_backward()
-// All others are rounded to BF16 first.
+// With --attention groups a fifth does: attention's output, as it is loaded from its groups. All others are
+// rounded to BF16 first.
 //
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Both
 // passes read the same quantized values, so backward takes each derivative at the values with which
@@ -170,7 +171,7 @@ private:
     // --- What a layer saves for backward ---
 
     // FP8 codes saturate, which hides an infinity. So this checks the amax of each tensor that is quantized
-    // to FP8. (Tensors with small scale blocks do not need it: see scale_of().)
+    // to FP8. (Those with small scale blocks would not need it, see scale_of(), but it costs little here.)
     void check_finite(float amax) { finite = finite && std::isfinite(amax); }
 
     // Saves x (N, cols) for backward, stored as `storage` says. load_saved() gives the stored values.
@@ -319,27 +320,28 @@ private:
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
-    // The operand x (rows, cols) of the linear layer with the weight number i, as a GEMM reads it: quantized
-    // and decoded again. Of every FP8 operand this checks that x is finite. With delayed scaling the amax of
-    // x goes into the operand's history, from which its scale comes. Else x has just-in-time scales.
-    Tensor make_operand(WhichOperand which, size_t i, const Tensor& x, int64_t cols, ReduceOver over) {
-        if constexpr (!QUANTIZES) return x;
+    // `tensor` (rows, cols), which is x, w or g of the linear layer with the weight number i, as a GEMM reads
+    // it: quantized and decoded again. If the operand is FP8, this checks that the tensor is finite. With
+    // delayed scaling its amax goes into the operand's history, from which its scale comes. Else its scales
+    // are just-in-time.
+    Tensor make_operand(WhichOperand which, size_t i, const Tensor& tensor, int64_t cols, ReduceOver over) {
+        if constexpr (!QUANTIZES) return tensor;
         else {
             const Storage& storage = storage_of(formats_, which);
             std::optional<float> delayed_scale;
             if (storage.fp8()) {
-                const float amax = compute_amax(x.data(), int64_t(x.size()));
+                const float amax = compute_amax(tensor.data(), int64_t(tensor.size()));
                 check_finite(amax);
                 if (recipe_.scaling == Scaling::Delayed)
                     delayed_scale = delayed_scales[i][int(which)].note_amax_and_get_scale(storage, amax);
             }
-            return fake_quantize(x, int64_t(x.size()) / cols, cols, storage, over,
+            return fake_quantize(tensor, int64_t(tensor.size()) / cols, cols, storage, over,
                                  stats_of(report_kind(which)), delayed_scale);
         }
     }
 
-    // x (N, in) -> y (N, out). x_operand, w_operand and g_operand are what the GEMMs read: values in FP32,
-    // each of which the format of the operand can represent. In most recipes this format is FP8.
+    // x (N, in) -> y (N, out). x_operand, w_operand and g_operand are what the GEMMs read: FP32 values. Where
+    // the operand's format is FP8, as in most recipes, each is a code times its scale.
     Tensor linear_forward(const std::string& name, const Tensor& x) {
         const size_t i = param_index_.at(name);
         const int64_t in = params[i].cols, out = params[i].rows;
@@ -365,7 +367,8 @@ private:
         // dgrad: dx = g w
         matmul<Real>(N_, in, out, {g_operand.data(), out, 1}, {w_operand.data(), in, 1}, dx.data());
         // wgrad: dw = g^T x. It sums over tokens. With symmetric scale blocks it reads the same operand as
-        // dgrad; with others g is quantized once more, in blocks along the tokens.
+        // dgrad: to quantize g again would give the same values. With others g is quantized once more, in
+        // blocks along the tokens.
         const bool is_symmetric = formats_.g.granularity.symmetric();
         const Tensor g_transposed_operand =
             is_symmetric ? g_operand : make_operand(WhichOperand::G, i, dy, out, ReduceOver::Rows);
@@ -517,8 +520,8 @@ public:
         const double divisor = divisor_of_mean(targets, setup_.B * setup_.T);
         const double sum =
             network_.run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, /*backward=*/false);
-        return network_.finite ? sum / divisor
-                               : NAN;  // a quotient, as in step(), so that both have the same bits
+        // A quotient, as in step(), so that both have the same bits.
+        return network_.finite ? sum / divisor : NAN;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
@@ -544,7 +547,7 @@ public:
             const AdamWOptions nothing_moves{.step = 1, .lr = 0};
             const AdamWConstants constants =
                 adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
-            update(s, i, constants, /*key=*/0);
+            update_parameter(s, i, constants, /*key=*/0);
         }
         network_.stats = nullptr;
         return report;
@@ -557,7 +560,7 @@ public:
     void write(const std::string& name, const void* in) override {
         const auto [data, bytes] = memory_of(name, /*to_write=*/true);
         if (bytes) std::memcpy(data, in, bytes);
-        refresh_weight(param_index_of(params_, name));
+        refresh_weight_on_all_ranks(param_index_of(params_, name));
     }
 
     const Setup& setup() const override { return setup_; }
@@ -567,27 +570,27 @@ private:
 
     // All micro-batches of the step. Afterwards the network has the gradients of the mean loss over the
     // target_count targets that count. Returns the sum of the losses of all ranks. Losses are added in the
-    // order of the micro-batches: number a of rank r is number a * ranks + r of the step.
+    // order of the micro-batches: number i of rank r is number i * ranks + r of the step.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
         const int64_t batch_tokens = setup_.B * setup_.T;
         const int64_t micro_batches = setup_.micro_batches_per_rank;
         const double loss_weight = 1.0 / double(target_count);
         std::vector<double> losses;  // by micro-batch
-        for (int64_t a = 0; a < micro_batches; a++) {
+        for (int64_t i = 0; i < micro_batches; i++) {
             // One rank adds up all micro-batches in network_.gradients. Several ranks have the gradients of
             // one micro-batch there, and add them up in sums_.
-            if (a == 0 || setup_.communicator) clear_gradients();
-            const int64_t first = a * batch_tokens;
+            if (i == 0 || setup_.communicator) clear_gradients();
+            const int64_t first = i * batch_tokens;
             losses.push_back(network_.run_micro_batch(tokens + first, targets + first, setup_.B, setup_.T,
                                                       loss_weight,
                                                       /*backward=*/true));
-            if (setup_.communicator) reduce_gradients(/*is_first_micro_batch=*/a == 0);
+            if (setup_.communicator) reduce_gradients(/*is_first_micro_batch=*/i == 0);
         }
         if (setup_.communicator) network_.gradients.swap(sums_);
         const auto of_ranks = all_gather(losses);
         double loss = 0;
-        for (int64_t a = 0; a < micro_batches; a++)
-            for (const auto& of_rank : of_ranks) loss += of_rank[a];
+        for (int64_t i = 0; i < micro_batches; i++)
+            for (const auto& of_rank : of_ranks) loss += of_rank[i];
         return loss;
     }
 
@@ -609,15 +612,15 @@ private:
     void update_all(const AdamWOptions& options, double grad_norm) {
         const uint64_t key = rounding_key(setup_.seed, options.step + options.skipped_steps);
         for (size_t i = 0; i < params_.size(); i++) {
-            update(states_[i], i, adamw_constants(options, params_[i].role.decays, grad_norm), key);
-            refresh_weight(i);
+            update_parameter(states_[i], i, adamw_constants(options, params_[i].role.decays, grad_norm), key);
+            refresh_weight_on_all_ranks(i);
         }
         update_delayed_scales();
     }
 
     // Updates the elements of parameter i that this rank owns: dequantizes the moments, computes AdamW in
     // FP32, and quantizes the moments again. s is the state of the parameter, or a copy of this state.
-    void update(ParamState& s, size_t i, const AdamWConstants& constants, uint64_t key) const {
+    void update_parameter(ParamState& s, size_t i, const AdamWConstants& constants, uint64_t key) const {
         const auto [first, n] = owned(setup_, params_[i]);
         Floats master(n), m(n), v(n);
         for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
@@ -668,7 +671,7 @@ private:
 
     // Renews the weights of a parameter, with which the network computes, after an update or write() has
     // changed its state. Each rank sends those of the part that it owns to all.
-    void refresh_weight(size_t i) {
+    void refresh_weight_on_all_ranks(size_t i) {
         const ParamState& s = states_[i];
         const Range own = owned(setup_, params_[i]);
         Floats mine(own.count);

@@ -114,7 +114,7 @@ static void save_elsewhere(Run& run) {
 
 int save_last(Run& run) {
     constexpr int TRIES = 10;
-    interrupted = 0;
+    signal_received = 0;
     int signal = 0;
     for (int tries = 0; !save(run); tries++) {
         if (signal || tries == TRIES) {
@@ -125,7 +125,7 @@ int save_last(Run& run) {
             print_error(concat("The run tries again in a minute (", tries + 1, " of ", TRIES,
                                "); after the last try, or Ctrl-C, it saves to another folder."));
         ::usleep(useconds_t(seconds_per_minute() * 1e6));  // or less, if a signal comes
-        for (int theirs : run.processes.all_gather(int(interrupted))) signal = std::max(signal, theirs);
+        for (int theirs : run.processes.all_gather(int(signal_received))) signal = std::max(signal, theirs);
     }
     return 0;
 }

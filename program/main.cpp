@@ -18,8 +18,8 @@ using namespace coat;
 static void finish_step_at_signal() {
     for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
         const auto before = std::signal(signal, [](int received) {
-            if (interrupted) std::signal(received, SIG_DFL);
-            interrupted = received;
+            if (signal_received) std::signal(received, SIG_DFL);
+            signal_received = received;
         });
         if (signal == SIGHUP && before == SIG_IGN) std::signal(signal, SIG_IGN);
     }
@@ -27,12 +27,12 @@ static void finish_step_at_signal() {
 
 // Decides what is trained, and on which data. All that can be refused is refused before the model is made,
 // which may take minutes.
-static Run prepare_run(Flags flags, const Place& place, const Resumed& resumed, bool out_is_locked) {
-    const ModelAndFormats chosen = choose_model_and_formats(place, resumed, flags);
+static Run prepare_run(Flags flags, const RunLocation& location, const Resumed& resumed, bool out_is_locked) {
+    const ModelAndFormats chosen = choose_model_and_formats(location, resumed, flags);
     require_own_folder(flags, resumed);
-    const Corpus corpus = load_data_on_all_ranks(place, flags, resumed);
+    const Corpus corpus = load_data_on_all_ranks(location, flags, resumed);
     flags.seq = choose_sequence_length(flags, chosen.config, corpus);
-    const Setup setup = make_setup(place, flags, chosen, corpus);
+    const Setup setup = make_setup(location, flags, chosen, corpus);
     flags.lr = choose_learning_rate(flags, chosen, setup);
     flags.warmup = choose_warmup(flags);
     // Rank 0 alone writes checkpoints, and a plan writes none.
@@ -40,8 +40,8 @@ static Run prepare_run(Flags flags, const Place& place, const Resumed& resumed, 
     if (setup.rank == 0 && !flags.plan) other_files = find_other_files(chosen.weights_folder, corpus);
     return {.flags = flags,
             .setup = setup,
-            .processes = place.processes,
-            .why_no_gpu = place.why_no_gpu,
+            .processes = location.processes,
+            .why_no_gpu = location.why_no_gpu,
             .weights_folder = chosen.weights_folder,
             .resumed = resumed,
             .corpus = corpus,
@@ -52,19 +52,19 @@ static Run prepare_run(Flags flags, const Place& place, const Resumed& resumed, 
 
 // Trains, or prints a plan. Returns the exit code. The model belongs to main(), because an error must not
 // destroy it before the other ranks know of it.
-static int run_training(Flags flags, const Place& place, std::unique_ptr<Model>& model) {
+static int run_training(Flags flags, const RunLocation& location, std::unique_ptr<Model>& model) {
     if (flags.resumes() && !flags.given("out")) flags.out = folder_of_resumed(flags);
-    const bool out_is_locked = lock_output_folder_on_all_ranks(flags, place.processes);
+    const bool out_is_locked = lock_output_folder_on_all_ranks(flags, location.processes);
     Resumed resumed;
     if (flags.resumes()) {
-        resumed = read_resumed(find_resumed_on_all_ranks(flags, out_is_locked, place.processes));
-        take_flags_of_resumed(place.ranks, resumed, flags);
+        resumed = read_resumed(find_resumed_on_all_ranks(flags, out_is_locked, location.processes));
+        take_flags_of_resumed(location.ranks, resumed, flags);
         if (is_complete(resumed, flags)) {
             print_complete(resumed);
             return 0;
         }
     }
-    Run run = prepare_run(flags, place, resumed, out_is_locked);
+    Run run = prepare_run(flags, location, resumed, out_is_locked);
     if (run.flags.plan) {
         print_start(run);
         print_plan(setup_of_last_rank(run), run.flags.on_gpu());
@@ -114,11 +114,11 @@ static int run_program(const std::vector<std::string>& arguments, std::unique_pt
         answer_prompt(flags, *processes);
         return 0;
     }
-    const Place place{.processes = *processes,
-                      .ranks = launch.ranks,
-                      .why_no_gpu = why_no_gpu,
-                      .output_files = output_files};
-    return run_training(flags, place, model);
+    const RunLocation location{.processes = *processes,
+                               .ranks = launch.ranks,
+                               .why_no_gpu = why_no_gpu,
+                               .output_files = output_files};
+    return run_training(flags, location, model);
 }
 
 int main(int argc, char** argv) {

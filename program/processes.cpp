@@ -401,8 +401,9 @@ void ProcessGroup::wait_until(const std::function<bool()>& done) {
             if (!named && rank_ <= 1)  // rank 0 names the others, and rank 1 names rank 0
                 std::fprintf(stderr, "train: Rank %d has not answered for %.0f s; waiting\n", rank, patience);
             named = true;
-            if (!interrupted) continue;
-            end(rank_ ? "" : concat("Interrupted while rank ", rank, " did not answer."), 128 + interrupted);
+            if (!signal_received) continue;
+            end(rank_ ? "" : concat("Interrupted while rank ", rank, " did not answer."),
+                128 + signal_received);
         }
     }
 }

@@ -14,7 +14,7 @@
 namespace coat {
 
 // The signal that asks this process to end after the current step; main.cpp's handler sets it.
-inline volatile std::sig_atomic_t interrupted = 0;
+inline volatile std::sig_atomic_t signal_received = 0;
 
 // How this process was started. The ranks of a run are started by torchrun, on one machine or on several,
 // which tells each of them in the variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; or,

@@ -30,7 +30,7 @@ struct Resumed {
     std::string checkpoint;                          // its folder
     ordered_json settings = ordered_json::object();  // as this checkpoint has them, unchanged
     LoopState state;                                 // the steps that were made, without the settings
-    // Sentences: which flags that change steps were given with --resume, and after which step.
+    // A sentence for each --resume that changed flags of the steps: "after step 4: --lr 1e-4 (before: 3e-3)".
     ordered_json changes = ordered_json::array();
 };
 

@@ -72,13 +72,13 @@ static std::string find_weights(const Resumed& resumed, const Flags& flags) {
     return model_in(flags.model);
 }
 
-ModelAndFormats choose_model_and_formats(const Place& place, const Resumed& resumed, Flags& flags) {
+ModelAndFormats choose_model_and_formats(const RunLocation& location, const Resumed& resumed, Flags& flags) {
     Recipe recipe = find_row(recipes(), flags.recipe, "--recipe");
     if (flags.optimizer.empty()) flags.optimizer = recipe.optimizer;
     if (flags.attention == "groups") recipe.saved_attention = E4M3_1x16;
-    if (flags.on_gpu() && place.why_no_gpu.empty()) recipe = recipe_on_gpu(recipe, gpu_capability());
+    if (flags.on_gpu() && location.why_no_gpu.empty()) recipe = recipe_on_gpu(recipe, gpu_capability());
     const Optimizer optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
-    if (flags.gradients == "none" && flags.clip > 0 && place.ranks == 1)
+    if (flags.gradients == "none" && flags.clip > 0 && location.ranks == 1)
         throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");
     const std::string folder = find_weights(resumed, flags);
     return {
@@ -112,14 +112,15 @@ static std::vector<DataFile> data_files(const ordered_json& settings) {
 
 // Which files of --data are no data: what the ranks of this run write, and files that were not there when the
 // run began.
-static CorpusOptions corpus_options_on_all_ranks(const Place& place, const Flags& flags,
+static CorpusOptions corpus_options_on_all_ranks(const RunLocation& location, const Flags& flags,
                                                  const Resumed& resumed) {
     CorpusOptions options{.val = flags.val};
-    std::vector<std::string> written = place.output_files;
+    std::vector<std::string> written = location.output_files;
     written.push_back(flags.log);
     written.push_back(flags.out);
     for (const std::string& path : written)
-        for (const std::string& theirs : place.processes.all_gather(path)) options.written.push_back(theirs);
+        for (const std::string& theirs : location.processes.all_gather(path))
+            options.written.push_back(theirs);
     const ordered_json& before = resumed.settings;
     if (flags.resumes() && flags.data == before.at("data").get<std::string>() &&
         flags.val == before.value("val", ""))
@@ -127,9 +128,9 @@ static CorpusOptions corpus_options_on_all_ranks(const Place& place, const Flags
     return options;
 }
 
-Corpus load_data_on_all_ranks(const Place& place, const Flags& flags, const Resumed& resumed) {
+Corpus load_data_on_all_ranks(const RunLocation& location, const Flags& flags, const Resumed& resumed) {
     if (flags.plan && !flags.given("data")) return {};
-    return load_corpus(flags.data, corpus_options_on_all_ranks(place, flags, resumed));
+    return load_corpus(flags.data, corpus_options_on_all_ranks(location, flags, resumed));
 }
 
 int64_t choose_sequence_length(const Flags& flags, const ModelConfig& config, const Corpus& data) {
@@ -176,7 +177,8 @@ static ModelConfig with_vocabulary(ModelConfig config, const Corpus& data) {
     return config;
 }
 
-Setup make_setup(const Place& place, const Flags& flags, const ModelAndFormats& chosen, const Corpus& data) {
+Setup make_setup(const RunLocation& location, const Flags& flags, const ModelAndFormats& chosen,
+                 const Corpus& data) {
     const std::string& folder = chosen.weights_folder;
     if (data.bytes && !folder.empty()) require_no_tokenizer(folder, flags.data);
     if (!data.bytes && !folder.empty() && !flags.resumes()) require_tokenizer_of(folder, data);
@@ -190,9 +192,9 @@ Setup make_setup(const Place& place, const Flags& flags, const ModelAndFormats& 
         .seed = uint64_t(flags.seed),
         .keep_masters = flags.master == "exact",
         .keep_gradients = flags.gradients == "kept",
-        .rank = place.processes.rank(),
-        .ranks = place.ranks,
-        .communicator = place.processes.count() > 1 ? &place.processes : nullptr,
+        .rank = location.processes.rank(),
+        .ranks = location.ranks,
+        .communicator = location.processes.count() > 1 ? &location.processes : nullptr,
     };
     require_supported(setup);
     return setup;

@@ -11,7 +11,7 @@ namespace coat {
 // start.cpp: the ranks, and the device of this one
 
 // Where a run takes place.
-struct Place {
+struct RunLocation {
     ProcessGroup& processes;  // all ranks, even if there is only this one
     int64_t ranks;            // of the run. A plan has one process, whatever the number of ranks.
     std::string why_no_gpu;   // why this process can use no GPU; empty if it can, or need not
@@ -22,7 +22,7 @@ struct Place {
 std::vector<std::string> files_of_output();
 // Starts or finds the other ranks. From here on only rank 0 prints.
 std::unique_ptr<ProcessGroup> start_ranks(const Launch& launch, const Flags& flags);
-// --device auto becomes cpu or gpu. Returns Place::why_no_gpu.
+// --device auto becomes cpu or gpu. Returns RunLocation::why_no_gpu.
 std::string choose_device(const ProcessGroup& processes, Flags& flags);
 
 // -----------------------------------------------------------------------------------------------------------
@@ -61,14 +61,15 @@ struct ModelAndFormats {
     Optimizer optimizer;
 };
 // Sets --optimizer if it is not given. Error if --gradients and --clip contradict each other.
-ModelAndFormats choose_model_and_formats(const Place& place, const Resumed& resumed, Flags& flags);
+ModelAndFormats choose_model_and_formats(const RunLocation& location, const Resumed& resumed, Flags& flags);
 // Reads --data; nothing for a plan, which needs no data.
-Corpus load_data_on_all_ranks(const Place& place, const Flags& flags, const Resumed& resumed);
+Corpus load_data_on_all_ranks(const RunLocation& location, const Flags& flags, const Resumed& resumed);
 // --seq. If it is not given, that of packed conversations, or else the default, or the longest that the model
 // can have. Error if the data are packed for another one.
 int64_t choose_sequence_length(const Flags& flags, const ModelConfig& config, const Corpus& data);
 // Error if the tokens of the data are none of the model's, or if the run is not supported.
-Setup make_setup(const Place& place, const Flags& flags, const ModelAndFormats& chosen, const Corpus& data);
+Setup make_setup(const RunLocation& location, const Flags& flags, const ModelAndFormats& chosen,
+                 const Corpus& data);
 // --lr. If it is not given, that of the run that is continued, or else the default for such weights.
 double choose_learning_rate(const Flags& flags, const ModelAndFormats& chosen, const Setup& setup);
 int64_t choose_warmup(const Flags& flags);  // --warmup, likewise; the default depends on --steps

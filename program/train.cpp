@@ -1,5 +1,6 @@
 // train.cpp - the training loop. Every rank goes through it, and all take the same decisions. now() is the
-// time in seconds (clock.h); `interrupted` is the signal that has come to this process, or 0 (processes.h).
+// time in seconds (clock.h); `signal_received` is the signal that has come to this process, or 0
+// (processes.h).
 // save(), save_last(), note_checkpoint() and read_or_fail_together() are in checkpoints.h.
 #include <cmath>
 
@@ -63,7 +64,7 @@ static int finish(Run& run, const Progress& progress);
 // Trains until --steps, or until a signal comes. Returns the exit code.
 int train(Run& run) {
     const Flags& flags = run.flags;
-    // A run that is resumed already has a checkpoint; errors shall name it.
+    // A run that is resumed already has a checkpoint: an error message can name it.
     if (!flags.out.empty()) note_checkpoint(run, find_checkpoint(flags.out));
     if (run.state.step == 0) run.state.first_validation = validate_and_report(run);
     create_and_lock_output_folder(run);
@@ -129,7 +130,7 @@ static void count_step(Run& run, const StepResult& result, Progress& progress) {
     }
     // Whether a signal or an error saves this step. If it was skipped, an earlier update may have made
     // weights overflow. They must not replace a good checkpoint. But if there is no checkpoint, they are
-    // better than nothing. (For the last step of a run there is a better proof: see finish().)
+    // better than nothing. (For the last step of a run there is a better check: see finish().)
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
@@ -161,7 +162,7 @@ static void train_step(Run& run, Progress& progress) {
 // Returns the same on all ranks, because all must do the same: a signal to one rank stops all, and the time
 // to save comes by the clock of rank 0.
 static Events events_on_all_ranks(Run& run, const Progress& progress) {
-    const Events mine{.signal = interrupted,
+    const Events mine{.signal = signal_received,
                       .save_is_due = now() - progress.saved_at >= progress.save_interval};
     const std::vector<Events> of_ranks = run.processes.all_gather(mine);
     Events all = of_ranks[0];

@@ -288,7 +288,7 @@ TEST_CASE("ranks: a signal ends the run while a rank hangs and the processes tha
     const Played played(BY_RANK_0, [](ProcessGroup& ranks) {
         ProcessGroup::patience = 1;
         if (ranks.rank() == 2) raise(SIGSTOP);
-        interrupted = SIGINT;  // as a handler does
+        signal_received = SIGINT;  // as a handler does
         ranks.all_gather(1);
     });
     CHECK(played.codes == std::vector<int>{128 + SIGINT});
