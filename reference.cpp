@@ -179,12 +179,12 @@ float StoredMatrix::value(int64_t row, int64_t col) const {
     return read_element(storage.format, codes.data(), row * cols + col) * scale(row, col);
 }
 
-// Adds the error of one value to statistics.
+// Adds the error of one value to statistics. A NaN is not counted as flushed, whatever is read back for it.
 static void add_error(QuantStats& s, float x, float dequantized) {
     const double error = double(x) - double(dequantized);
     s.signal += double(x) * x;
     s.noise += error * error;
-    s.flushed += x != 0 && dequantized == 0;
+    s.flushed += std::abs(x) > 0 && dequantized == 0;
     s.elements++;
 }
 

@@ -111,6 +111,14 @@ void print_start(const Run& run) {
 // -----------------------------------------------------------------------------------------------------------
 // Steps
 
+// "5.5452", or "not finite": for a NaN printf would write "nan" or "-nan".
+static std::string finite_text(double x, int decimals, const char* unit = "") {
+    if (!std::isfinite(x)) return "not finite";
+    char text[64];
+    std::snprintf(text, sizeof text, "%.*f%s", decimals, x, unit);
+    return text;
+}
+
 // "3m28s" or "5h7m".
 static std::string duration(double seconds) {
     const int64_t whole = std::llround(seconds), minutes = whole / 60;
@@ -136,9 +144,10 @@ void print_step(Run& run, const StepResult& result, float lr, double seconds, do
     if (result.skipped)
         note = result.target_count ? " | skipped: not finite or too large" : " | skipped: no token counts";
     std::printf(
-        "step %*ld/%ld | loss %.4f | norm %.4f | lr %.3e | %.0f ms | %.0f tok/s | %.3g TFLOP/s | %s left%s\n",
-        int(std::to_string(steps).size()), step, steps, result.loss, result.grad_norm, lr, seconds * 1e3,
-        rate, tflops, duration(seconds_left).c_str(), note);
+        "step %*ld/%ld | loss %s | norm %s | lr %.3e | %.0f ms | %.0f tok/s | %.3g TFLOP/s | %s left%s\n",
+        int(std::to_string(steps).size()), step, steps, finite_text(result.loss, 4).c_str(),
+        finite_text(result.grad_norm, 4).c_str(), lr, seconds * 1e3, rate, tflops,
+        duration(seconds_left).c_str(), note);
     run.write_to_log("step", {{"skipped", result.skipped},
                               {"loss", result.loss},
                               {"grad_norm", result.grad_norm},
@@ -197,6 +206,11 @@ void report_sample(Run& run) {
     run.write_to_log("sample", {{"tokens", sample.tokens}, {"prompt", sample.prompt}});
 }
 
+// The SNR of a kind of tensor: "31.6 dB", "no error", or "not finite" if a value is NaN or infinite.
+static std::string snr_text(const QuantStats& s) {
+    return s.noise == 0 ? "no error" : finite_text(s.snr_db(), 1, " dB");
+}
+
 // A row for each kind of tensor that was quantized; no table if none was, as with a recipe without FP8.
 static void print_kinds(const QuantReport& report) {
     bool has_title = false;
@@ -204,10 +218,10 @@ static void print_kinds(const QuantReport& report) {
         const QuantStats& s = report.kinds[kind];
         if (s.elements == 0) continue;
         if (!has_title)
-            std::printf("\n%-17s | SNR      | quantized   | saturated | flushed to zero\n", "Quantization");
+            std::printf("\n%-17s | SNR        | quantized   | saturated | flushed to zero\n", "Quantization");
         has_title = true;
-        std::printf("%-17s | %5.1f dB | %11ld | %9ld | %ld (%.3f%%)\n", REPORT_KIND_NAMES[kind], s.snr_db(),
-                    s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
+        std::printf("%-17s | %10s | %11ld | %9ld | %ld (%.3f%%)\n", REPORT_KIND_NAMES[kind],
+                    snr_text(s).c_str(), s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
     }
 }
 

@@ -94,6 +94,41 @@ TEST_CASE("train: a run that diverges ends or is interrupted; its last good chec
     }
 }
 
+// The rows of a report, by the kind of tensor: "| 31.6 dB |  1024 | 0 | 0 (0.000%)".
+static std::map<std::string, std::string> report_rows(const std::string& printed) {
+    std::map<std::string, std::string> rows;
+    for (const std::string& line : lines_of(printed))
+        for (const char* kind : REPORT_KIND_NAMES)
+            if (line.starts_with(concat(kind, " "))) rows[kind] = line.substr(line.find('|'));
+    return rows;
+}
+
+TEST_CASE("train: lines and reports call NaN not finite; NaN is not flushed and zeros have no error") {
+    RunFolder folder;
+    const Ended ended = tiny(folder, "--lr 1e4 --warmup 0 --steps 8 --eval-every 0 --save-every 1 --out out");
+    CHECK(contains(ended.out, "norm not finite"));
+    CHECK(!contains(ended.out, "nan"));
+    auto rows = report_rows(ended.out);
+    for (const char* kind : {"gradients", "first moments", "second moments"}) {
+        INFO(rows[kind]);
+        CHECK(contains(rows[kind], " not finite |"));
+        CHECK(number_after(rows[kind].substr(rows[kind].rfind('|')), "|") == 0);  // flushed
+    }
+    CHECK(contains(rows["weights"], " dB |"));
+
+    require_success(tiny(folder, "--steps 1 --out zeros"));
+    const std::string file = folder.path / "zeros/step-000001/model.safetensors";
+    std::string weights = read_file(file);
+    uint64_t header = 0;  // its length stands in the first 8 bytes
+    std::memcpy(&header, weights.data(), 8);
+    std::fill(weights.begin() + 8 + int64_t(header), weights.end(), '\0');
+    write_file(file, weights);
+    const Ended zeros = tiny(folder, "--steps 0 --model zeros/step-000001");
+    require_success(zeros);
+    rows = report_rows(zeros.out);
+    CHECK(contains(rows["weights"], " no error |"));
+}
+
 // For the shell: waits until ./train, whose standard error goes to the file "errors", has failed to save.
 static const std::string UNTIL_A_SAVE_HAS_FAILED = R"(await "grep -q 'tries again' errors"; )";
 
