@@ -6,7 +6,8 @@
 //   f.bias       7 in E4M3, 15 in E5M2
 //   f.max        the largest finite value: 448 in E4M3, 57344 in E5M2
 //
-// Find out: which codes are NaN, and which are infinite? The two formats differ here.
+// Find out: which codes are NaN, and which are infinite? The two formats differ here; f.mantissa tells which
+// of them f is.
 //
 // std::ldexp(x, e) is x 2^e; INFINITY and NAN are in <cmath>.
 #include "judge.h"

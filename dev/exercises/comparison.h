@@ -119,6 +119,9 @@ public:
     Format format = Format::E4M3;  // of codes, which are compared as uint8_t
     std::string special, of;       // about the input of what is compared; may be empty
     std::string progress;          // what is right although values differ; may be empty
+    // No result is computed from another: then that with the largest share of wrong values is explained. Else
+    // it is the first that is wrong, because the others may follow from it.
+    bool independent = false;
     // Says where value i of a result is, as in "dw(0, 1)" or "code 7"
     Function<std::string(size_t)> place = [](size_t i) { return text(" ", i); };
     // Says from which inputs value i is computed; may be empty
@@ -191,24 +194,25 @@ public:
         const std::string failure = std::exchange(judge::failure, "");
         size_t wrong = 0, count = 0;
         bool written = false;
-        const Result* first = nullptr;  // the first result that is not right: later ones may follow from it
+        const Result* explained = nullptr;
         for (const Result& result : results_) {
             wrong += result.wrong;
             count += result.count;
             written = written || result.written;
-            if (!first && !result.right()) first = &result;
+            if (result.right()) continue;
+            if (!explained || (independent && result.share() > explained->share())) explained = &result;
         }
         std::cout << "exercise " << number_ << ": ";
         if (!failure.empty()) std::cout << failure << "\n";
-        else if (!first)
+        else if (!explained)
             std::cout << "passed, " << count << " values agree with the reference.\n"
                       << (answer.empty() ? "" : "  " + answer + "\n");
         else if (!written) std::cout << "nothing is computed yet: write the body of the function.\n";
         else {
             std::cout << progress << wrong << " of " << count << " values differ" << what_differs() << ".";
-            explain(*first);
+            explain(*explained);
         }
-        return first || !failure.empty();
+        return explained || !failure.empty();
     }
 
 private:
@@ -233,6 +237,8 @@ private:
         std::vector<Explanation> explanations = {};
 
         bool right() const { return wrong == 0 && !past_the_end; }
+        // Of wrong values
+        double share() const { return double(wrong) / double(std::max<size_t>(count, 1)); }
         void predicted(const std::string& text, bool so, bool right, const Function<std::string()>& here) {
             Explanation* e = find(text);
             if (!e) e = &explanations.emplace_back(Explanation{text, true, false, ""});

@@ -215,7 +215,7 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
             };
             c("code", reference::quantize(x.data(), rows, cols, E4M3_1x16).codes, codes,
               {{INVERSE, divided},
-               {"Scales are right: use the scale after it is rounded to BF16; multiply by 1 / s.", inexact},
+               {"Scales are right. For the codes, use the scale after it is rounded to BF16.", inexact},
                {"This is the code of x, without the scale.", unscaled}});
         },
         "The code is made with the rounded scale. Only that is stored, so decoding multiplies by it; the "
@@ -483,6 +483,7 @@ void compare_powers(Comparison& c, float max, float k, float x, const judge::Fun
 int judge::expansion(const Function<float(float, float)>& expansion_factor, const Function<Expand>& expand,
                      const Function<Expand>& contract) {
     Comparison c(6);
+    c.independent = true;  // contract is given codes that the judge's expand makes
     auto check = [&](float max, float min) {
         compare_factor(c, max, min, expansion_factor(max, min));
         const float k = given::expansion_factor(max, min);

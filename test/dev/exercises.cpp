@@ -86,7 +86,7 @@ const std::vector<Mistake> MISTAKES = {
 
     {3, "scale not rounded", "Scales are stored in BF16"},
     {3, "scale cut off", "BF16 is rounded to the nearest, not cut off"},
-    {3, "code with the unrounded scale", "use the scale after it is rounded to BF16"},
+    {3, "code with the unrounded scale", "use the scale after it is rounded to BF16.\n"},
     {3, "divides by s", "do not divide by s"},
     {3, "no smallest scale", "at least 2^-126"},
     {3, "groups cross rows", "A group does not cross to the next row"},
@@ -159,6 +159,7 @@ const std::vector<Mistake> MISTAKES = {
     {6, "contract to the power 2 / k", "This is the power 2 / k"},
     {6, "contract to the power 1 / 2k", "This is the power 1 / (2 k)"},
     {6, "contract underflows", "The power underflows here"},
+    {6, "expand divides x by max and contract to the power k", "contract raises to the power 1 / k"},
     {6, "contract is empty", "This is not computed yet: contract."},
 
     {7, "bias2 outside the root", "bias2 belongs inside the square root"},
