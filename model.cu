@@ -9,7 +9,8 @@
 //                                    and makes the cached FP8 weights
 //     run_micro_batch()              for each micro-batch of the step
 //       forward_and_backward()
-//         forward()                  the embedding; then for each layer:
+//         forward()                  clears the amaxes of operands (with delayed scaling,
+//                                    begin_step_or_evaluation() does); the embedding; then for each layer:
 //           attention_block_forward()  norm 1 -> q, k, v -> attention -> output projection -> residual sum
 //           mlp_block_forward()        norm 2 -> gate, up -> activation -> down projection -> residual sum
 //         loss_and_head_backward()   final norm -> logits -> loss; gradients of these, in the opposite order
@@ -313,7 +314,8 @@ private:
         context_.wait_then_start_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
     }
 
-    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN: then no weight is updated.
+    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step does this before
+    // Parameters::update(), which reads outcome()->loss_or_nan and updates no weight if it is NaN.
     void store_loss_or_nan(double* loss_or_nan) {
         write_loss_or_nan(scales_.all(), scales_.count(), &outcome()->loss, loss_or_nan, stream_);
     }
@@ -651,7 +653,7 @@ private:
         finish_bucket(pass, bucket);
     }
     // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
-    // gradient of the head's weight.
+    // gradient of the head's weight. (The first slice overwrites dweight, if the pass overwrites gradients.)
     void head_slice_backward(const Pass& pass, int64_t first, const TensorRef& dy, const TensorRef& dweight) {
         const Arena::Scope scope(arena_);
         const TensorRef y = allocate_tensor(slice_tokens(pass, first), config_.C);
@@ -665,8 +667,8 @@ private:
                    row_slice(dy, first, y.rows), stream_);
     }
 
-    // Computes and returns the logits (n, padded_V) of n tokens, from number `first` on. y (n, C) becomes the
-    // final norm's output.
+    // Computes the logits (n, padded_V) of n tokens, from number `first` on, and returns them in memory of
+    // the caller's scope. It writes the final norm's output to y (n, C).
     TensorRef compute_logits(const Pass& pass, int64_t first, const TensorRef& y) {
         const TensorRef logits = allocate_tensor(y.rows, config_.padded_V());
         Norm slice = final_norm(pass).norm;
@@ -924,6 +926,8 @@ public:
         // With several ranks, each may have quantized a part of the weights
         QuantStats& weights = report.kinds[static_cast<int>(ReportKind::Weight)];
         weights = sharding_->sum_weight_quant_stats(weights);
+        context_.quant_report = nullptr;
+        context_.quant_stats = nullptr;
         return report;
     }
 

@@ -155,7 +155,7 @@ std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
     std::vector<TensorRef> slices;
     for (int64_t first = 0; first < v.rows; first += MOST_ROWS) {
         slices.push_back(row_slice(v, first, std::min(MOST_ROWS, v.rows - first)));
-        slices.back().scales = v.scales;
+        slices.back().scales = v.scales;  // of FP8 codes: all slices share the one scale of the tensor
     }
     return slices;
 }
@@ -168,6 +168,7 @@ Scales::Scales(const GpuContext& context, const MemoryMap& memory)
       linear_layer_count(count_linear_layers(parameters(context.setup.config))), setup_(context.setup),
       stream_(context.stream), scales_(memory.scales), histories_(memory.histories) {}
 
+// The entries are cleared as rows of a matrix, of which `amax` is a column: the scales beside it stay.
 void Scales::clear_operand_amaxes() const {
     enqueue(stream_, [&] {
         check(cudaMemset2DAsync(&scales_[param_count].amax, sizeof(AmaxAndScale), 0, sizeof(float),
@@ -201,6 +202,7 @@ Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, Scale
     int64_t linear_layers = 0;
     for (const Param& p : params) linear_layers_.push_back(p.role.linear ? linear_layers++ : -1);
     register_state();
+    upload_shard_table();
     initialize_state();
 }
 
@@ -218,7 +220,7 @@ void Parameters::register_state() {
         const int64_t count = places[i].owned.count;
         int16_t* const remainder =
             memory_.weights.remainders ? memory_.weights.remainders + places[i].rank_offset : nullptr;
-        // In the fp32 recipe weights are FP32, and transfer() does not use these two entries
+        // In the fp32 recipe weights are FP32: read() and write() use only the `param` of these two entries
         entries_[name] = {i, owned_weight_data(i), count * 2};
         if (setup.keep_masters) entries_[name + ".remainder"] = {i, remainder, count * 2};
         for (const bool second : {false, true}) {
@@ -241,41 +243,53 @@ void Parameters::register_delayed_scales(size_t i) {
     }
 }
 
-// Sets weights to initial_value() of architecture.h, and moments to zero: max = 0 and k = 1 in every moment
-// group.
-void Parameters::initialize_state() {
-    clear_async(memory_.scales, scales_.count() * int64_t(sizeof(AmaxAndScale)), stream_);
-    clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
-    if (scales_.delayed())
-        clear_async(memory_.histories,
-                    OPERAND_COUNT * scales_.linear_layer_count * setup.recipe.history_steps * 4, stream_);
-    scales_.expect_empty_histories();
-    int64_t most_moment_groups = 0;
-    for (const Param& p : params)
-        most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP);
-    const std::vector<float> ones(most_moment_groups, 1.0f);
+// Fills memory_.shards, AdamW's table of parameters.
+void Parameters::upload_shard_table() {
     std::vector<Shard> table;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
         const auto& [owned, rank_offset, first_unit] = places[i];
-        const InitializeArguments values{
-            .owned = owned, .param_index = i, .used = used_elements(setup.config, p), .seed = setup.seed};
-        initialize(memory_.weights, rank_offset, p, values, stream_);
-        recompute_weight_amax(i);
-        const MomentRef &m = memory_.moments[0][i], &v = memory_.moments[1][i];
-        for (float* const k : {m.k, v.k})
-            if (k) copy_async(k, ones.data(), moment_groups(i) * 4, stream_);
         table.push_back({.rank_offset = rank_offset,
                          .size = owned.count,
-                         .m = m,
-                         .v = v,
+                         .m = memory_.moments[0][i],
+                         .v = memory_.moments[1][i],
                          .decays = p.role.decays,
                          .amax_out = p.role.linear ? scales_.of_parameter(i) : nullptr,
                          .flat_minus_rank_offset = p.flat_offset + owned.first - rank_offset,
                          .first_owned_unit = first_unit + owned.first / SHARD_UNIT});
     }
     copy_async(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
+    context_.wait("Copying the table of parameters failed");
+}
+
+// Gives the state of a new run its values: initial_value() (architecture.h) for weights, whose amaxes are
+// computed; zero for moments, which means max = 0 and k = 1 in every moment group; no scales, and empty
+// histories.
+void Parameters::initialize_state() {
+    clear_scales_and_moments();
+    int64_t most_moment_groups = 0;
+    for (const Param& p : params)
+        most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP);
+    const std::vector<float> ones(most_moment_groups, 1.0f);
+    for (size_t i = 0; i < params.size(); i++) {
+        const InitializeArguments values{.owned = places[i].owned,
+                                         .param_index = i,
+                                         .used = used_elements(setup.config, params[i]),
+                                         .seed = setup.seed};
+        initialize(memory_.weights, places[i].rank_offset, params[i], values, stream_);
+        recompute_weight_amax(i);
+        for (float* const k : {memory_.moments[0][i].k, memory_.moments[1][i].k})
+            if (k) copy_async(k, ones.data(), moment_groups(i) * 4, stream_);
+    }
     context_.wait("Initializing the weights failed");
+}
+void Parameters::clear_scales_and_moments() {
+    clear_async(memory_.scales, scales_.count() * int64_t(sizeof(AmaxAndScale)), stream_);
+    clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
+    if (scales_.delayed())
+        clear_async(memory_.histories,
+                    OPERAND_COUNT * scales_.linear_layer_count * setup.recipe.history_steps * 4, stream_);
+    scales_.expect_empty_histories();
 }
 
 uint8_t* Parameters::owned_gradient_sum(size_t i) const {
@@ -355,42 +369,55 @@ const Parameters::StateEntry& Parameters::find(const std::string& name) const {
 void Parameters::read(const std::string& name, void* out) const {
     const std::string param = name.substr(0, name.rfind('.'));
     if (setup.keep_gradients && name == param + ".gradient")
-        read_gradient(index(param), static_cast<float*>(out));
-    else transfer(name, out, nullptr);
+        return read_gradient(index(param), static_cast<float*>(out));
+    const auto& [i, data, bytes] = find(name);
+    if (is_half_of_fp32_master(name)) read_half_of_masters(name, static_cast<uint16_t*>(out));
+    else context_.copy_to_host(out, data, bytes);
 }
 
 void Parameters::write(const std::string& name, const void* in) {
-    transfer(name, nullptr, in);
+    const auto& [i, data, bytes] = find(name);
+    if (is_half_of_fp32_master(name)) write_half_of_masters(name, static_cast<const uint16_t*>(in));
+    else context_.wait_then_start_copy_to_gpu(data, in, bytes);
     scales_.expect_empty_histories();
-    recompute_weight_amax(find(name).param);
+    recompute_weight_amax(i);
     context_.wait("Writing a tensor failed");
 }
 
-// Copies a tensor to `out`, or replaces it by `in`.
-void Parameters::transfer(const std::string& name, void* out, const void* in) const {
-    const auto& [i, data, bytes] = find(name);
-    const bool remainder = name == params[i].name + ".remainder";
-    if (weight_storage.format == Format::FP32 && (remainder || name == params[i].name))
-        transfer_master_half(i, remainder, static_cast<uint16_t*>(out), static_cast<const uint16_t*>(in));
-    else if (out) context_.copy_to_host(out, data, bytes);
-    else context_.wait_then_start_copy_to_gpu(data, in, bytes);
+// The fp32 recipe stores FP32 masters, where files have two tensors: the BF16 weight, which is the master
+// rounded, and the remainder, which is its lower half.
+bool Parameters::is_half_of_fp32_master(const std::string& name) const {
+    return weight_storage.format == Format::FP32 && (is_remainder(name) || name == params[index(name)].name);
 }
-
-// The fp32 recipe stores FP32 masters. Files have the two halves of a master: the BF16 weight and the
-// remainder.
-void Parameters::transfer_master_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const {
-    const int64_t count = places[i].owned.count;
-    uint8_t* const masters = owned_weight_data(i);
-    std::vector<uint32_t> bits(count);
-    context_.copy_to_host(bits.data(), masters, count * 4);
-    for (size_t e = 0; e < bits.size(); e++) {
-        const uint32_t weight = (bits[e] + 0x8000u) >> 16, rest = bits[e] & 0xFFFFu;
-        if (out) out[e] = uint16_t(remainder ? rest : weight);
-        else if (remainder) bits[e] = (weight << 16) + uint32_t(int16_t(in[e]));
-        else bits[e] = (uint32_t{in[e]} << 16) + uint32_t(int16_t(rest));
-    }
-    if (out) return;
-    context_.wait_then_start_copy_to_gpu(masters, bits.data(), count * 4);
+bool Parameters::is_remainder(const std::string& name) const {
+    return name == params[index(name)].name + ".remainder";
+}
+// The bits of this rank's part of the masters of parameter i.
+std::vector<uint32_t> Parameters::read_masters(size_t i) const {
+    std::vector<uint32_t> bits(places[i].owned.count);
+    context_.copy_to_host(bits.data(), owned_weight_data(i), places[i].owned.count * 4);
+    return bits;
+}
+static uint32_t rounded_half(uint32_t master) { return (master + 0x8000u) >> 16; }
+static uint32_t remainder_half(uint32_t master) { return master & 0xFFFFu; }
+// The inverse of the two. The remainder is signed: a negative one means that the weight was rounded up.
+static uint32_t master_of(uint32_t rounded, uint32_t remainder) {
+    return (rounded << 16) + uint32_t(int16_t(remainder));
+}
+void Parameters::read_half_of_masters(const std::string& name, uint16_t* out) const {
+    const bool remainder = is_remainder(name);
+    const std::vector<uint32_t> masters = read_masters(index(name));
+    for (size_t e = 0; e < masters.size(); e++)
+        out[e] = uint16_t(remainder ? remainder_half(masters[e]) : rounded_half(masters[e]));
+}
+void Parameters::write_half_of_masters(const std::string& name, const uint16_t* in) const {
+    const size_t i = index(name);
+    const bool remainder = is_remainder(name);
+    std::vector<uint32_t> masters = read_masters(i);
+    for (size_t e = 0; e < masters.size(); e++)
+        masters[e] = remainder ? master_of(rounded_half(masters[e]), in[e])
+                               : master_of(in[e], remainder_half(masters[e]));
+    context_.wait_then_start_copy_to_gpu(owned_weight_data(i), masters.data(), places[i].owned.count * 4);
     context_.wait("Writing a tensor failed");
 }
 

@@ -300,7 +300,8 @@ public:
 
     // Updates the buckets [first, last), whose gradients are complete: exchanges sums of squares with the
     // other ranks, computes the norm, decides whether the step is skipped (GradientState), and, if it is not,
-    // runs AdamW, which leaves the amaxes of the new weights.
+    // runs AdamW, which leaves the amaxes of the new weights. Before that, StepOutcome::loss_or_nan must have
+    // been written.
     void update(const AdamWOptions& a, int64_t first, int64_t last, Sharding& sharding);
 
     // For the quantization report: the errors of storing the moments of a bucket; and the expansion factors
@@ -328,12 +329,17 @@ private:
 
     void register_state();
     void register_delayed_scales(size_t i);
+    void upload_shard_table();
     void initialize_state();
+    void clear_scales_and_moments();
     int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP); }
     void recompute_weight_amax(size_t i);
     const StateEntry& find(const std::string& name) const;
-    void transfer(const std::string& name, void* out, const void* in) const;
-    void transfer_master_half(size_t i, bool remainder, uint16_t* out, const uint16_t* in) const;
+    bool is_half_of_fp32_master(const std::string& name) const;
+    bool is_remainder(const std::string& name) const;
+    std::vector<uint32_t> read_masters(size_t i) const;
+    void read_half_of_masters(const std::string& name, uint16_t* out) const;
+    void write_half_of_masters(const std::string& name, const uint16_t* in) const;
     void read_gradient(size_t i, float* out) const;
 };
 
