@@ -13,8 +13,8 @@
 //   g_operand   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
 //
 // Memory comes from the Arena (gpu/state.h), which is a stack. A function whose name begins with allocate_
-// takes memory, one with write_ writes the codes there, and one with make_ does both. An operand lies in the
-// Arena::Scope of the caller.
+// takes memory, one with write_ writes the codes there, and one with make_ does both. An operand lives until
+// the innermost Arena::Scope ends that was open when its memory was taken.
 //
 // Amaxes. If a tensor has one scale, and scaling is just in time, its amax must be known before its codes are
 // made. Often an earlier kernel has the values at hand: it is given x_amax_out() or g_amax_out() of the

@@ -10,12 +10,6 @@ namespace coat {
 // The model of a GPU takes one allocation (gpu/state.h), in which every tensor is aligned to this.
 inline constexpr int64_t GPU_ALIGNMENT = 256;
 
-// A GPU maps the allocations of the other ranks of its machine, at most seven. The page tables have 8 bytes
-// for each 4 KiB, as measured on two and four H100. All ranks allocate about the same.
-inline int64_t page_table_bytes(int64_t ranks, int64_t allocated) {
-    return (std::min<int64_t>(ranks, 8) - 1) * (allocated / 512);
-}
-
 // -----------------------------------------------------------------------------------------------------------
 // Parameters
 
@@ -70,13 +64,23 @@ int64_t gradients_offset(const Setup& s);
 
 // The logits do not exist for all tokens at once.
 inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
-// The rule is that no sum in BF16 is rounded more than four times in a step. A micro-batch adds to the head's
-// gradient once for each slice of HEAD_SLICE_TOKENS, and a tied embedding adds once more. Where these would
-// be more than four additions in a step, the slices of a micro-batch are added in FP32, and their sum is
-// rounded once.
+// gradient_format() (model.h) has the rule that at most four gradients are added to a BF16 sum in a step. But
+// a micro-batch adds to the head's gradient once for each slice of HEAD_SLICE_TOKENS, and a tied embedding
+// adds once more. Where these would be more than four additions in a step, the slices of a micro-batch are
+// added in FP32, and their sum is rounded once.
 inline bool head_sum_in_fp32(const Setup& s) {
     const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS), additions = slices + s.config.tied;
     return gradient_format(s) == Format::BF16 && slices > 1 && micro_batches_of_step(s) * additions > 4;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// What the driver needs
+
+// The bytes of page tables with which a GPU maps the allocations of the other ranks of its machine, at most
+// seven: 8 bytes for each 4 KiB, as measured on two and four H100. allocated: the bytes that this rank has
+// allocated; the others have allocated about as many.
+inline int64_t page_table_bytes(int64_t ranks, int64_t allocated) {
+    return (std::min<int64_t>(ranks, 8) - 1) * (allocated / 512);
 }
 
 }  // namespace coat

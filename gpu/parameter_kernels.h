@@ -36,9 +36,13 @@ void compute_gradient_squares(const ShardGradients& g, const Range& shard_units,
                               double* sums, cudaStream_t stream);
 // Completes the state from the sums of all ranks, (ranks, 1 + shard_units): adds up the squares, and computes
 // the norm, the factor that clips it, and whether the step is skipped: because the loss of a rank or the norm
-// is not finite, or the clipped norm is 2^62 or more. A shard unit of a matrix has its sum of squares on one
-// rank, and 0 on the others; a shard unit of a vector has the same sum on all ranks. Either way the largest
-// of the ranks' numbers is the sum. clip is the limit of the norm; with 0 there is none.
+// is not finite, or the clipped norm of the gradients of this call is 2^62 or more. (A step makes one call;
+// with --gradients none, one for each bucket.) clip is the limit of the norm; with 0 there is none.
+//
+// A shard unit of a matrix has its sum of squares on one rank, and 0 on the others; a shard unit of a vector
+// has the same sum on all ranks. Either way the largest of the ranks' numbers is the sum. For example, of
+// three shard units rank 0 owns the first, rank 1 owns the second, and the third is a vector. Then rank 0 has
+// the sums (5, 0, 2), rank 1 has (0, 3, 2), and together this is 5 + 3 + 2.
 void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
                            GradientState* state, cudaStream_t stream);
 

@@ -82,7 +82,9 @@ protected:
 struct Transfer {
     int64_t with;         // the other rank
     const uint8_t* send;  // what the other rank gets
-    uint8_t* there;       // where it goes, as this rank's address of the same place (see attach())
+    // Where it goes: the place at the same offset in the other rank's allocation, given as an address in this
+    // rank's (see attach()).
+    uint8_t* there;
     int64_t send_bytes;
     uint8_t* receive;  // where this rank gets what the other one sends
     int64_t receive_bytes;
