@@ -25,6 +25,12 @@
 // where tensors are, the arguments of kernels, and the gradients of a bucket. After the step come the other
 // things that one asks of a model.
 //
+// On a first pass, read the structs before the class GpuModel, its section "Where tensors are",
+// mlp_block_forward(), mlp_block_backward(), and what these two call in this file. Of the members of GpuModel
+// look only at dgate_up_in_place_: where it is true, the gradient of gate and up overwrites them. What is
+// called in other files can wait. (sharding_ is the interface to the other GPUs; the comment at the top of
+// gpu/linear.h says what it does if there are none.)
+//
 // Three rules:
 //   - A Pass says what runs: it is given to every function that depends on it.
 //   - Memory is one allocation, the arena (gpu/state.h has its map). What lasts for the run is allocated at

@@ -26,6 +26,20 @@
 // Forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad; w again, for dgrad;
 // and x again, for wgrad, with the amax that forward has left. (In coat-saved wgrad raises this amax first:
 // LinearLayer::wgrad() says why.)
+//
+// What a linear layer uses of other files, besides the kernels of gpu/operators.h. Sharding is the interface
+// to the other GPUs; the table says what its functions do if there are none:
+//
+//   GpuContext              the settings of the run, the stream, and the arena (gpu/state.h)
+//   Parameters::params      the list of all parameters; a weight is known by its index in it (gpu/state.h)
+//   Scales                  an amax and a scale for each operand (gpu/state.h); delayed() and
+//                           any_empty_history concern delayed scaling alone
+//   quant_stats_of()        null, unless quantization is measured
+//   FP8_GEMM_MULTIPLE       16 rows (gpu/memory_layout.h)
+//   Sharding
+//     weight()              the weight itself, as it is stored; no codes arrive from elsewhere
+//     gradient_to_write()   the gradient itself
+//     gather_weights()      does nothing; so its arguments, stage() and a Direction, can wait
 #pragma once
 #include <optional>
 
