@@ -166,14 +166,14 @@ static std::map<std::string, int64_t> allocated_bytes(const Setup& s) {
     for (const bool second : {false, true})
         for (const gpu::MomentRef& moment : m.moments[second]) {
             begins[moment.data] = second ? "second moments" : "first moments";
-            if (moment.max) begins[moment.max] = "moment scaling";
-            if (moment.k) begins[moment.k] = "moment scaling";
+            if (moment.max) begins[moment.max] = "moment scalings";
+            if (moment.k) begins[moment.k] = "moment scalings";
         }
     if (!s.keep_gradients || s.ranks > 1) {
         // The gradients of one micro-batch. In a run of several ranks they are working memory
         const void* const first =
             std::min_element(m.gradients_to_write.begin(), m.gradients_to_write.end())[0];
-        begins[first] = s.keep_gradients ? "" : "gradients of the largest bucket";
+        begins[first] = s.keep_gradients ? "" : "gradients";
     }
     std::map<std::string, int64_t> bytes;
     for (auto at = begins.begin(); std::next(at) != begins.end(); at++)
