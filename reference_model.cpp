@@ -109,7 +109,8 @@ public:
 
 private:
     using SavedActivation = std::conditional_t<QUANTIZES, StoredMatrix, Tensor>;
-    // What a layer saves for backward (paper, table 2; architecture.h, saved_per_layer()).
+    // What a layer saves for backward (paper, table 2). The tensors are those of saved_per_layer() in
+    // architecture.h, from which --plan and the GPU take theirs.
     struct SavedLayer {
         SavedActivation norm1_input, norm2_input;  // (N, C)
         SavedActivation qkv;                       // (N, qkv_cols)
@@ -619,7 +620,8 @@ private:
     }
 
     // Updates the elements of parameter i that this rank owns: dequantizes the moments, computes AdamW in
-    // FP32, and quantizes the moments again. s is the state of the parameter, or a copy of this state.
+    // FP32, and quantizes the moments again. s is the state of the parameter, or a copy of this state. If
+    // network_.stats is set (measure_quantization()), the errors of the moments are added to it.
     void update_parameter(ParamState& s, size_t i, const AdamWConstants& constants, uint64_t key) const {
         const auto [first, n] = owned(setup_, params_[i]);
         Floats master(n), m(n), v(n);

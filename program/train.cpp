@@ -1,7 +1,8 @@
 // train.cpp - the training loop. Every rank goes through it, and all take the same decisions. now() is the
 // time in seconds (clock.h); `signal_received` is the signal that has come to this process, or 0
 // (processes.h).
-// save(), save_last(), note_checkpoint() and read_or_fail_together() are in checkpoints.h.
+// save(), save_last(), note_checkpoint() and read_or_fail_together() are in checkpoints.h; find_checkpoint()
+// is in data/checkpoint.h.
 #include <cmath>
 
 #include "../data/files.h"
