@@ -38,9 +38,11 @@
 //       TransposeTile              quantize.cuh   to shared memory, and back
 //
 // Three functions that are called here are of no further interest: add_quant_errors() measures errors for the
-// quantization report, add_column_sums() and reduce_partials() add up the gradient of a bias (sections 7 and
-// 9 of gpu/operators.h). dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four
-// lines.
+// quantization report, add_column_sums() and reduce_partials() add up the gradient of a bias.
+// dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four lines.
+#include "gpu/layers.h"
+#include "gpu/other_scaling.h"
+#include "gpu/quant_report.h"
 #include "gpu/quantize.cuh"
 
 namespace coat::gpu {

@@ -42,8 +42,10 @@
 //     them.
 #include "gpu/attention.h"
 #include "gpu/gpu_model.h"
+#include "gpu/layers.h"
 #include "gpu/linear.h"
 #include "gpu/operators.h"
+#include "gpu/quant_report.h"
 #include "gpu/sharding.h"
 #include "gpu/state.h"
 

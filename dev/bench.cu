@@ -29,6 +29,7 @@
 
 #include "../gpu/attention.h"
 #include "../gpu/gemm.h"
+#include "../gpu/layers.h"
 #include "../gpu/operators.h"
 #include "../program/plan.h"
 #include "gpu_tools.h"

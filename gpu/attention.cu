@@ -18,6 +18,7 @@
 // both, because they differ only in which side is the rows: see KEYS. The price is that s and dp are computed
 // twice.
 #include "attention_common.cuh"
+#include "layers.h"
 
 #include <cuda_pipeline.h>
 

@@ -52,7 +52,7 @@ struct AttentionBackward {
     // bit.
     void* dqkv;
     void* workspace;              // attention_workspace(shape) bytes of temporary memory
-    const float2* rope_table;     // see Rope (gpu/operators.h); null if q and k were not rotated
+    const float2* rope_table;     // see Rope (gpu/layers.h); null if q and k were not rotated
     AmaxAndScale* dqkv_amax_out;  // gets the amax of dqkv; null if nobody needs it, as in FP32
 };
 void attention_backward(const AttentionShape& shape, const AttentionBackward& tensors, cudaStream_t stream);

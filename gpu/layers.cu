@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "device.cuh"
+#include "layers.h"
 
 namespace coat::gpu {
 

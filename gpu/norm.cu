@@ -7,6 +7,7 @@
 // operand computes it (coat.cu). In backward, one kernel computes the gradient of the norm's input row by
 // row, and sums the gradients of weight and bias over the rows.
 #include "device.cuh"
+#include "layers.h"
 
 namespace coat::gpu {
 namespace {

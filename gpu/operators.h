@@ -1,6 +1,7 @@
-// gpu/operators.h - what the kernels do, for those who call them: the tensors that they are given, and each
-// operator with the shapes and formats that it accepts. Read sections 1 to 4 now, the rest where it is
-// used. (Kernels on parameters as such, and what only several GPUs need, are in gpu/parameter_kernels.h.)
+// gpu/operators.h - what the kernels do, for those who call them: the tensors that they are given, and of
+// COAT's operators (quantizers, the optimizer, norms) with the shapes and formats that it accepts. Other
+// operators are in gpu/layers.h, gpu/attention.h, gpu/gemm.h and gpu/parameter_kernels.h; what other recipes
+// and the quantization report need, in gpu/other_scaling.h and gpu/quant_report.h.
 //
 // Rules for all operators:
 //   - An operator is put on the given CUDA stream. None allocates memory, and none waits, unless it says so.
@@ -40,8 +41,6 @@
 //   stage         with several ranks: a part of the model whose weights are gathered at a time: the
 //                 embeddings, a linear layer, or the head (gpu/sharding.h)
 #pragma once
-#include <vector>
-
 #include "../model.h"
 #include "cuda.h"
 
@@ -58,7 +57,7 @@ namespace coat::gpu {
 //   scale   quantize(), as amax / FMAX
 //
 // With several ranks, combine_amaxes() (gpu/parameter_kernels.h) writes both fields of a weight on all of
-// them. For delayed scaling, which only the recipe te has, section 8 has such a table (DelayedScales).
+// them. For delayed scaling, which only the recipe te has, gpu/other_scaling.h has such a table.
 struct alignas(16) AmaxAndScale {
     float scale;  // codes are multiplied by it
     // The largest |x| so far. atomicMax raises it, on the bits of |x|: as integers, those of infinity are
@@ -237,7 +236,7 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 inline constexpr int COLUMN_PARTIALS = 128;
 
 // write_operand(), and what the gradient of a bias needs: gradient (cols) += the column sums of x, which
-// equal those of add_column_sums() (section 7) bit for bit. workspace: (COLUMN_PARTIALS, cols) floats.
+// equal those of add_column_sums() (gpu/layers.h) bit for bit. workspace: (COLUMN_PARTIALS, cols) floats.
 void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
                                    float* workspace, QuantStats* quant_stats, cudaStream_t stream);
 
@@ -357,137 +356,5 @@ struct NormGradients {
 // writes its statistics to the same place.
 void norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream);
 int64_t norm_backward_workspace_floats(int64_t C);
-
-// ===========================================================================================================
-// 5. RoPE, and norms of heads (gpu/layers.cu)
-
-struct Rope {
-    const float2* table;  // (positions, HS/2) {cos, sin}, from fill_rope_table()
-    // The position of a row is row % T. Columns from rotated_cols on (v) are not rotated.
-    int64_t T, HS, rotated_cols;
-};
-void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream);
-// Rotates qkv (B*T, qkv_cols) in place, or with `inverse` its gradient, by the opposite angles. amax_out gets
-// the amax of all columns.
-void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_out, cudaStream_t stream);
-
-// Qwen3 has an RMSNorm of each head of q and of k.
-struct QkNorm {
-    const void* weight;  // [of q | of k], (2 HS), compute dtype
-    float eps;
-    int64_t HS, q_cols, k_cols;
-};
-// qkv = [q | k | v] (N, qkv_cols) as the projection leaves it -> out, as attention reads it: [q | k | v] with
-// q and k normed and then rotated.
-void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
-                      cudaStream_t stream);
-// The backward pass of the norms alone, in place: dqkv is the gradient of their outputs on entry, and the
-// gradient of their inputs, qkv, on return. Adds to dweight (2 HS). workspace: (COLUMN_PARTIALS, q_cols +
-// k_cols) floats.
-void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
-                      float* workspace, cudaStream_t stream);
-
-// ===========================================================================================================
-// 6. Loss (gpu/layers.cu)
-
-// losses (rows) FP32 are -log softmax(logits)[target], or 0 where the target is NO_TARGET. Of the logits
-// (rows, padded_V), the columns from V on may be anything. cross_entropy_forward() computes the losses alone,
-// for evaluation.
-void cross_entropy_forward(const TensorRef& logits, int64_t V, const int32_t* targets, float* losses,
-                           cudaStream_t stream);
-// The same, and the logits become the gradients of *loss_weight * sum(losses): 0 from column V on, and 0
-// where the target is NO_TARGET. The weight is on the device, because it may be another one each time that a
-// CUDA graph replays the launch.
-void cross_entropy_forward_and_backward(const TensorRef& logits, int64_t V, const int32_t* targets,
-                                        const double* loss_weight, float* losses, cudaStream_t stream);
-// *total += *loss_weight * the sum of losses (n), in a fixed order, in double.
-void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total,
-                  cudaStream_t stream);
-
-// ===========================================================================================================
-// 7. Sums over rows, and the embedding's backward pass (gpu/layers.cu)
-
-// gradient (n) += the sum of the rows of partials (rows, n). add_column_sums(), norm_backward() and
-// qk_norm_backward() end with it. `second` is another gradient (n), whose partials (rows, n) lie after those
-// of the first, or no tensor.
-void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
-                     const TensorRef& second = {});
-// gradient (cols) += the column sums of x. amax_out gets the amax of x in the same pass. workspace:
-// (COLUMN_PARTIALS, cols) floats.
-void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,
-                     cudaStream_t stream);
-
-// Which rows of a gradient belong to a token. The host sorts them, so that sums have a fixed order.
-struct TokenRows {
-    int32_t token, first, count;  // rows order[first .. first + count)
-};
-struct EmbeddingOrder {
-    std::vector<int32_t> order;     // (N) row numbers by token, ascending within a token
-    std::vector<TokenRows> tokens;  // at most N; those with the most rows come first
-    int64_t frequent = 0;           // the first tokens, this many: each has enough rows for several warps
-};
-EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
-// An EmbeddingOrder whose vectors are on the device; `count` is the length of `tokens`.
-struct EmbeddingOrderRef {
-    const int32_t* order;
-    const TokenRows* tokens;
-    int64_t count, frequent;
-};
-// gradient (padded_V, C): row[token] += the sum of the token's rows of g (N, C), for each token of the order.
-void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, const TensorRef& gradient,
-                        cudaStream_t stream);
-// gradient (max_T, C): row[t] += the sum over the sequences b of g's rows b*T + t.
-void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream);
-
-// ===========================================================================================================
-// 8. Other scaling than COAT's (gpu/other_scaling.cu)
-
-// quantize() calls these two functions. quantize_in_blocks() makes codes with scales per row, 1x128 or
-// 128x128, just in time, and updates *out.amax_out. quantize_delayed() makes codes with a delayed scale per
-// tensor, and finds the amax for the scales of later steps.
-void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
-                        cudaStream_t stream);
-void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
-
-// The scales of n tensors in the format fp8, and the amaxes that each had in its last `length` steps. With
-// delayed scaling the scale of a step is delayed_scale, which follows from the amaxes of earlier steps. Which
-// function writes a field of AmaxAndScale:
-//
-//   amax            quantize()
-//   delayed_scale   update_delayed_scales(), after each step
-//   scale           quantize(), and update_delayed_scales()
-//
-// While the history is empty, delayed_scale is 0, and everything is as if scaling were just in time.
-struct DelayedScales {
-    AmaxAndScale* scales;  // (n)
-    float* histories;      // (n, length), the newest first
-    int64_t n;
-    int length;
-    Format fp8;
-};
-// Delayed scaling, after a step. Each tensor's amax enters its history. The scale of its next step is
-// delayed_scale = max(history) / FMAX. If that maximum is 0 or not finite, delayed_scale stays as it was. If
-// *skipped is not 0, everything stays as it was. *empty += the number of scales whose delayed_scale is still
-// 0.
-void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped, uint32_t* empty,
-                           cudaStream_t stream);
-
-// ===========================================================================================================
-// 9. The quantization report (gpu/quant_report.cu; step.h, QuantStats). It has a kernel of its own, so
-// that training pays nothing for it.
-
-// Adds to *quant_stats what x loses when it is quantized as `out` says: in 1x16 groups, per tensor, or in
-// rows or blocks. It is called when the amax of the tensor, or the scales of its rows or blocks, are known,
-// and before codes overwrite x. Where row-major and transposed codes have scales of their own, x counts once
-// for each of the two. (In 128x128 blocks it counts once, because both have the same scales.) If quant_stats
-// is null, nothing is done.
-void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
-
-// A step with this gradient, unclipped, and with the default betas would give a parameter of `count` elements
-// new moments. Adds to the report what storing these moments would lose. The CPU reference (reference.h)
-// computes and stores them; only this report calls it. Of a large parameter only a part is measured; the
-// report then says so. Waits for the stream.
-void add_moment_quant_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v, const void* gradient,
-                             Format format, int64_t count, QuantReport& report, cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -1,7 +1,10 @@
 // gpu/other_scaling.cu - scales and codes of GEMM operands in the recipes that COAT is compared with: te,
 // rowwise and deepseek. The quantizers work like that of coat.cu, part 3, which explains it; only the scales
 // are others.
+#include "other_scaling.h"
+
 #include "other_scaling.cuh"
+#include "quant_report.h"
 #include "quantize.cuh"
 
 namespace coat::gpu {

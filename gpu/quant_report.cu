@@ -1,5 +1,7 @@
 // gpu/quant_report.cu - the quantization report: what tensors lose is measured by a kernel, and what moments
 // lose by the CPU reference.
+#include "quant_report.h"
+
 #include "../reference.h"
 #include "other_scaling.cuh"
 

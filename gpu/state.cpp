@@ -4,6 +4,8 @@
 #include <cstring>
 
 #include "gemm.h"
+#include "other_scaling.h"
+#include "quant_report.h"
 #include "sharding.h"
 
 namespace coat::gpu {

@@ -14,6 +14,7 @@
 #include <optional>
 
 #include "cuda.h"
+#include "layers.h"
 #include "memory_layout.h"
 #include "parameter_kernels.h"
 

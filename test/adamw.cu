@@ -1,6 +1,7 @@
 // adamw.cu - tests of AdamW on the GPU (../adamw.cu, gpu/other_optimizers.cu), and of the report's
 // measurement of moments (gpu/quant_report.cu). A step is compared with the same step in double and in the
 // CPU reference; help/adamw.h says how.
+#include "../gpu/quant_report.h"
 #include "help/adamw.h"
 
 using namespace coat;

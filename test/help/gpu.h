@@ -15,6 +15,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../../gpu/layers.h"
 #include "../../gpu/parameter_kernels.h"
 #include "../../reference.h"
 #include "random.h"
