@@ -1,6 +1,6 @@
 // gpu/layers.h - what any transformer has around its GEMMs, attention and norms: RoPE, norms of heads, the
-// loss, sums over rows, and the embedding's backward pass (kernels: gpu/layers.cu). The rules and the words of
-// gpu/operators.h hold here, too.
+// loss, sums over rows, and the embedding's backward pass (kernels: gpu/layers.cu). The rules and the words
+// of gpu/operators.h hold here, too.
 #pragma once
 #include <vector>
 
