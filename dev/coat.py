@@ -14,7 +14,7 @@ import numpy as np
 F32 = np.float32
 FP8 = True  # False rounds nothing: the code of a value is the value itself. (Moments are still expanded.)
 
-# --- 1. Formats. FP8 has a sign, an exponent and a mantissa of M bits:
+# --- 1. Formats (lesson 1). FP8 has a sign, an exponent and a mantissa of M bits:
 #      value = 2^(exponent - bias) (1 + mantissa / 2^M)      if exponent > 0
 #      value = 2^(1 - bias) mantissa / 2^M                   if exponent = 0: a subnormal
 # E4M3 (M = 3) is for weights, activations and moments; E5M2 (M = 2) has more range, for gradients.
@@ -53,10 +53,11 @@ def bf16(x):
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(F32)
     return np.where(np.isfinite(x), rounded, x).astype(F32)
 
-# --- 2. Quantizers. A block of values shares a scale s = amax / FMAX, so that x / s fits the format; FMAX is its
-# largest value. For GEMM operands the block is the whole tensor: a GPU adds up products of decoded codes, and
-# multiplies the sum by both scales. (Here operands are scaled first: the same but for rounding.) Norms and
-# activation functions decode every value they read, so their inputs can have a scale for each 1x16 group.
+# --- 2. Quantizers (lessons 2 and 3). A block of values shares a scale s = amax / FMAX, so that x / s fits the
+# format; FMAX is its largest value. For GEMM operands the block is the whole tensor: a GPU adds up products of
+# decoded codes, and multiplies the sum by both scales. (Here operands are scaled first: the same but for
+# rounding.) Norms and activation functions decode every value they read, so their inputs can have a scale for
+# each 1x16 group.
 Quantized = namedtuple("Quantized", "codes scales")
 def scales_of(f, amax):
     return np.where(amax == 0, F32(1), np.maximum(amax / f.max, F32(2.0**-126)))  # so that 1 / s is finite
@@ -78,8 +79,8 @@ def quantize_groups(x, width=GROUP_WIDTH):
 def dequantize_groups(codes, s):
     return (decode(E4M3, codes).reshape(*s.shape, -1) * s[..., None]).reshape(codes.shape)
 
-# --- 3. Optimizer. E4M3 spans a factor of 448 / 2^-9 = 229,376, but a moment group of 128 spans far less
-# and would use a part of the codes. Dynamic range expansion stretches it before it is quantized:
+# --- 3. Optimizer (lessons 8 and 9). E4M3 spans a factor of 448 / 2^-9 = 229,376, but a moment group of 128 spans
+# far less and would use a part of the codes. Dynamic range expansion stretches it before it is quantized:
 #      expand:    y = sign(x) FMAX (|x| / max)^k        k = log(FMAX / FMIN) / log(max / min)    (equation 4)
 #      contract:  x = sign(y) max (|y| / FMAX)^(1 / k)
 # A moment group stores its codes, max and k. k is a multiple of 1/256, from 1/16 to 64.
@@ -119,7 +120,8 @@ def adamw(w, g, m, v, step, lr, matrix=True, beta1=F32(0.9), beta2=F32(0.95), ep
     if not matrix: return w - F32(lr) * update, m, v
     return w - F32(lr) * (update + decay * w), store_moment(m), store_moment(v)
 
-# --- 4. Operators on FP32: x (tokens, C), weights (out, in); T tokens a sequence, NH heads of HS features.
+# --- 4. Operators on FP32 (gradients: lesson 7). x is (tokens, C), weights are (out, in); a sequence has T tokens,
+# attention NH heads of HS features.
 def rms_norm(x, weight, eps=F32(1e-5)):
     return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + eps) * weight
 def rms_norm_backward(x, weight, dy, eps=F32(1e-5)):
@@ -170,11 +172,11 @@ def attention_backward(qkv, out, dout, T, HS):
     gradients = ds @ k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
     return np.concatenate(gradients, axis=1).swapaxes(1, 2).reshape(qkv.shape)
 
-# --- 5. Flow: one Llama layer. A linear layer quantizes both operands of its three GEMMs per tensor. Norms 1
-# and 2 and the activation function read what was saved in groups, in both passes. All else is BF16: weights
-# (linear layers make codes of them), the residual stream, attention, gradients. Outputs of norms and of the
-# activation function are not saved: backward computes them again. It takes the derivative of rounding to be 1
-# (straight-through estimation), and all others at the values that forward used.
+# --- 5. Flow (lessons 5 to 7): one Llama layer. A linear layer quantizes both operands of its three GEMMs per
+# tensor. Norms 1 and 2 and the activation function read what was saved in groups, in both passes. All else is
+# BF16: weights (linear layers make codes of them), the residual stream, attention, gradients. Outputs of norms
+# and of the activation function are not saved: backward computes them again. It takes the derivative of
+# rounding to be 1 (straight-through estimation), and all others at the values that forward used.
 # qkv and attention_output are BF16 values, the others E4M3 codes in groups.
 Saved = namedtuple("Saved", "norm1_input qkv attention_output norm2_input gate_up")
 
@@ -204,7 +206,7 @@ def layer_backward(w, saved, dx, T, HS):
     x1, x2 = dequantize_groups(*saved.norm1_input), dequantize_groups(*saved.norm2_input)
     gate_up, d = dequantize_groups(*saved.gate_up), {}
     dact, d["down"] = linear_backward(swiglu(gate_up), w["down"], dx)           # (tokens, F)
-    dgate_up = swiglu_backward(gate_up, dact)                                   # (tokens, 2 F)
+    dgate_up = swiglu_backward(gate_up, dact)    # (tokens, 2 F); only its codes are stored, so no bf16() here
     dnorm2, d["gate_up"] = linear_backward(rms_norm(x2, w["norm2"]), w["gate_up"], dgate_up)
     dbranch, d["norm2"] = rms_norm_backward(x2, w["norm2"], dnorm2)
     dx = bf16(dx + dbranch)                                                     # (tokens, C)
@@ -238,7 +240,8 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
     random = np.random.default_rng(seed)
     rows = {"embedding": 128, "qkv": 3 * C, "attention_out": C, "gate_up": 2 * C, "down": C}
     master = {name: random.standard_normal((n, C)).astype(F32) / F32(np.sqrt(C)) for name, n in rows.items()}
-    m, v = ({name: store_moment(0 * as_moment_groups(x)) for name, x in master.items()} for _ in "mv")
+    m = {name: store_moment(0 * as_moment_groups(x)) for name, x in master.items()}  # moments of zeros
+    v = dict(m)
     for name in ("norm1", "norm2", "final_norm"):
         master[name], m[name], v[name] = np.ones(C, F32), F32(0), F32(0)
     for step in range(1, steps + 1):

@@ -205,7 +205,7 @@ def delayed():
 def depth():
     """The noise of FP8 in the gradients of the first layer, and that of a batch, against the number of layers."""
     layers = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
-    if not DEPTH_ERRORS:  # once for both themes: it takes half a minute
+    if not DEPTH_ERRORS:  # once for both themes: it takes a minute
         DEPTH_ERRORS.extend(100 * lessons.errors_of_depth(n)[2:] for n in layers)
     _, ax = plt.subplots(figsize=(6.4, 3.0))
     for noise, color, name in zip(np.transpose(DEPTH_ERRORS), (theme["blue"], theme["soft"]), ("of FP8", "of a batch")):
@@ -295,7 +295,7 @@ def gemms():
         ax.text(left + wide / 2, bottom + high + 0.1, words[sizes[1]], ha="center", va="bottom", fontsize=9.2, color=theme["soft"])
         ax.text(left - 0.1, middle, words[sizes[0]], ha="right", va="center", fontsize=9.2, rotation=90, color=theme["soft"])
         if in_memory:
-            ax.text(left + wide / 2, bottom - 0.1, f"in memory: {in_memory}", ha="center", va="top", fontsize=9.2,
+            ax.text(left + wide / 2, bottom - 0.1, f"stored as {in_memory}", ha="center", va="top", fontsize=9.2,
                     color=theme["soft"])
         return left + wide
 
@@ -315,8 +315,8 @@ def gemms():
         matrix(right + 0.9, middle, result, first[1][0] + second[1][1], "BF16")
     ax.plot([0.05, 0.55], [-0.3, -0.3], color=theme["gold"], linewidth=4, solid_capstyle="butt")
     ax.text(0.7, -0.3, "the dimension that is summed over. Each operand has one scale.", va="center", fontsize=9.2)
-    ax.text(0, -0.5, "In memory: the matrix whose rows lie there, one after the other. A Hopper GPU adds up only\n"
-            "codes that are neighbours in memory, so it needs rows that run along the sum.", va="top", fontsize=9.2)
+    ax.text(0, -0.5, "Stored as: the matrix whose rows lie in memory, one after the other. A Hopper GPU adds up only\n"
+            "codes that are neighbours there. So these rows run along the sum, as the thick side does.", va="top", fontsize=9.2)
 
 
 def tails(gradients):

@@ -2,7 +2,7 @@
 """Prints the tables of the lessons in WALK.md, computed by coat.py: `python3 dev/lessons.py 5` those of lesson 5.
 
 The lessons follow one group of 16 activations, one group of moments and one product of 4x4 matrices. The tables
-of a real run need model A. It is trained first, in two minutes, unless another run's FOLDER is given:
+of a real run need model A. It is trained first, in two minutes or more, unless another run's FOLDER is given:
 
     make train && python3 dev/lessons.py real [FOLDER]
 """
@@ -127,12 +127,14 @@ def outliers():
                 relative_error(of_weight_gradient(read), of_weight_gradient(outlier)),
                 after_norm(ones), after_norm(np.where(other, ones, ones / F32(times))))
     columns = [errors(1, False), errors(100000, False), errors(100000, True)]
-    names = ("a GEMM: y", "a GEMM whose weights for the outlier's feature are 1 / 100,000 as large: y",
-             "an activation function: each value", "backward of a norm: the gradient of its weights",
+    names = ("a GEMM | RMS error of y",
+             "a GEMM whose weights for the outlier's feature are 1 / 100,000 as large | RMS error of y",
+             "an activation function | relative errors of x, without the outlier",
+             "backward of a norm | RMS error of the gradient of its weights, without the outlier's",
              "all weights are 1", "the outlier's weight is 1 / 100,000")
     rows = [(name, *(f"{error:.1%}" for error in row)) for name, *row in zip(names, *columns)]
     cases = ("one scale, no outlier", "one scale, outlier", "1x16, outlier")
-    table(("who reads x: error of", *cases), rows[:4])
+    table(("who reads x", "what is measured", *cases), rows[:4])
     table(("norm, then a GEMM", *cases), rows[4:])
 
 
@@ -253,11 +255,11 @@ def noises(fp8, exact, other):
 
 
 def errors_of_depth(layers):
-    """Of model B with that many layers, the RMS of three seeds: the part of g, the gradient of the stream, that came
+    """Of model B with that many layers, the RMS of eight seeds: the part of g, the gradient of the stream, that came
     through the last layer; the error of g before the first layer; and in dw of the first layer's matrices the noise of
     FP8 and that of a batch."""
     text, found = np.fromfile(small_run.TEXT, np.uint8), []
-    for seed in (1, 2, 3):
+    for seed in range(1, 9):
         random = np.random.default_rng(seed)
         model, begins = model_b(layers, random), random.integers(0, len(text) - 32, 8)
         passes = []

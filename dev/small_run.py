@@ -27,7 +27,7 @@ def layer_of(weights, l, heads):
                   "gate_up": joined("mlp.gate_proj", "mlp.up_proj"), "down": joined("mlp.down_proj")}
 
 class Run:
-    """The run in `folder`. That of FOLDER is trained first, in two minutes, if it has not ended."""
+    """The run in `folder`. That of FOLDER is trained first, in two minutes or more, if it has not ended."""
     def __init__(self, train=ROOT / "train", folder=FOLDER, T=256, tokens=1024):
         if folder == FOLDER and not (folder / "step-000120").exists():  # a run that was interrupted goes on
             begin = ["--device", "cpu", "--recipe", "coat", "--optimizer", "fp32", "--steps", "120",

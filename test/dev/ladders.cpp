@@ -28,8 +28,8 @@ PYTHON_TEST_CASE("banks.py: it counts what the exercises on paper ask") {
     auto prints = [&](const std::string& access, int sectors, int clocks) {
         CAPTURE(access);
         const std::string out = run(access);
-        CHECK(contains(out, concat("memory: ", sectors, " sectors of 32 bytes\n")));
-        CHECK(contains(out, concat("shared memory: ", clocks, clocks == 1 ? " clock\n" : " clocks\n")));
+        CHECK(contains(out, concat("if the array lies in memory: ", sectors, " sectors of 32 bytes\n")));
+        CHECK(contains(out, concat("if it lies in shared memory: ", clocks, clocks == 1 ? " clock," : " clocks,")));
     };
     prints("lane", 4, 1);
     prints("'lane + 1'", 5, 1);

@@ -190,7 +190,8 @@ static const char* const GUESSES = R"(
   });
   const [now, play] = ["now", "play"].map(id => document.getElementById(id));
   const roundings = {"1.0625": "lies between 1 and 1.125; a tie: this code is even", "-1.1": "between -1.125 and -1",
-                     "448": "neighbours: 416 and none", "460": "rounds to the largest",
+                     "448": "neighbours: 416 and none", "2^8": "neighbours: 240 and 288",
+                     "460": "rounds to the largest",
                      "465": "saturates; error: 3.7%", "-inf": "saturates", "nan": "NaN"};
   for (const [typed, wanted] of Object.entries(roundings)) {
     set("number", typed);
