@@ -6,7 +6,8 @@
 //
 // A block of 32 x 8 threads does a tile of 32 x 32 values: columns from 32 blockIdx.x on, rows from
 // 32 blockIdx.y on. Neighbouring threads should use neighbouring addresses. So keep the codes of the tile in
-// shared memory, and write both results row by row.
+// shared memory, and write both results row by row. (The first function of dev/ladders/layouts.py asks where
+// each code of the tile lies, and is checked without a GPU.)
 //
 // Watch for:
 //   Tiles at the right and at the bottom are cut off: rows and cols are no multiples of 32.

@@ -26,7 +26,15 @@
 //   s.m.codes[i], s.v.codes[i]   E4M3                                       1 each
 //   s.m.scaling(span), s.v...    max and k of m and of v, in FP32           16 for 128 parameters
 //
-// max and k of m and of v are the four fields of a span. (s is a State: adamw_data.h defines it.)
+// max and k of m and of v are the four fields of a span. A kernel's arguments have these types, which
+// adamw_data.h defines:
+//
+//   State s         n; weight, remainder and gradient; s.m and s.v, each a Moment
+//   Moment          codes, max and k. moment.scaling(span) reads max and k of a span, and
+//                   moment.set_scaling(span, scaling) stores them
+//   MomentScaling   max and k of one moment group
+//   Constants c     lr, beta1, beta2, eps and decay; one_minus_beta1 and one_minus_beta2;
+//                   bias_correction1, 1 - beta1^t; bias_correction2_sqrt, the root of 1 - beta2^t
 //
 // Who owns what. This is what most rungs change:
 //
@@ -516,12 +524,12 @@ void launch_rung5(const State& s, const Constants& c) {
 //               code 96   ...                      code 127
 //
 // Lanes that read the same code share the answer. Lanes with different codes in one bank wait for each other,
-// which is called a *conflict*: of 32 random codes, three or four meet somewhere, so a look-up takes 3 to 4
-// clocks. But shared memory was idle, and the special function unit was not.
+// which is called a *conflict*: if all 128 codes are equally frequent, a look-up takes a warp nearly always 2
+// or 3 clocks, 2.8 on average. But shared memory was idle, and the special function unit was not.
 //
 // Counted: 9.25 special functions for an element, and 82 instructions, with those that fill the table. For
-// all parameters a look-up without conflicts takes 2^28 / (132 x 32 x 1.8e9) = 35 us; two look-ups of 3 to 4
-// clocks each take about 240 us. A block has only 16 spans, and first of all it waits for its table.
+// all parameters a look-up without conflicts takes 2^28 / (132 x 32 x 1.8e9) = 35 us; two look-ups of 2.8
+// clocks each take about 200 us. A block has only 16 spans, and first of all it waits for its table.
 //
 // Predict: faster or slower than rung 5? What limits it now?
 struct Table : Reciprocals {
@@ -630,7 +638,8 @@ void launch_rung7(const State& s, const Constants& c) { rung7<<<blocks_at_once()
 //   upper half       span 1          span 3          span 5          span 7
 //                    lanes 16 - 19   lanes 20 - 23   lanes 24 - 27   lanes 28 - 31
 //
-// So a lane keeps a field of a span that its own half of the warp updates. Accesses of a warp for a pair:
+// So a lane keeps a field of a span that its own half of the warp updates. (The function field_of_lane() of
+// layouts.py asks for this table as a formula.) Accesses of a warp for a pair:
 //
 //             elements       fields                       together
 //   rung 7    5 + 4          4 + 4                        17           loads + stores
@@ -846,7 +855,7 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 6
 //
-//   limits      memory 900 us, instructions 720 us, special functions 660 us, shared memory 240 us
+//   limits      memory 900 us, instructions 720 us, special functions 660 us, shared memory 200 us
 //   predicted   as fast as rung 5
 //   measured    978 us, 5% faster
 //

@@ -1,9 +1,9 @@
 // attention.cu - a ladder: causal attention, forward, from the formula to the kernels that train. Its text
 // says what changes and why, which numbers were counted, and asks you to predict. The answer to each rung is
 // at the end of this file: what limits it, what we predicted, what was measured, and why. `make read` shows
-// each answer, folded, below its question. Up to rung 4 each rung makes one change. Tensor cores change the
-// whole kernel: what they need is the subject of attention.cu and attention_sm90.cu in gpu/. The words of
-// CUDA are explained in README.md, in this folder.
+// each answer, folded, below its question. Rungs 2 and 4 make one change each, and rung 3 makes three. Tensor
+// cores change the whole kernel: what they need is the subject of attention.cu and attention_sm90.cu in gpu/.
+// The words of CUDA are explained in README.md, in this folder.
 //
 //   make build/ladder_attention && build/ladder_attention                        all rungs
 //   build/ladder_attention 4                           rung 4 alone, for instance under a profiler
@@ -171,8 +171,10 @@ void launch_rung2(const Shape& s, const Tensors& t) { rung2<<<by_queries(s), QUE
 //
 // What changes: a block of 64 queries copies 32 keys and their values to shared memory, 16 bytes a thread,
 // and then all its threads use them. The GPU's memory (*global* memory) is asked once in place of 64 times,
-// and a load from shared memory brings a lane 8 numbers. A masked key has the score -infinity, so it adds
-// exp(-infinity) = 0.
+// and a load from shared memory brings a lane 8 numbers. Loops over the numbers of a head are unrolled
+// (#pragma unroll), because only an array whose indices the compiler knows can lie in registers. A masked key
+// has the score -infinity, so it adds exp(-infinity) = 0. Piece<bf16, 8> (ladder.h) is 8 neighbouring numbers
+// in registers, which load() and store() move with one instruction.
 //
 //   global    key  0   256 bytes: threads  0 ... 15       shared    key 0   all lanes read the same 16 bytes:
 //             key  1   256 bytes: threads 16 ... 31                         no conflict
@@ -368,12 +370,13 @@ int main(int argc, char** argv) {
 //   predicted   several times 9,000 us
 //   measured    51,810 us
 //
-// What does not fit into registers lies in memory (spilling), and each pair loads and stores it.
+// What does not fit into registers lies in memory (spilling). That each pair loads and stores it is the
+// likely reason, but it was not measured. Rung 3 spills, too, and takes a third of this time.
 
 // ===========================================================================================================
 // Answer to rung 3
 //
-//   limits      as rung 2, with fewer loads; shared memory 4,520 us
+//   limits      instructions 6,800 us, rung 2's without 224 of its loads; shared memory 4,520 us
 //   predicted   half of rung 2
 //   measured    16,350 us, a third of rung 2
 //
@@ -387,7 +390,9 @@ int main(int argc, char** argv) {
 //   predicted   8,000 us
 //   measured    9,755 us
 //
-// Everything fits into registers now. It takes a fifth longer than predicted, and we do not know why.
+// Everything fits into registers now. It takes a fifth longer than predicted, and we do not know why. Two
+// things were not counted: a block of 64 queries walks to the last of them, which makes 3% more pairs; and
+// each of four lanes takes two exponentials of a pair, 8 x 71 = 570 us of special functions.
 
 // ===========================================================================================================
 // Answer to rung 5

@@ -253,6 +253,7 @@ constexpr int CHUNK = 8;
 constexpr int CHUNKS = 2;  // of a thread: a block of 256 threads has a row of up to 4,096 elements
 
 __device__ void load8(const Tensors& t, int64_t i, float (&x)[CHUNK]) {
+    // A Piece (ladder.h) is CHUNK neighbours in registers; load() and store() move it with one instruction.
     const Piece<uint8_t, CHUNK> codes = Piece<uint8_t, CHUNK>::load(t.in + i);
     const float scale = from_bf16(t.scales[i / 16]);
     for (int j = 0; j < CHUNK; j++) x[j] = decode(codes[j]) * scale;

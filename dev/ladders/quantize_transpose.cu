@@ -109,7 +109,7 @@ void launch_rung1(const Matrix& m) {
 //   row 1   warp 1:  lane    0   1  ...  31           row 1  warp 1: lane   0   1  ...  31    column 1
 //
 // Counted: 92 instructions for an element. x is read, codes are written, read again and written transposed: 5
-// bytes an element.
+// bytes an element. A thread loads its four codes of the tile before it waits for the first.
 //
 // Predict: how many sectors does a warp write now with one store? What is the time?
 constexpr int SIDE = 32;  // rows and columns of a tile
@@ -271,7 +271,20 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 // ===========================================================================================================
 // Rung 6: 8 x 8 elements a thread, transposed in registers
 //
-// What changes: a thread has 8 rows of 8 columns of a tile of 128 x 128. The 16 x 16 threads of a block lie
+// What changes: a thread transposes what it has in its registers, and only whole words go through shared
+// memory. First in small: a tile of 8 x 8 codes, and four threads, each of which has 4 rows of 4 columns.
+//
+//   who has what                        in the registers of A, after it    in shared memory: two words for
+//                columns 0-3   4-7      has transposed: four words         each column, side by side
+//   rows 0 - 3           A      B         rows 0 - 3 of column 0             column 0   A's word   C's word
+//   rows 4 - 7           C      D         rows 0 - 3 of column 1             column 1   A's word   C's word
+//                                         rows 0 - 3 of column 2               ...
+//                                         rows 0 - 3 of column 3             column 4   B's word   D's word
+//
+// After a barrier a thread reads both words of two columns. Each pair is 8 rows of a column, which are
+// neighbours in the result: one store.
+//
+// In full size a thread has 8 rows of 8 columns of a tile of 128 x 128. The 16 x 16 threads of a block lie
 // over it so. Thread (across, down) is number 16 * down + across, and a warp is two rows of this drawing:
 //
 //                       columns    0 - 7        8 - 15     ...   120 - 127
