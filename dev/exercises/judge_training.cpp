@@ -156,6 +156,20 @@ void compare_change(Comparison& c, const AdamWInputs& in, const Floats (&linear)
 
 constexpr const char* OTHER_SCALING = "m and v each have a max and a k of their own.";
 
+// The input of max and k
+std::string magnitudes_of(const float* x, int n) {
+    float largest = 0, smallest = INFINITY;
+    int zeros = 0;
+    for (int i = 0; i < n; i++) {
+        largest = std::max(largest, std::abs(x[i]));
+        if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
+        else zeros++;
+    }
+    if (zeros == n) return text(n, " values after the update, which are all 0");
+    return text(n, " values after the update, ", zeros, " of them 0; magnitudes of the others are from ",
+                smallest, " to ", largest);
+}
+
 // now: the moment before it is stored; before, expected and mine: as it is stored
 // other: the other moment
 void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floats& now,
@@ -172,10 +186,10 @@ void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floa
         outdated.push_back(given::encode(given::expand(now[i], before.max[group], before.k[group])));
         linear.push_back(given::encode(now[i] / mine.max[group] * 448));
     }
-    c.input = [&now](size_t) { return text(now.size(), " parameters, each with a g, m, v and w"); };
     for (size_t group = 0; group < expected.max.size(); group++) {
         const int first = int(group) * 128, n = std::min(128, int(now.size()) - first);
         const float k = expected.k[group];
+        c.input = [&now, first, n](size_t) { return magnitudes_of(&now[first], n); };
         c("max" + of, Floats{expected.max[group]}, Floats{mine.max[group]},
           {{SIGNED, {largest_signed(&now[first], n)}},
            {"max is that before the step.", {before.max[group]}},

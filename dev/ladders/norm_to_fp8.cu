@@ -147,7 +147,7 @@ void launch_rung1(const Tensors& t) {
 // Counted: about 160 instructions for an element, and 22 bytes as before. For the sum a thread loads its 16
 // elements at once, and in its second walk one at a time; these come from the cache.
 //
-// Predict: the time of each of the four kernels. Do they all have the same limit?
+// Predict: the time of the four kernels together. Does each of them have the same limit?
 __device__ float sum_of_block(float x) {
     __shared__ float warps[THREADS / 32];
     x = gpu::sum_of_warp(x);

@@ -888,6 +888,7 @@ TEST_CASE("exercises: the judge shows the inputs of the first wrong value") {
         {6, "expand to 1", "x = "},
         {6, "contract to 1", "y = "},
         {7, "no decay", "g = "},
+        {7, "zeros count in min", "128 values after the update, "},
         {8, "y quantized", "row 0 of x = "},
         {8, "no scales", "row 0 of a in E5M2: 0x"},
         {10, "no eps", "x(3, 0) = "},
