@@ -844,8 +844,8 @@ int main(int argc, char** argv) {
 // Answer to rung 5
 //
 //   limits      memory 900 us, special functions 800 us, instructions 690 us
-//   predicted   15% faster than rung 4
-//   measured    1,025 us, 8% faster
+//   predicted   15% less time than rung 4
+//   measured    1,025 us, 7% less
 //
 // The prediction was made from the instructions that this rung saves, and these it does save: a tenth of the
 // arithmetic (see the table of answer 4). But 15% less than 1,105 us would be 940 us, or 96% of the rate of a
@@ -857,7 +857,7 @@ int main(int argc, char** argv) {
 //
 //   limits      memory 900 us, instructions 720 us, special functions 660 us, shared memory 200 us
 //   predicted   as fast as rung 5
-//   measured    978 us, 5% faster
+//   measured    978 us, 5% less time
 //
 // We thought that memory limited both, and that look-ups would cost what the logarithms had cost. But their
 // conflicts are hidden, for shared memory was idle. The arithmetic becomes 82 us shorter (see the table of
@@ -884,8 +884,8 @@ int main(int argc, char** argv) {
 // Answer to rung 8
 //
 //   limits      as rung 6
-//   predicted   a tenth faster than rung 7
-//   measured    988 us, 11% faster than rung 7, 1% slower than rung 6
+//   predicted   a tenth less time than rung 7
+//   measured    988 us, 11% less than rung 7, 1% more than rung 6
 //
 // This rung wins back what rung 7 lost, and no more: rung 6 takes 978 us, and is much simpler. Its 32 warps,
 // each of which loads, computes and stores at its own time, keep memory as busy as 16 warps do that load
