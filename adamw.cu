@@ -5,8 +5,8 @@
 //   v = b2 v + (1 - b2) g^2
 //   w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
 //
-// g is the gradient of the weight w, and t the number of the step. One kernel decodes m and v, updates m, v
-// and w in FP32, and encodes the new m and v.
+// g is the clipped gradient of the weight w, and t the number of the step. One kernel clips g, decodes m and
+// v, updates m, v and w in FP32, and encodes the new m and v.
 //
 // What is stored. 128 consecutive elements of a parameter are a span. Their first moments are one moment
 // group, and their second moments another. A moment is a byte, its FP8 code. Two FP32 values, the moment
@@ -21,14 +21,15 @@
 //   lane        0       1        ...   15            16      17       ...   31
 //   elements    0 - 7   8 - 15         120 - 127     0 - 7   8 - 15         120 - 127
 //
-// A bundle has 32 fields, four for each span, and each lane keeps one of them:
+// A bundle has 32 fields, four for each span, and each lane keeps one of them. Half a warp keeps the fields
+// of the spans that it updates itself (lanes 0 to 15 those of the even spans, the others those of the odd
+// ones), so its 16 lanes can pass them to each other by shuffles:
 //
 //   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
 //   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
 //   span        0      0      0      0      2       4       6         1        3        5        7
 //
-// That is lane 16 (span % 2) + 4 (span / 2) + the number of the field, 0 to 3. So half a warp keeps the
-// fields of the spans that it updates itself, and its 16 lanes pass them to each other by shuffles.
+// That is lane 16 (span % 2) + 4 (span / 2) + the number of the field, 0 to 3.
 //
 // Which bytes move. An element takes 14.25 bytes. These are read and written: its BF16 weight (2 bytes), the
 // remainder of the FP32 master (2), m (1), v (1) and its part of the fields of its span (0.125), together
@@ -39,7 +40,9 @@
 // updates Llama-2-7B in 26.0 ms. The best of 15 kernels without the two, with blocks of 128 to 512 threads
 // and 16 to 16,384 spans each, took 30.6 ms, with the same bits. (dev/ladders/adamw.cu builds a simpler
 // kernel up, idea by idea: for a single parameter, and without the careful path of part 1. There the two save
-// nothing: rung 6 has neither, and is as fast as rung 8, which has both.)
+// nothing: rung 6 has neither, and is as fast as rung 8, which has both. Why it differs here is known only in
+// part: a block of this kernel first finds its parameter and fills its tables, so a kernel with many short
+// blocks loses time. The rest of the cause was not measured; the answer to rung 8 says more.)
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
@@ -390,6 +393,8 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
             // Load: what this pair needs has arrived, and what the next pair needs is asked for.
             const int span = bundle_start + pair * PAIR + half;
             const Loaded<W> now = next;
+            // That is this half's span of the next pair in the bundle or, after the last pair, of the first
+            // pair of the warp's next bundle.
             const bool more = pair + 1 < PAIRS && bundle_start + (pair + 1) * PAIR < shard_spans;
             next = elements.load(more ? span + PAIR : next_bundle_start + half);
 
@@ -451,18 +456,23 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_kernel(const 
     fill_table<M>(table_m);
     fill_table<V>(table_v);
     __syncthreads();
+    // The spans of this update begin after `origin` spans of the rank's order; this block has those from
+    // `begin` to before `end`, counted in the rank's order, too.
     const int64_t origin = a.first_element / MOMENT_GROUP;
     const int64_t begin = origin + a.spans * blockIdx.x / gridDim.x;
     const int64_t end = origin + a.spans * (blockIdx.x + 1) / gridDim.x;
     const int warp = threadIdx.x / 32;
     for (int i = shard_with(a, begin * MOMENT_GROUP); i < a.shard_count; i++) {
         const Shard shard = a.shards[i];
+        // Where the shard begins and ends: spans, counted in the rank's order
         const int64_t shard_begin = shard.rank_offset / MOMENT_GROUP;
         const int64_t shard_end = shard_begin + spans_of(shard.size);
         if (shard_begin >= end) return;
         if (!a.in_fp8_moment_groups(shard)) continue;
+        // What the block has of the shard: spans, counted from the beginning of the shard
         const int64_t first = max(begin, shard_begin) - shard_begin;
         const int64_t stop = min(end, shard_end) - shard_begin;
+        // The first bundle of this warp: bundles, counted from the beginning of the shard
         const int64_t first_bundle = ceil_div(first, BUNDLE) + warp;
         const uint32_t largest_bits = update_bundles<W, M, V>(
             a, shard, static_cast<int>(first_bundle) * BUNDLE, static_cast<int>(stop), table_m, table_v);

@@ -127,6 +127,8 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                bool forward_reads_saved, AmaxAndScale* amax_out, QuantStats* quant_stats,
                                cudaStream_t stream) {
+    // Without an amax it does not matter what is gate and what is up: F is a multiple of 16, so that no group
+    // has elements of both, and the groups are those of any tensor (N, 2F).
     if (!amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
     using enum ExtraTask;
     auto* launch_variant = launch_quantize_groups<ActivationAmaxOfX, /*GATED=*/false>;
@@ -141,9 +143,11 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 // ===========================================================================================================
 // 2. Group scaling: the amax of a tensor in two stages
 //
-// Stage one finds the amax of each part of the tensor. In the paper a part is a 1xG group; here it is what a
-// warp has, with the same result. Stage two finds the largest of these amaxes, by an atomicMax. (Group
-// Scaling is the paper's word for this: it is about finding an amax, not about the groups of part 1.)
+// Stage one finds the amax of each part of the tensor, and stage two the largest of these amaxes. In the
+// paper a part is a 1xG group; here it is what a warp has, with the same result. Stage one is the loop in
+// compute_amax_kernel() and the maximum over the warp in update_amax_by_warp() (gpu/device.cuh); stage two is
+// the atomicMax with which that function ends. (Group Scaling is the paper's word for the two stages: it is
+// about finding an amax, not about the groups of part 1.)
 //
 // Usually no kernel is needed for it: a kernel that writes the input of a norm or of an activation also
 // computes what the norm or the activation will put out, and keeps only the amax of that. The kernel below is

@@ -25,9 +25,10 @@
 // where tensors are, the arguments of kernels, and the gradients of a bucket. After the step come the other
 // things that one asks of a model.
 //
-// On a first pass, read the structs before the class GpuModel, its section "Where tensors are",
-// mlp_block_forward(), mlp_block_backward(), and what these two call in this file. Of the members of GpuModel
-// look only at dgate_up_in_place_: where it is true, the gradient of gate and up overwrites them. What is
+// Who comes here from step 1 of README's way through the GPU kernels reads mlp_block_forward() now, and no
+// more. Who comes back in step 7 reads the structs before the class GpuModel, its section "Where tensors
+// are", mlp_block_forward(), mlp_block_backward(), and what these two call in this file; of the members of
+// GpuModel only dgate_up_in_place_: where it is true, the gradient of gate and up overwrites them. What is
 // called in other files can wait. (sharding_ is the interface to the other GPUs; the comment at the top of
 // gpu/linear.h says what it does if there are none.)
 //
@@ -145,7 +146,8 @@ class GpuModel final : public Model {
     const bool gated_ = config_.arch.gated;
     const bool qk_norms_ = config_.arch.qk_norm;
 
-    // Whether dgate_up takes the place of gate and up: mlp_block_backward() says why it fits.
+    // Whether the codes of dgate_up overwrite the saved gate and up: if elements have as many bytes in both,
+    // and dgate_up has one scale per tensor. mlp_block_backward() says why.
     const bool dgate_up_in_place_ =
         info(linear_context_.formats.g.format).bytes == info(recipe_.saved_inputs.format).bytes &&
         linear_context_.formats.g.granularity == PER_TENSOR;
@@ -223,7 +225,8 @@ public:
                             .overwrites_gradients = i == 0 || sharding_->sends_gradients(),
                             .update_in_backward = setup_.keep_gradients ? nullptr : &adamw};
             run_micro_batch(pass, tokens + i * pass.N, targets + i * pass.N);
-            // The amaxes tell whether codes hide infinity or NaN, and the next micro-batch clears them
+            // Look now, because the next micro-batch may clear the amaxes: they alone show whether FP8 codes
+            // hide infinity or NaN
             if (setup_.keep_gradients) store_loss_or_nan(&outcome()->loss_or_nan);
         }
         sharding_->wait_for_transfers();
@@ -725,10 +728,12 @@ private:
         const Arena::Scope scope(arena_);
         const TensorRef gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
-        // and outlives it, so its memory is allocated first. Its row-major codes overwrite the saved gate and
-        // up, if elements have as many bytes in both: quantize() may write over its input. But g must have
-        // one scale per tensor. Other scales would lie after the codes (LinearLayer::allocate_operand()),
-        // where the scales of the groups of gate and up are still read
+        // and outlives it, so its memory is allocated first. Its row-major codes may overwrite the saved gate
+        // and up (dgate_up_in_place_) under two conditions:
+        //   - Elements have as many bytes in both. Then quantize() may write over its input.
+        //   - dgate_up has one scale per tensor, which lies elsewhere. The scales of rows or blocks would
+        //     lie right after the codes (LinearLayer::allocate_operand()): there they would overwrite the
+        //     scales of the groups of gate and up, which are still needed
         const Operand dgate_up =
             layer.gate_up_proj.allocate_g_operand(pass.N, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact

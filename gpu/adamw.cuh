@@ -103,6 +103,7 @@ template <bool MASTER> struct Bf16Weights {
     }
     __device__ void store(int64_t i, const Values& v, uint64_t key, uint64_t element, bool live,
                           uint32_t& largest_bits) const {
+        // With a master nobody uses the random bits, so the compiler leaves them out.
         const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
         uint32_t sums[CHUNK];
         for (int j = 0; j < CHUNK; j++) {

@@ -59,8 +59,8 @@ inline void copy_async(void* to, const void* from, int64_t bytes, cudaStream_t s
     });
 }
 
-// A handle of CUDA's. The destructor calls `destroy`, except on null: that would leave an error for the next
-// launch of a kernel to report.
+// A handle of CUDA's. The destructor calls `destroy`, if the handle is not null. (Destroying null would be an
+// error, which CUDA would keep until the next launch of a kernel reports it.)
 template <class Handle, cudaError_t (*destroy)(Handle)> struct UniqueHandle {
     Handle handle = nullptr;
 
@@ -100,7 +100,8 @@ public:
 
 // Work that is launched again and again with the same arguments. Only the first run() calls work(), and
 // records what it launches as a CUDA graph. That run and all later ones launch the graph, by which hundreds
-// of kernels start as one. A dry run must not call run().
+// of kernels start as one. A dry run must not call run(): it has no stream to record.
+// (It has only a first step, and a GpuModel records only later ones.)
 class CudaGraph : UniqueHandle<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work> void run(cudaStream_t stream, Work work) {

@@ -93,7 +93,8 @@ inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
 }
 
 // The sum of x over the lanes of a warp, and below over the threads of a block. The order of additions is
-// fixed, and all lanes or threads get the same bits.
+// fixed, and all lanes or threads get the same bits. A kernel calls sum_of_block() only once: in a second
+// call some threads would write `parts` while others still read the result of the first.
 template <class Real> __device__ Real sum_of_warp(Real x) {
     for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
     return x;
@@ -198,7 +199,7 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 //   unpack()                    converts a fetched chunk to FP32;
 //   round_in_place_and_store()  rounds the values in the caller's registers, and writes those that are live.
 
-inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in a word
+inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in 32 bits
     const __nv_bfloat162 two = __floats2bfloat162_rn(lo, hi);
     return *reinterpret_cast<const uint32_t*>(&two);
 }
@@ -206,8 +207,8 @@ inline __device__ float2 unpack_bf16(uint32_t two) {
     return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)};
 }
 
-// A word is 8 or 16 bytes, which one instruction stores. (An assignment through a cast pointer may become
-// four small stores.)
+// Stores a value of 4, 8 or 16 bytes with one instruction. (An assignment through a cast pointer may become
+// four small stores. In all other places a word is 32 bits.)
 template <class Word> __device__ void store_word(void* to, Word value) {
     __stwb(static_cast<Word*>(to), value);
 }
@@ -547,14 +548,16 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 //   rows 12..15    t16  [t17]   t18             t16  [t17]   t18         | the same: use(4, ...) to use(7)
 //                       values[0]                    values[1]
 //
-// The rule for a kernel that writes over x: it calls this only for a thread that has an element inside the
-// tensor (TilePlace::inside()). The reason: so that no load has a condition, something else is read in place
-// of what lies outside the tensor, and `live` is false for it.
-//   - In place of a row past the last one, the last row. This thread may have overwritten it already. Then
-//     `values` are wrong, but nobody uses them.
-//   - In place of a chunk past the last column, which only a thread wholly outside has, the last chunk. If
-//     another thread writes over it, reading it is a race.
-//   - A thread all of whose rows are past the last one reads the last row: likewise.
+// The rule: a kernel that writes over x calls this only for a thread that lies inside the tensor, at least
+// with its first row (TilePlace::inside()). A kernel that only reads x may call it for every thread.
+//
+// The reason: so that no load has a condition, a copy of something inside the tensor is read in place of what
+// lies outside, with `live` false. In place of a row past the last one this is the last row, and in place of
+// a chunk past the last column the last chunk. If the kernel writes over x, it makes a difference who owns
+// what is read:
+//   - A thread inside reads its own last row again. It may have overwritten this row already. Then `values`
+//     are wrong, but nobody uses them.
+//   - A thread wholly outside reads the row or the chunk of another thread, which may be writing it: a race.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& x, const TilePlace& place, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);

@@ -77,7 +77,9 @@ Operand LinearLayer::allocate_operand(WhichOperand which, int64_t needed_rows, F
 
     AmaxAndScale* const all[] = {x_amax_and_scale_, w_amax_and_scale_, g_amax_and_scale_};
     AmaxAndScale* const amax_and_scale = all[int(which)];
-    if (q.granularity == PER_TENSOR)  // both forms have this scale
+    // In FP8 both forms have the one scale of the tensor. BF16 and FP32, whose granularity counts as
+    // PER_TENSOR, too, have no scale and no second form.
+    if (q.granularity == PER_TENSOR)
         return {.tensor = {codes, amax_and_scale, rows, cols, q},
                 .transposed = transposed,
                 .delayed = context_.scales.delayed()};

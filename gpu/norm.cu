@@ -157,6 +157,8 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         if (x_out.data) x_out.round_in_place_and_store(i, sum, live(c));  // sum becomes what x_out holds
         norm_input.round_in_place_and_store(i, v[c], live(c));            // v becomes what was saved
+        // The norm reads the sum as x_out holds it. (There is an x_out here: without one, the norm always
+        // reads what was saved; see ResidualOutput.)
         if (!NORM_READS_SAVED)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
@@ -256,9 +258,11 @@ struct NormedRow {
 };
 
 // What happens to a row of the norm n: load(), then normalize(), then write_gradients(). input is the memory
-// of n.in. The other tensors are those of NormGradients; residual_in may be no tensor. CHUNKS is 0, or the
-// number of chunks that each thread has of a row, all inside the row. Then no chunk has a condition, so that
-// the compiler can mix the instructions of all chunks.
+// of n.in. The other tensors are those of NormGradients; residual_in may be no tensor.
+//
+// CHUNKS is the number of chunks that each thread has of a row, all inside the row. Then no chunk has a
+// condition, so that the compiler can mix the instructions of all chunks. 0 is for any other width: which of
+// a thread's chunks lie inside the row is known only at run time.
 template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     using Element = typename Layout::Compute;
     Norm n;

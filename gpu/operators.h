@@ -282,10 +282,10 @@ struct Shard {
     MomentRef m, v;
     bool decays;
     AmaxAndScale* amax_out;  // gets the amax of the new weights; may be null
-    // For random bits and for the norm of gradients, which do not depend on the number of ranks: an element's
-    // number in the flat order minus that in the rank's order, and the number of the shard's first shard unit
-    // among those of all parameters.
+    // Two numbers for what must not depend on the number of ranks.
+    // For random bits: an element's number in the flat order minus its number in the rank's order.
     int64_t flat_minus_rank_offset = 0;
+    // For the norm of gradients: the number of the shard's first shard unit among those of all parameters.
     int64_t first_owned_unit = 0;
 };
 
@@ -320,15 +320,22 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
 
 // What residual_add() and embed() write: the sum, which is the new residual stream (x_out); the input of the
 // norm that reads it, in groups or rounded (next.in); the row statistics of this norm (next.row_statistics);
-// and the amax of its output (y_amax_out).
+// and the amax of its output (y_amax_out). How three recipes set the fields:
+//
+//   field               coat             coat-saved       bf16
+//   x_out               the sum          the sum          null: next.in holds the same values
+//   next.in             groups           groups           the sum
+//   norm_reads_saved    true: next.in    false: x_out     true: next.in
+//   y_amax_out          an amax          an amax          null: nothing is quantized
+//
+// The final norm reads the last sum, which is never in groups, and its output is not quantized. So for this
+// norm all recipes set the fields as bf16 does.
 struct ResidualOutput {
-    // (N, C) the sum, rounded. It may be the memory of an operand of the sum. Null data if next.in stores the
-    // same values anyway: where norm inputs are saved in the compute dtype.
-    TensorRef x_out;
+    TensorRef x_out;  // (N, C) the sum, rounded. It may be the memory of an operand of the sum
     Norm next;
-    // Whether forward's norm reads next.in (else it reads x_out). It does if the recipe's forward_reads_saved
-    // (formats.h) is true, or if next.in is not in groups. The row statistics and the amax are computed from
-    // what forward's norm reads.
+    // Whether forward's norm reads next.in (else it reads x_out): if the recipe's forward_reads_saved
+    // (formats.h) is true, or if there is no x_out. The row statistics and the amax are computed from what
+    // forward's norm reads.
     bool norm_reads_saved;
     AmaxAndScale* y_amax_out;  // the amax of the norm's output
 };

@@ -1,6 +1,7 @@
 // gpu/parameter_kernels.h - kernels on parameters as such: their first values; the norm of their gradients,
 // and steps that are skipped; and what several GPUs add up or exchange. (The class Parameters, which calls
-// them, is in gpu/state.h.) The rules and the words of gpu/operators.h hold here, too.
+// them, is in gpu/state.h.) Besides, kernel_status() says whether this GPU can run the program's kernels; it
+// asks CUDA about one of these. The rules and the words of gpu/operators.h hold here, too.
 #pragma once
 #include "operators.h"
 

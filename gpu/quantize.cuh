@@ -26,17 +26,23 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 // but memory wants many rows of a column. (Why it is built so: rungs 2, 6 and 7 of
 // dev/ladders/quantize_transpose.cu.)
 //
-// A word holds four rows of a column. A column of the tile has 128 rows, and so 32 words, one for each of the
-// 32 banks of shared memory. A thread has eight rows of eight columns: it writes two words to each of these
-// columns, the upper one with its first four rows, and the lower one. Threads that lie side by side have the
-// same rows, so their words would all go to the same bank if the words of every column were in order. So the
-// order differs from column to column. Here is where the words lie; the word "8-11" has rows 8 to 11:
+// A word (32 bits) holds the codes of four rows of a column. A column of the tile has 128 rows, and so 32
+// words, one for each of the 32 banks of shared memory. A thread has eight rows of eight columns: it writes
+// two words to each of these columns, the upper one with its first four rows, and the lower one. Threads that
+// lie side by side have the same rows, so their words would all go to the same bank if the words of every
+// column were in order. So the order differs from column to column. Here is where the words lie; the word
+// "8-11" has rows 8 to 11:
 //
 //   bank                0      1      2      3        4      5      6      7     ...     31
 //   columns  0 -  7    0-3    4-7   12-15   8-11    16-19  20-23  28-31  24-27   ...  120-123
 //   columns  8 - 15   12-15   8-11   0-3    4-7     28-31  24-27  16-19  20-23   ...  116-119
 //   columns 16 - 23   16-19  20-23  28-31  24-27     0-3    4-7   12-15   8-11   ...  104-107
 //   columns 24 - 31   28-31  24-27  16-19  20-23    12-15   8-11   0-3    4-7    ...  100-103
+//
+// The formula, in write(): bank = word ^ (2 * across) ^ (down & 1), where word = 2 * down + half is the place
+// in order, and across and down say where the thread is in the tile. So bits 1 to 4 of the bank are
+// down ^ across: 16 threads side by side get 16 different values. Bit 0 is half ^ (down & 1): of the two
+// rows of threads in a warp, one gets the even banks and the other the odd ones.
 //
 // Writing: the threads of a warp lie 16 across and two down, say with rows 0-7 and 8-15. Each writes its
 // eight columns one after the other. For one of them the warp writes all upper words, 0-3 and 8-11, at a

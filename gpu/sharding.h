@@ -34,9 +34,9 @@ public:
     int64_t head_stage() const { return stage_of(parameters_.linear_layer_count()); }
 
     // --- Weights
-    // To be called before what reads the weights of a stage is launched: makes the computation's stream wait
-    // until they are gathered. The direction says in which order stages follow, for the one to be gathered
-    // next.
+    // Call it before you launch what reads the weights of a stage. It makes the computation's stream wait
+    // until they are gathered, and begins to gather those of the next stage: in forward the stage after this
+    // one, in backward the stage before it.
     virtual void gather_weights(int64_t stage, Direction direction) = 0;
     // The whole of the weight that is parameter i, (rows, cols), whoever owns it: as it is stored, or as FP8
     // codes. With several ranks a matrix must have been gathered.

@@ -96,8 +96,8 @@ struct Scalars {
 // After that comes what a step allocates where it uses it (Arena::Scope): the operands of one linear layer,
 // gradients of activations, logits.
 //
-// Gradients of weights lie over saved activations, if there is one rank, one micro-batch a step, and no tied
-// embedding:
+// Gradients of weights lie over saved activations, if there is one rank, one micro-batch a step, no tied
+// embedding, and not --gradients none:
 //
 //     forward writes the layers from left to right, backward needs them from right to left
 //   +---------+---------+-- ... --+-----------+
@@ -173,7 +173,7 @@ struct GpuContext {
     QuantStats* quant_stats = nullptr;    // on the device, by ReportKind, of all but moments
     QuantReport* quant_report = nullptr;  // on the host: of moments
 
-    // bytes: the size of the allocation; 0: a dry run.
+    // bytes: the size of the allocation; 0: a dry run, in which the stream is DRY_RUN.
     GpuContext(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
 
     // Waits until the stream has run all that was put on it. If some of this work waits for another rank, and
@@ -259,6 +259,8 @@ private:
 
 class Parameters {
 public:
+    // Gives all weights, moments and scales the values that a new run begins with, on the GPU. A run that
+    // continues then overwrites them with write().
     Parameters(const GpuContext& context, const MemoryMap& memory, Scales& scales);
 
     const Setup& setup;
@@ -311,7 +313,8 @@ public:
     std::vector<float> expansion_factors(bool second) const;
 
     // Copy a tensor of the state, which has this name, to or from the host: for Model::read() and write().
-    // read() also copies gradients.
+    // read() also copies gradients. write() also computes the amax of the parameter's weight anew, even
+    // if the tensor is a moment, which does not change this amax.
     void read(const std::string& name, void* out) const;
     void write(const std::string& name, const void* in);
 
