@@ -8,7 +8,7 @@
 //   amax            the largest |x| of some elements
 //   scale block     the elements of a matrix that share a scale, rows x cols of them
 //   scale           s = amax / FMAX of a scale block. An element x is stored as code = encode(x / s), and its
-//                   value is decode(code) * s
+//                   value is decode(code) * s. (CPU and GPU do not divide by s: they multiply by 1 / s)
 //   group           of activations: a scale block of 1x16, which is 16 neighbouring features of one token.
 //                   The word alone means this scale group, never a moment group
 //   moment group    128 consecutive elements of an optimizer moment, or the whole moment of a parameter
@@ -160,19 +160,19 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 //
 // Hopper's FP8 GEMM reads both operands along the dimension that it sums over: this dimension must be the one
 // whose elements are neighbours in memory, the columns. Each operand is read by two GEMMs. One sums over its
-// columns and reads it as it is. The other sums over its rows, so its transpose is quantized:
+// columns and reads it as it is. The other sums over its rows, so its transpose is quantized. Scale blocks
+// are symmetric if the transpose has the same: a whole tensor and 128x128 are, a row and 1x128 are not. If
+// they are, the transpose has the same codes, too.
 //
 //   operand   summed over its   summed over its rows   codes are made
 //             columns by        (transposed) by
-//   x         fprop             wgrad                  for each GEMM: none are kept until backward
+//   x         fprop             wgrad                  twice: in forward for fprop, in backward for wgrad
 //   w         fprop             dgrad                  for each GEMM. A GPU may keep them for a whole step
 //   g         dgrad             wgrad                  once for both GEMMs if scale blocks are symmetric
 //
-// In recipes(), below, `cols` of an operand's Granularity always runs along the dimension that the GEMM sums
-// over, also in the transpose: 1x128 of x is 128 features in fprop, and 128 tokens in wgrad.
-//
-// Scale blocks are symmetric (a tensor, 128x128) if they are the same in the transpose. Then so are the
-// codes. With others (a row, 1x128) each of the two GEMMs reads codes that are made for it.
+// The Granularity of an operand, in recipes() below, describes the matrix as its GEMM reads it: columns are
+// what the GEMM sums over. So 1x128 of x is 128 features of a token in fprop. In wgrad, which reads the
+// transpose of x, it is 128 tokens of a feature.
 
 // Where the scale of a whole tensor comes from. JustInTime: from the tensor's own amax. Delayed: from the
 // largest amax of the last Recipe::history_steps steps. In the first step there is no history: each of its
@@ -291,8 +291,8 @@ struct Optimizer {
         if (!moments_need_scaling(f)) return 0;
         return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP);
     }
-    // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for these. In every row of
-    // the table both moments are, or none is.
+    // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for these. No row of the
+    // table has one moment that is and one that is not.
     bool has_fp8_moment_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
 };
 

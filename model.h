@@ -284,8 +284,8 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& confi
 }
 
 // The state besides the weights: the remainders of the masters, the codes and moment scalings of the moments,
-// and the state of delayed scaling. A BF16 weight and its signed 16-bit remainder are the FP32 master:
-// bits = (bf16 << 16) + remainder.
+// and the state of delayed scaling. A BF16 weight and its signed 16-bit remainder are the FP32 master
+// (reference.cpp, split_master).
 inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
     std::vector<StateTensor> table;
     for (const Param& p : parameters(s.config)) {

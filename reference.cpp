@@ -105,9 +105,10 @@ static void write_element(Format f, uint8_t* codes, int64_t i, float x) {
     else reinterpret_cast<uint16_t*>(codes)[i] = f == Format::BF16 ? to_bf16(x) : encode(f, x);
 }
 
-// An FP32 master weight as a BF16 weight and a remainder of 16 bits. The weight is the nearest BF16 value; of
-// two that are equally near, the larger in magnitude, because a remainder of +32768 would not fit. Half of
-// the time the weight is larger in magnitude than the master. Then the remainder is negative.
+// An FP32 master weight as a BF16 weight and a signed 16-bit remainder: bits = (weight << 16) + remainder.
+// The weight is the nearest BF16 value; of two that are equally near, the larger in magnitude, because a
+// remainder of +32768 would not fit. If the weight is larger in magnitude than the master, the remainder is
+// negative: the master 0x3F8D9000 is the weight 0x3F8E and the remainder -0x7000.
 void split_master(float master, uint16_t* weight, int16_t* remainder) {
     const uint32_t bits = std::bit_cast<uint32_t>(master);
     *weight = uint16_t((bits + 0x8000u) >> 16);
@@ -136,10 +137,9 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // rounded to the nearest, and may be too small by a factor of 1 + 2^-8. In E4M3 amax / s is then at most
 // 449.75. It saturates at 448, which is the value nearest to it: there is no more error than rounding makes.
 //
-// If amax is not finite, codes would hide this, because they saturate. The training step must be skipped
-// nevertheless. The caller checks the amax of a whole tensor (check_finite() in reference_model.cpp), so for
-// it any scale will do here: 1. A smaller scale block has the scale NaN, so every value that is decoded with
-// it is NaN, and so is the loss or a gradient. (So a GPU checks no amaxes of groups.)
+// If amax is not finite, the step must be skipped, but codes saturate and would hide it. A whole tensor gets
+// the scale 1: the caller has seen the amax (check_finite() in reference_model.cpp). A smaller scale block
+// gets the scale NaN, which reaches the loss or a gradient. So a GPU checks no amaxes of groups.
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -252,7 +252,7 @@ StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage&
     if (storage.fp8() && storage.granularity == PER_TENSOR) {
         const float s = scale ? *scale : scale_of(storage, compute_amax(x, rows * cols));
         write_element(storage.scale_format, q.scales.data(), 0, s);
-    } else {
+    } else if (storage.fp8()) {
         compute_scales(x, q);
     }
     compute_codes(x, q);
@@ -360,7 +360,8 @@ float contract(Format fp8, float y, float max, float k) {
     return std::copysign(std::max(max * root * root, 0x1p-149f), y);
 }
 
-// Without expansion: the scale of a moment group whose amax is max.
+// Without expansion: the scale of a moment group whose amax is max. (It is finite, because a step with a
+// gradient norm of 2^62 or more is skipped: no group needs the scale NaN.)
 static float moment_scale(Format f, float max) { return scale_of(Storage{.format = f}, max); }
 
 void Moment::init(const Optimizer& optimizer, Format f, int64_t elements) {
@@ -392,11 +393,10 @@ void Moment::load(float* x) const {
 // codes.
 //
 // A second moment that became zero would make the next update explode, because the update divides by
-// sqrt(v) + eps. So it gets the smallest positive code, that of FMIN. Only without expansion can one become
-// zero. With expansion an exact k would make the smallest value FMIN. k is rounded to 1/256, so it may be
-// 1/512 too large, which makes the value FMIN R_X^(-1/512). For the widest R_X of FP32, 2^277, this is 0.69
-// FMIN, which is nearer to FMIN than to 0. The optimizer fp8lm has second moments in FP16 with one scale per
-// tensor. There only values below about 2^-40 of the largest become zero, and they may stay zero.
+// sqrt(v) + eps. So it gets the smallest positive code, that of FMIN. This happens only without expansion.
+// (With it the smallest value becomes FMIN, or at worst 0.69 FMIN, which is rounded to FMIN: k may be rounded
+// up by 1/512, which makes the value FMIN R_X^(-1/512), and R_X is at most 2^277.) In fp8lm, which has second
+// moments in FP16, only values below about 2^-40 of the largest become zero, and they may stay zero.
 void Moment::store_moment_group(int64_t g, int64_t first, int64_t end, const float* x,
                                 bool is_second_moment) {
     float largest = 0, smallest = INFINITY;  // magnitudes; `smallest` leaves out zeros

@@ -20,10 +20,7 @@ uint16_t to_bf16(float x);              // the bits; overflows to infinity
 float from_bf16(uint16_t bits);
 float round_to(Format f, float x);  // x as the nearest value of f, which is FP32 or BF16
 
-// An FP32 master weight as a BF16 weight and a signed 16-bit remainder: bits = (weight << 16) + remainder. So
-// the weight that GEMMs read is the upper 16 bits of the master, rounded, and takes no memory of its own. For
-// example, the master 0x3F8D9000 is the weight 0x3F8E and the remainder -0x7000. The weight is the master
-// rounded to nearest, ties away from zero, so that the remainder fits.
+// An FP32 master weight as a BF16 weight and a signed 16-bit remainder, and the master of the two.
 void split_master(float master, uint16_t* weight, int16_t* remainder);
 float join_master(uint16_t weight, int16_t remainder);
 // The BF16 bits of a weight without a master: element i of the flat order of all parameters, rounded with the

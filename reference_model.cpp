@@ -26,7 +26,7 @@ using Floats = std::vector<float>;
 //   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
 //     of the activation
 //   all other tensors             BF16: attention, residual stream, final norm, embedding, head
-// Four results go to the quantizer directly from FP32:
+// Four results go to the quantizer directly from FP32: on a GPU one kernel computes and quantizes them.
 //   residual sums                           residual_sum and residual_sum2 in layer_forward()
 //   outputs of norms                        apply_norm()
 //   output of the activation function       apply_activation()

@@ -41,7 +41,8 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
 // rounding_bits(key, q) has the random bits of elements 4q to 4q + 3 in the flat order of all parameters
 // (architecture.h, Param::flat_offset). The lowest 16 bits are for element 4q.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
-// The key of one update. attempt = AdamWOptions::step + AdamWOptions::skipped_steps.
+// The key of one update. attempt = AdamWOptions::step + AdamWOptions::skipped_steps. The lower 32 bits are 0:
+// up to 2^34 elements, adding q leaves the upper 32 bits as they are, and these differ from update to update.
 inline uint64_t rounding_key(uint64_t seed, int64_t attempt) {
     return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(attempt)) << 32;
 }

@@ -110,8 +110,8 @@ def store_moment(x, f=E4M3):
 def load_moment(codes, largest, k, f=E4M3): return contract(decode(f, codes), largest, k, f)
 
 def adamw(w, g, m, v, step, lr, matrix=True, beta1=F32(0.9), beta2=F32(0.95), eps=F32(1e-8), decay=F32(0.1)):
-    """One step of the master weights w, FP32 (groups, 128). They move by the new moments before these are
-    quantized. matrix=False is for the weights of norms: their moments are FP32, and they do not decay."""
+    """One step of the master weights w, FP32 (groups, 128), without clipping. They move by the new moments before
+    these are quantized. matrix=False is for norms: their moments are FP32, and their weights do not decay."""
     if matrix: m, v = load_moment(*m), load_moment(*v)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * (g * g)
@@ -183,9 +183,9 @@ Saved = namedtuple("Saved", "norm1_input qkv attention_output norm2_input gate_u
 def linear(x, w):
     return bf16(gemm_operand(E4M3, x) @ gemm_operand(E4M3, w).T)    # fprop: y = x w^T
 def linear_backward(x, w, g):
-    g8 = gemm_operand(GRADIENT_FORMAT, g)
-    dx = bf16(g8 @ gemm_operand(E4M3, w))                           # dgrad: dx = g w
-    return dx, bf16(g8.T @ gemm_operand(E4M3, x))                   # wgrad: dw = g^T x
+    g_operand = gemm_operand(GRADIENT_FORMAT, g)
+    dx = bf16(g_operand @ gemm_operand(E4M3, w))                    # dgrad: dx = g w
+    return dx, bf16(g_operand.T @ gemm_operand(E4M3, x))            # wgrad: dw = g^T x
 
 def layer_forward(w, x, T, HS):
     """The residual stream x (tokens, C) -> the stream after the layer, and what is saved. The stream is a sum

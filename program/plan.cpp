@@ -22,6 +22,9 @@ struct FormatTexts {
     std::string residual;         // the residual stream
     std::string weights;          // as the update reads and writes them
     std::string falls_back;       // follows the name of a linear layer that falls back to the compute dtype
+    // If norm inputs are saved in groups, these follow the names of the last residual add and of the norms'
+    // backward pass: the input of the final norm is not in groups.
+    std::string last_layer, final_norm;
 };
 
 }  // namespace
@@ -44,6 +47,8 @@ static FormatTexts format_texts(const Setup& s) {
         .residual = recipe.saved_inputs.fp8() ? compute + " and " + saved_inputs : compute,
         .weights = has_remainder ? compute + " + 16 bits = fp32" : compute,
         .falls_back = linear.fallback ? " (falls back)" : "",
+        .last_layer = recipe.saved_inputs.fp8() ? concat(" (last layer: ", compute, ")") : "",
+        .final_norm = recipe.saved_inputs.fp8() ? concat(" (final norm: ", compute, ")") : "",
     };
 }
 
@@ -96,7 +101,7 @@ static std::vector<Operator> layer_operators(const Setup& s, const FormatTexts& 
          .writes = f.x,
          .saves = saved_text(s, SavedKind::GateUp)},
         {.name = "down projection" + f.falls_back, .reads = f.x, .weights = f.w, .writes = f.compute},
-        {.name = "residual add", .reads = f.compute, .writes = f.residual}};
+        {.name = "residual add" + f.last_layer, .reads = f.compute, .writes = f.residual}};
     layer.insert(layer.end(), attention_and_mlp.begin(), attention_and_mlp.end());
     return layer;
 }
@@ -122,7 +127,7 @@ static std::vector<Operator> backward_operators(const Setup& s, const FormatText
          .reads = f.g + " x " + f.x,
          .writes = f.weight_gradient},
         {.name = s.config.arch.gated ? "SiLU(gate) x up" : "GELU", .reads = saved_and_dy, .writes = f.g},
-        {.name = "norms", .reads = saved_and_dy, .weights = f.compute, .writes = f.compute},
+        {.name = "norms" + f.final_norm, .reads = saved_and_dy, .weights = f.compute, .writes = f.compute},
         {.name = "attention", .reads = attention_reads, .writes = f.compute},
         {.name = "head", .reads = f.compute, .weights = f.compute, .writes = f.compute}};
 }

@@ -103,8 +103,7 @@ void print_start(const Run& run) {
     for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
     if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
     for (const ordered_json& change : run.resumed.changes) print("changed: ", change.get<std::string>());
-    if (!run.resumed.changes.empty())
-        print("So the weights are not those of a run that had these flags from its first step.");
+    if (!run.resumed.changes.empty()) print("Earlier steps ran with the earlier values of these flags.");
     std::printf("\n");
 }
 

@@ -72,9 +72,8 @@ struct Run {
 // report.cpp: what a run prints. Every rank calls these functions, and rank 0 alone prints and logs.
 
 // The floating-point operations of training on one token of a sequence of T. For each weight of a GEMM they
-// are 2 in forward and 4 in backward; the head has such a GEMM, and looking up the embedding has none.
-// Attention in each layer has 6 T for each element of q: two products with T / 2 keys on average, forward and
-// twice backward.
+// are 2 in forward and 4 in backward. The head counts, looking up the embedding does not. Attention in each
+// layer has 6 T for each element of q: two products with T / 2 keys on average, forward and twice backward.
 double flops_per_token(const ModelConfig& config, int64_t T);
 
 void print_start(const Run& run);

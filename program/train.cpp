@@ -182,8 +182,8 @@ static int save_and_end_at_signal(Run& run, int signal) {
 }
 
 // Validates and saves the last step, and prints what the run was. Returns the exit code: not 0 if --out could
-// not be written. The step is saved even if it was skipped, because validation has just proved the weights
-// finite: it is an Error if its loss is not.
+// not be written. validate_and_report() throws if the loss is not finite, so here the weights are finite, and
+// the step is saved even if it was skipped.
 static int finish(Run& run, const Progress& progress) {
     const double validation = validate_and_report(run);
     const int code = save_last(run);

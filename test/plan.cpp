@@ -105,6 +105,9 @@ TEST_CASE("precision plan: says what each memory mode changes and which linear l
           {"coat", 64, "bf16, stochastic", 0},
           {"coat master", 64, "bf16, stochastic", 1},
           {"coat", 64, "bf16 + 16 bits = fp32|bf16 + 16 bits = fp32", 1},
+          {"coat", 64, "residual add (last layer: bf16)|bf16|bf16 and e4m3 1x16", 1},
+          {"coat", 64, "norms (final norm: bf16)|e4m3 1x16, bf16", 1},
+          {"bf16", 64, "last layer", 0},
           {"coat", 64, "falls back", 0},
           {"coat", 65, "falls back", 6},  // four linear layers, and dgrad and wgrad of their backward
           {"coat", 65, "falls back)|e", 0}}) {

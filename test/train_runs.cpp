@@ -282,7 +282,7 @@ TEST_CASE("train: what --resume changes of the steps to come is said and done an
         "--weight-decay 0.0 (before: 0.1), --clip 0.1 (before: 1.0); the next step's learning rate is " +
         std::string(rate) +
         " (before: 3.000e-04)\n"
-        "So the weights are not those of a run that had these flags from its first step.\n";
+        "Earlier steps ran with the earlier values of these flags.\n";
     const Ended changed = train(folder, resume + flags + "--out two");
     require_success(changed);
     CHECK(contains(changed.out, sentence));
