@@ -12,6 +12,10 @@ namespace coat {
 
 namespace fs = std::filesystem;
 
+// The folder of a file, which may also be the working directory: "FOLDER/." or ".".
+inline std::string folder_of(const std::string& file) {
+    return (fs::path(file).parent_path() / ".").string();
+}
 inline std::string path_in(const std::string& folder, const std::string& file) {
     return (fs::path(folder) / file).string();
 }

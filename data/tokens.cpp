@@ -259,8 +259,7 @@ static void read_files(const FoundFiles& found, const CorpusOptions& options, Co
         else corpus.left_out.push_back({path, NEW_FILE});
     }
     std::set<std::string> folders;
-    for (const DataFile& file : corpus.files)
-        folders.insert((fs::path(file.path).parent_path() / ".").string());
+    for (const DataFile& file : corpus.files) folders.insert(folder_of(file.path));
     const auto with_tokenizer = std::find_if(folders.begin(), folders.end(), [](const std::string& folder) {
         return !tokenizer_in(folder).empty();
     });

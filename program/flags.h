@@ -37,8 +37,8 @@ struct Flags {
     int64_t seq = 128;
     int64_t accumulate = 1;
     int64_t steps = 250;
-    double lr = 0;         // start.cpp chooses the default
-    int64_t warmup = 100;  // in a short run start.cpp chooses fewer by default
+    double lr = 0;       // start.cpp chooses the default, by the model
+    int64_t warmup = 0;  // start.cpp chooses the default, by the steps
     double beta1 = 0.9;
     double beta2 = 0.95;
     double weight_decay = 0.1;

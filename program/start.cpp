@@ -159,8 +159,8 @@ static void require_no_tokenizer(const std::string& model, const std::string& da
 
 // Token files have no meaning for a model with another tokenizer.
 static void require_tokenizer_of(const std::string& model, const Corpus& data) {
-    std::string folder = data.tokenizer_folder;
-    if (!data.vocabulary_file.empty()) folder = (fs::path(data.vocabulary_file).parent_path() / ".").string();
+    const std::string& vocabulary = data.vocabulary_file;
+    const std::string folder = vocabulary.empty() ? data.tokenizer_folder : folder_of(vocabulary);
     if (!folder.empty() && tokenizers_differ(model, folder))
         throw Error("--data has tokens of another tokenizer than that of ", model,
                     "; make token files with that one (python3 data/tokenize.py --tokenizer ", model, ").");

@@ -221,8 +221,8 @@ private:
         bool predicts;      // it says each value, not only what the wrong ones have in common
         bool of_input;      // what they have in common is a property of their inputs
         std::string first;  // what is printed of the first wrong value that it explains
-        size_t wrong = 0;   // so many wrong values are as it says
-        size_t others = 0;  // so many values are not as it predicts; or have its property and are right
+        size_t wrong = 0;   // how many wrong values are as it says
+        size_t others = 0;  // how many values are not as it predicts, or have its property and are right
 
         void counts(const Function<std::string()>& here) {
             wrong++;
