@@ -71,7 +71,7 @@ struct ResidualNorm {
     LinearLayer* reader;  // null for the final norm, whose output is not quantized: the head reads it
 
     bool saves_groups() const { return norm.in.storage.fp8(); }
-    AmaxAndScale* output_amax_out() const { return reader ? reader->x_amax_out() : nullptr; }
+    AmaxAndScale* place_for_output_amax() const { return reader ? reader->place_for_x_amax() : nullptr; }
 };
 
 // The residual stream (N, C) in forward. If the recipe saves norm inputs in groups, each sum is stored twice:
@@ -87,7 +87,7 @@ struct ResidualStream {
         return {.x_out = next.saves_groups() ? buffer : TensorRef{},
                 .next = next.norm,
                 .norm_reads_saved = norm_reads_saved(next),
-                .y_amax_out = next.output_amax_out()};
+                .y_amax_out = next.place_for_output_amax()};
     }
     // The stream before the norm n, in the compute dtype.
     TensorRef before(const ResidualNorm& n) const { return n.saves_groups() ? buffer : n.norm.in; }
@@ -127,10 +127,10 @@ class GpuModel final : public Model {
     const Recipe& recipe_ = setup_.recipe;
     const cudaStream_t stream_ = context_.stream;
     Arena& arena_ = context_.arena;
-    const MemoryMap memory_ = allocate_memory(context_);  // where everything is that lasts for the run
-    Scales scales_{context_, memory_};                    // of FP8 operands
-    Parameters parameters_{context_, memory_, scales_};  // weights, gradients and moments that this rank owns
-    const std::unique_ptr<Sharding> sharding_;           // whole weights and gradients, also of other ranks
+    const MemoryMap memory_ = allocate_memory(context_);     // where everything is that lasts for the run
+    AmaxTable amax_table_{context_, memory_};                // the amaxes and scales of operands
+    Parameters parameters_{context_, memory_, amax_table_};  // weights, gradients, moments of this rank
+    const std::unique_ptr<Sharding> sharding_;               // whole weights and gradients, of all ranks
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     LinearContext linear_context_;  // what the linear layers share
     std::vector<Layer> layers_;
@@ -170,10 +170,10 @@ public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
     GpuModel(const Setup& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : context_(s, bytes),
-          sharding_(make_sharding(context_, memory_, parameters_, scales_, std::move(transport))),
+          sharding_(make_sharding(context_, memory_, parameters_, amax_table_, std::move(transport))),
           linear_context_{.gpu_context = context_,
                           .parameters = parameters_,
-                          .scales = scales_,
+                          .amax_table = amax_table_,
                           .sharding = *sharding_,
                           .gemms = gemms_,
                           .caches_weights = cache_weights} {
@@ -233,11 +233,11 @@ public:
         if (setup_.keep_gradients)
             parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *sharding_);
         after_weight_change();
-        scales_.update_histories(outcome());  // for delayed scaling
+        amax_table_.update_histories(outcome());  // for delayed scaling
 
         const StepOutcome found = fetch_outcome();
         const bool skipped = found.gradients.skip != 0;
-        if (!skipped && found.empty_histories == 0) scales_.any_empty_history = false;
+        if (!skipped && found.empty_histories == 0) amax_table_.any_empty_history = false;
         first_step_done_ = true;
         return {.loss = sum_of_ranks(found.loss),
                 .grad_norm = found.gradients.norm,
@@ -270,12 +270,12 @@ private:
         clear_async(outcome(), sizeof(StepOutcome), stream_);
         context_.quant_report = report;
         context_.quant_stats = report ? memory_.scalars->quant_stats : nullptr;
-        if (scales_.delayed()) begin_delayed_scaling();
+        if (amax_table_.delayed()) begin_delayed_scaling();
         if (linear_context_.caches_weights) write_cached_weights();
     }
     // Delayed scaling: this step collects the amaxes of all operands for the histories.
     void begin_delayed_scaling() {
-        scales_.clear_operand_amaxes();
+        amax_table_.clear_operand_amaxes();
         cached_weights_are_valid_ = false;     // they are made again, which computes their amaxes
         sharding_->forget_gathered_weights();  // these are FP8 codes, whose scales change
     }
@@ -315,7 +315,7 @@ private:
         // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
         if (sharding_->sends_gradients() || pass.update_in_backward) return false;
         // As long as an operand may lack its delayed scale, amaxes are computed that are not needed later
-        return !scales_.any_empty_history;
+        return !amax_table_.any_empty_history;
     }
     // Copy tokens or targets (B, T) to the GPU, when the pass before has run.
     void load_tokens(const Pass& pass, const int32_t* tokens) {
@@ -328,7 +328,7 @@ private:
     // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step does this before
     // Parameters::update(), which reads outcome()->loss_or_nan and updates no weight if it is NaN.
     void store_loss_or_nan(double* loss_or_nan) {
-        write_loss_or_nan(scales_.all(), scales_.count(), &outcome()->loss, loss_or_nan, stream_);
+        write_loss_or_nan(amax_table_.all(), amax_table_.count(), &outcome()->loss, loss_or_nan, stream_);
     }
     // Adds the losses to outcome()->loss, and computes all gradients but the embedding's.
     void forward_and_backward(const Pass& pass) {
@@ -337,7 +337,7 @@ private:
         for (int64_t l = config_.L - 1; l >= 0; l--) {
             mlp_block_backward(pass, layers_[l]);
             attention_block_backward(pass, layers_[l],
-                                     l > 0 ? layers_[l - 1].down_proj.g_amax_out() : nullptr);
+                                     l > 0 ? layers_[l - 1].down_proj.place_for_g_amax() : nullptr);
         }
     }
 
@@ -522,10 +522,10 @@ private:
         ResidualStream residual{.buffer = {}, .forward_reads_saved = recipe_.forward_reads_saved};
         if (recipe_.saved_inputs.fp8()) residual.buffer = allocate_tensor(pass.N, config_.C);
         // If scaling is just in time, the amaxes of each micro-batch are its own
-        if (!scales_.delayed()) scales_.clear_operand_amaxes();
+        if (!amax_table_.delayed()) amax_table_.clear_operand_amaxes();
         // embedding: a row of the weight for each token, and in GPT-2 a row for its position. It saves the
         // input of the first norm 1
-        sharding_->gather_weights(Sharding::EMBEDDING_STAGE, Direction::Forward);
+        sharding_->gather_weights(Sharding::EMBEDDING_MODULE, Direction::Forward);
         const TensorRef positions = rotary_ ? TensorRef{} : sharding_->weight(parameters_.index("positions"));
         const ResidualNorm first_norm = norm1_of(pass, layers_[0]);
         embed(sharding_->weight(embedding_index_), positions, memory_.tokens, pass.T,
@@ -561,7 +561,7 @@ private:
         const TensorRef attention_qkv = attention_input(pass, layer, qkv);
         attention_forward(attention_shape_args(pass), attention_qkv.data, out.data,
                           saved_log_sum_exp(pass, layer),
-                          out_in_groups ? nullptr : layer.attention_out_proj.x_amax_out(), stream_);
+                          out_in_groups ? nullptr : layer.attention_out_proj.place_for_x_amax(), stream_);
         save_and_reload(out, saved_out);
         // attention output projection: (N, q_cols) -> (N, C)
         if (out_in_groups) layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved_out));
@@ -610,7 +610,7 @@ private:
     // computed from the groups if forward reads them, else from the values.
     void save_gate_up_in_groups(const Layer& layer, const TensorRef& values, const TensorRef& groups) {
         quantize_activation_input(gated_, values, groups, recipe_.forward_reads_saved,
-                                  layer.down_proj.x_amax_out(),
+                                  layer.down_proj.place_for_x_amax(),
                                   context_.quant_stats_of(ReportKind::ActivationInput), stream_);
     }
 
@@ -646,7 +646,7 @@ private:
             sum.storage = PLAIN_FP32;
         }
         // Direction::Backward: the weights that are gathered ahead are those of the last layer
-        sharding_->gather_weights(sharding_->head_stage(), Direction::Backward);
+        sharding_->gather_weights(sharding_->head_module(), Direction::Backward);
         // The GEMMs of the slices run before begin_bucket(), so wait here for the place of this gradient
         sharding_->wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
         // Earlier micro-batches have added to the gradient: the sum begins with what they left
@@ -660,7 +660,7 @@ private:
         const int64_t bucket = parameters_.params[final_norm_index_].bucket;
         begin_bucket(pass, bucket);
         residual_norm_backward(pass, final_norm(pass), dy, /*dresidual_in=*/TensorRef{},
-                               layers_.back().down_proj.g_amax_out());
+                               layers_.back().down_proj.place_for_g_amax());
         finish_bucket(pass, bucket);
     }
     // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
@@ -749,7 +749,7 @@ private:
         until_dgate_up.end();
         // gate and up projection, norm 2
         linear_and_norm_backward(pass, norm2_of(pass, layer), dgate_up,
-                                 layer.attention_out_proj.g_amax_out());
+                                 layer.attention_out_proj.place_for_g_amax());
         finish_bucket(pass, layer.gate_up_proj.bucket());
     }
     // Returns dact, in memory of the caller's scope.
@@ -763,8 +763,8 @@ private:
     }
 
     // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax_out: where
-    // the amax of the latter goes: g_amax_out() of the down projection of the layer before; null at the first
-    // layer.
+    // the amax of the latter goes: place_for_g_amax() of the down projection of the layer before; null at the
+    // first layer.
     void attention_block_backward(const Pass& pass, Layer& layer, AmaxAndScale* dresidual_amax_out) {
         const Arena::Scope scope(arena_);
         void* const gate_up = saved_tensor(pass, layer, SavedKind::GateUp).data;
@@ -814,7 +814,7 @@ private:
                             .dqkv = dqkv.data,
                             .workspace = workspace,
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
-                            .dqkv_amax_out = qk_norms_ ? nullptr : layer.qkv_proj.g_amax_out()},
+                            .dqkv_amax_out = qk_norms_ ? nullptr : layer.qkv_proj.place_for_g_amax()},
                            stream_);
         if (!qk_norms_) return;
         const QkNorm norms = qk_norm_args(layer);
@@ -897,7 +897,7 @@ private:
     // The loss alone, for evaluate(). A step calls loss_and_head_backward() instead.
     void loss_without_gradients(const Pass& pass) {
         const Arena::Scope scope(arena_);
-        sharding_->gather_weights(sharding_->head_stage(), Direction::Forward);
+        sharding_->gather_weights(sharding_->head_module(), Direction::Forward);
         for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS) {
             const Arena::Scope slice(arena_);
             const TensorRef y = allocate_tensor(slice_tokens(pass, first), config_.C);
@@ -914,7 +914,7 @@ public:
         begin_step_or_evaluation(1);
         load_tokens(pass, tokens);
         forward(pass);
-        sharding_->gather_weights(sharding_->head_stage(), Direction::Forward);
+        sharding_->gather_weights(sharding_->head_module(), Direction::Forward);
         const Arena::Scope scope(arena_);
         const TensorRef y = allocate_tensor(1, config_.C);
         const TensorRef last = compute_logits(pass, /*first=*/n - 1, /*out*/ y);

@@ -10,9 +10,9 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
       bias_index_(context_.parameters.bias_index(weight_index)),
       out_(context_.parameters.params[weight_index].rows), in_(context_.parameters.params[weight_index].cols),
       linear_layer_index_(context_.parameters.linear_layer_index(weight_index)),
-      x_amax_and_scale_(context_.scales.of_operand(WhichOperand::X, linear_layer_index_)),
-      w_amax_and_scale_(context_.scales.of_weight(weight_index, linear_layer_index_)),
-      g_amax_and_scale_(context_.scales.of_operand(WhichOperand::G, linear_layer_index_)) {
+      x_amax_and_scale_(context_.amax_table.of_operand(WhichOperand::X, linear_layer_index_)),
+      w_amax_and_scale_(context_.amax_table.of_weight(weight_index, linear_layer_index_)),
+      g_amax_and_scale_(context_.amax_table.of_operand(WhichOperand::G, linear_layer_index_)) {
     if (context_.caches_weights) cached_w_operand_ = allocate_operand(WhichOperand::W, out_, Form::Both);
 }
 
@@ -30,7 +30,7 @@ static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
 void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
     const Operand x_operand = make_operand(WhichOperand::X, x, WhichGemm::Fprop);
-    context_.sharding.gather_weights(stage(), Direction::Forward);
+    context_.sharding.gather_weights(module(), Direction::Forward);
     const Operand w_operand = get_or_make_w_operand(WhichGemm::Fprop);
     const void* const bias = bias_index_ ? context_.sharding.weight(*bias_index_).data : nullptr;
     TensorRef whole_y = y;
@@ -40,7 +40,7 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
 
 void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
     const Arena::Scope scope(arena());
-    context_.sharding.gather_weights(stage(), Direction::Backward);
+    context_.sharding.gather_weights(module(), Direction::Backward);
     const Operand w_operand = get_or_make_w_operand(WhichGemm::Dgrad);
     context_.gemms.run(WhichGemm::Dgrad, g_operand, w_operand, dx, stream());
 }
@@ -82,7 +82,7 @@ Operand LinearLayer::allocate_operand(WhichOperand which, int64_t needed_rows, F
     if (q.granularity == PER_TENSOR)
         return {.tensor = {codes, amax_and_scale, rows, cols, q},
                 .transposed = transposed,
-                .delayed = context_.scales.delayed()};
+                .delayed = context_.amax_table.delayed()};
     // The scales of rows and blocks lie right after the codes to which they belong.
     const int64_t code_bytes = q.code_bytes(rows, cols);
     auto scales_of = [&](void* p) { return p ? static_cast<uint8_t*>(p) + code_bytes : nullptr; };
@@ -156,7 +156,7 @@ Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs am
 // decides between one pass and two.
 void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand) {
     const bool fp8 = context_.formats.g.fp8();
-    AmaxAndScale* const amax_to_compute = amax == AmaxIs::Unknown ? g_amax_out() : nullptr;
+    AmaxAndScale* const amax_to_compute = amax == AmaxIs::Unknown ? place_for_g_amax() : nullptr;
     if (fp8 && bias_index_ && !amax_to_compute) {
         const Arena::Scope scope(arena());
         float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
@@ -181,13 +181,14 @@ void LinearLayer::add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const
 // Amaxes
 
 void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
-    if (x_amax_out()) compute_amax(x, x_amax_out(), stream());
+    if (place_for_x_amax()) compute_amax(x, place_for_x_amax(), stream());
 }
 
-// The update leaves the amax of a weight in the parameter's entry (Scales::of_parameter()). Delayed scaling
-// uses the entry of the operand w instead: its amax is computed here while some history of amaxes is empty.
+// The update leaves the amax of a weight in the parameter's entry (AmaxTable::of_parameter()). Delayed
+// scaling uses the entry of the operand w instead: its amax is computed here while some history of amaxes is
+// empty.
 void LinearLayer::compute_w_amax_if_needed() const {
-    if (context_.scales.delayed() && context_.needs_amax_before_codes())
+    if (context_.amax_table.delayed() && context_.needs_amax_before_codes())
         compute_amax(lazy_stored(context_.sharding.weight(weight_index_)), w_amax_and_scale_, stream());
 }
 

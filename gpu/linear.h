@@ -17,10 +17,10 @@
 // the innermost Arena::Scope ends that was open when its memory was taken.
 //
 // Amaxes. If a tensor has one scale, and scaling is just in time, its amax must be known before its codes are
-// made. Often an earlier kernel has the values at hand: it is given x_amax_out() or g_amax_out() of the
-// linear layer that will read the tensor, and leaves the amax there. (In recipes that need no amaxes both
-// functions return null.) If no earlier kernel has the values, a pass over the tensor computes the amax just
-// before the codes are made. Who computes which amax stands in model.cu, at the head of its sections on
+// made. Often an earlier kernel has the values at hand: it is given place_for_x_amax() or place_for_g_amax()
+// of the linear layer that will read the tensor, and leaves the amax there. (In recipes that need no amaxes
+// both functions return null.) If no earlier kernel has the values, a pass over the tensor computes the amax
+// just before the codes are made. Who computes which amax stands in model.cu, at the head of its sections on
 // forward and on backward.
 //
 // Forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad; w again, for dgrad;
@@ -32,14 +32,14 @@
 //
 //   GpuContext              the settings of the run, the stream, and the arena (gpu/state.h)
 //   Parameters::params      the list of all parameters; a weight is known by its index in it (gpu/state.h)
-//   Scales                  an amax and a scale for each operand (gpu/state.h); delayed() and
+//   AmaxTable               an amax and a scale for each operand (gpu/state.h); delayed() and
 //                           any_empty_history concern delayed scaling alone
 //   quant_stats_of()        null, unless quantization is measured
 //   FP8_GEMM_MULTIPLE       16 rows (gpu/memory_layout.h)
 //   Sharding
 //     weight()              the weight itself, as it is stored; no codes arrive from elsewhere
 //     gradient_to_write()   the gradient itself
-//     gather_weights()      does nothing; so its arguments, stage() and a Direction, can wait
+//     gather_weights()      does nothing; so its arguments, module() and a Direction, can wait
 #pragma once
 #include <optional>
 
@@ -52,7 +52,7 @@ namespace coat::gpu {
 struct LinearContext {
     GpuContext& gpu_context;
     const Parameters& parameters;
-    const Scales& scales;
+    const AmaxTable& amax_table;
     Sharding& sharding;
     CublasGemms& gemms;
     // Whether the FP8 codes of all weights are made once per step, in both forms.
@@ -63,7 +63,7 @@ struct LinearContext {
     // tensor, unless scaling is delayed and no history is empty any more.
     bool needs_amax_before_codes() const {
         const bool per_tensor = formats.x.fp8() && formats.x.granularity == PER_TENSOR;
-        return per_tensor && (!scales.delayed() || scales.any_empty_history);
+        return per_tensor && (!amax_table.delayed() || amax_table.any_empty_history);
     }
 };
 
@@ -82,7 +82,7 @@ public:
 
     // --- The operand of g; and dbias, the gradient of the bias, to which the column sums of g are added
     // while g is at hand
-    // Known: an earlier kernel has left the amax of g in g_amax_out(). Unknown: the amax is computed first.
+    // Known: an earlier kernel has left the amax of g at place_for_g_amax(). Unknown: it is computed first.
     enum class AmaxIs : uint8_t { Known, Unknown };
     // Makes the operand of g, and adds to dbias. In recipes without FP8 a stored g is its own operand: no
     // memory is allocated.
@@ -98,10 +98,10 @@ public:
 
     // --- Amaxes
     // Where a kernel that has the values of x or of g leaves their amax. Null if none is needed.
-    AmaxAndScale* x_amax_out() const {
+    AmaxAndScale* place_for_x_amax() const {
         return context_.needs_amax_before_codes() ? x_amax_and_scale_ : nullptr;
     }
-    AmaxAndScale* g_amax_out() const {
+    AmaxAndScale* place_for_g_amax() const {
         return context_.needs_amax_before_codes() ? g_amax_and_scale_ : nullptr;
     }
     // A pass over x that raises its amax, if the amax is needed. For an x that no earlier kernel had at hand.
@@ -132,7 +132,7 @@ private:
     QuantStats* quant_stats_of(WhichOperand which) const {
         return context_.gpu_context.quant_stats_of(report_kind(which));
     }
-    int64_t stage() const { return Sharding::stage_of(linear_layer_index_); }
+    int64_t module() const { return Sharding::module_of(linear_layer_index_); }
 
     Operand allocate_operand(WhichOperand which, int64_t rows, Form form, void* codes = nullptr) const;
     Operand make_operand(WhichOperand which, const LazyTensor& source, WhichGemm gemm) const;

@@ -7,11 +7,11 @@ std::vector<ShardPlace> shard_places(const Setup& s) {
     std::vector<ShardPlace> table;
     int64_t rank_offset = 0, unit = 0;
     for (const Param& p : parameters(s.config)) {
-        table.push_back({.owned = owned(s, p), .rank_offset = rank_offset, .first_shard_unit = unit});
+        table.push_back({.owned = owned(s, p), .rank_offset = rank_offset, .units_before_parameter = unit});
         rank_offset += padded_count(table.back().owned);
         unit += ceil_div(p.size(), SHARD_UNIT);
     }
-    table.push_back({.owned = {}, .rank_offset = rank_offset, .first_shard_unit = unit});
+    table.push_back({.owned = {}, .rank_offset = rank_offset, .units_before_parameter = unit});
     return table;
 }
 

@@ -15,12 +15,9 @@ inline constexpr int64_t GPU_ALIGNMENT = 256;
 
 // The part of a parameter that this rank owns, and where it is in the rank's order.
 struct ShardPlace {
-    Range owned;          // elements of the parameter: owned() of model.h
-    int64_t rank_offset;  // elements before it in the rank's order
-    // The shard units of all parameters are numbered in the flat order. This is the number of the parameter's
-    // first shard unit, whoever owns it. (Shard::first_owned_unit is the number of the first one that this
-    // rank owns.)
-    int64_t first_shard_unit;
+    Range owned;                     // elements of the parameter: owned() of model.h
+    int64_t rank_offset;             // elements before it in the rank's order
+    int64_t units_before_parameter;  // shard units of all earlier parameters, whoever owns them
 };
 // The table by parameter. One more entry follows, where the last parameter ends.
 std::vector<ShardPlace> shard_places(const Setup& s);
@@ -41,7 +38,7 @@ struct GradientBufferSizes {
 GradientBufferSizes gradient_buffer_sizes(const Setup& s);
 
 // With several ranks: the most bytes that a rank receives of a bucket's gradients, and the most that the
-// gathered matrices of a stage take (gpu/sharding.h). With one rank both are 0.
+// gathered matrices of a module take (gpu/sharding.h). With one rank both are 0.
 struct ReceivedBytes {
     int64_t gradients = 0, weights = 0;
 };

@@ -38,8 +38,8 @@
 //                 groups; the padding stays zero
 //   rank's order  all shards of this rank, one after the other, each padded in the same way. In this order
 //                 lie its weights, masters, moments and sums of gradients
-//   stage         with several ranks: a part of the model whose weights are gathered at a time: the
-//                 embeddings, a linear layer, or the head (gpu/sharding.h)
+//   module        a part of the model whose weights several ranks gather at a time: the embeddings, a linear
+//                 layer, or the head (gpu/sharding.h)
 #pragma once
 #include "../model.h"
 #include "cuda.h"
@@ -285,8 +285,8 @@ struct Shard {
     // Two numbers for what must not depend on the number of ranks.
     // For random bits: an element's number in the flat order minus its number in the rank's order.
     int64_t flat_minus_rank_offset = 0;
-    // For the norm of gradients: the number of the shard's first shard unit among those of all parameters.
-    int64_t first_owned_unit = 0;
+    // For the norm of gradients: the shard units that come before this shard in the flat order.
+    int64_t units_before_shard = 0;
 };
 
 // What a step knows of its gradients, on the device. It is cleared before the step.

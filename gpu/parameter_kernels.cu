@@ -87,7 +87,7 @@ static __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < shard_count; i++) {
         const int64_t offset = shards[i].rank_offset - first, size = shards[i].size;
         const int64_t units = ceil_div(size, SHARD_UNIT);
-        double* const sums_of_shard = sums + 1 + shards[i].first_owned_unit - first_shard_unit;
+        double* const sums_of_shard = sums + 1 + shards[i].units_before_shard - first_shard_unit;
         // In each shard the warps go on in turn where they ended in the shard before.
         const int64_t turn = (warp + warps - before % warps) % warps;
         before += units;

@@ -250,36 +250,36 @@ public:
 class Zero3Sharding : public Sharding {
 public:
     Zero3Sharding(const GpuContext& context, const MemoryMap& memory, Parameters& parameters,
-                  const Scales& scales, std::shared_ptr<Transport> transport)
-        : Sharding(parameters), setup_(context.setup), context_(context), memory_(memory), scales_(scales),
-          compute_stream_(context.stream), comm_stream_(transport == nullptr),
-          transport_(std::move(transport)), matrices_(size_t(head_stage()) + 1),
+                  const AmaxTable& amax_table, std::shared_ptr<Transport> transport)
+        : Sharding(parameters), setup_(context.setup), context_(context), memory_(memory),
+          amax_table_(amax_table), compute_stream_(context.stream), comm_stream_(transport == nullptr),
+          transport_(std::move(transport)), matrices_(size_t(head_module()) + 1),
           gathered_(parameters.params.size()) {
         list_matrices();
-        if (transport_) transport_->attach(context.arena.begin(), memory.flags, comm_stream_);
+        if (transport_) transport_->attach(context.arena.begin(), memory.received.flags, comm_stream_);
     }
 
     // --- Weights
-    void gather_weights(int64_t stage, Direction direction) override {
-        gather(stage);
-        is_gathered_[stage % 2].make_wait(compute_stream_);
-        // In backward the stage of the first linear layer is the last: the embedding stage is not read again.
-        const int64_t next = direction == Direction::Forward ? stage + 1 : stage - 1;
-        if (next > EMBEDDING_STAGE && next <= head_stage()) gather(next);
+    void gather_weights(int64_t module, Direction direction) override {
+        gather(module);
+        is_gathered_[module % 2].make_wait(compute_stream_);
+        // In backward the first linear layer is the last module: the embeddings are not read again.
+        const int64_t next = direction == Direction::Forward ? module + 1 : module - 1;
+        if (next > EMBEDDING_MODULE && next <= head_module()) gather(next);
     }
     TensorRef weight(size_t i) const override {
         return parameters_.params[i].is_vector() ? parameters_.whole_weight(i) : gathered_[i];
     }
     void combine_amaxes_of_ranks() override {
-        const int64_t n = scales_.delayed() ? scales_.count() : scales_.param_count;
+        const int64_t n = amax_table_.delayed() ? amax_table_.count() : amax_table_.param_count;
         const int64_t bytes = n * int64_t(sizeof(AmaxAndScale));
-        AmaxAndScale* const all = memory_.amaxes_of_ranks;
-        copy_async(all + setup_.rank * n, scales_.all(), bytes, compute_stream_);
+        AmaxAndScale* const all = memory_.received.amaxes;
+        copy_async(all + setup_.rank * n, amax_table_.all(), bytes, compute_stream_);
         all_gather(all, bytes);
-        combine_amaxes(scales_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_stream_);
+        combine_amaxes(amax_table_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_stream_);
     }
     void forget_gathered_weights() override {
-        for (int64_t& stage : in_buffer_) stage = NONE;
+        for (int64_t& module : in_buffer_) module = NONE;
     }
     QuantStats sum_weight_quant_stats(const QuantStats& mine) const override {
         if (!sends_codes()) return mine;
@@ -345,19 +345,19 @@ private:
     const Setup& setup_;
     const GpuContext& context_;
     const MemoryMap& memory_;
-    const Scales& scales_;
+    const AmaxTable& amax_table_;
     const cudaStream_t compute_stream_;
     const Stream comm_stream_;
     const std::shared_ptr<Transport> transport_;  // null in a dry run: nothing travels
-    std::vector<std::vector<size_t>> matrices_;   // by stage: the parameters that it gathers
+    std::vector<std::vector<size_t>> matrices_;   // by module: the parameters that it gathers
     std::vector<TensorRef> gathered_;             // by parameter: a matrix, as it was gathered last
     // Whether weights of linear layers can travel as FP8 codes: if they have one scale per tensor, every rank
     // knows it before it has the whole weight.
     const bool codes_travel_ = linear_formats(setup_).w.fp8() && setup_.recipe.w.granularity == PER_TENSOR;
     Event launched_so_far_, sent_so_far_;
     Event is_sent_[3];      // by buffer of gradients: its gradients are sent, so it may be written again
-    Event is_gathered_[2];  // by buffer of weights, of even and of odd stages: the stage in it is gathered
-    int64_t in_buffer_[2] = {NONE, NONE};  // by buffer of weights: the stage in it
+    Event is_gathered_[2];  // by buffer of weights, of even and of odd modules: the module in it is gathered
+    int64_t in_buffer_[2] = {NONE, NONE};  // by buffer of weights: the module in it
 
     // What is put on the stream from now on runs after what the computation has launched so far.
     void wait_for_compute() {
@@ -400,7 +400,7 @@ private:
         int64_t elements = (from - (from > to)) * padded_count(owned_by(i, to));
         for (size_t j = parameters_.buckets[parameters_.params[i].bucket].first; j < i; j++)
             elements += (setup_.ranks - 1) * padded_count(owned_by(j, to));
-        return memory_.received_gradients + elements * parameters_.gradient_bytes;
+        return memory_.received.gradients + elements * parameters_.gradient_bytes;
     }
     int buffer_of(int64_t bucket) const {  // as allocate_memory() takes them
         return bucket == 0 && setup_.config.tied ? 2 : int(bucket % 2);
@@ -408,38 +408,38 @@ private:
 
     // --- Weights
     // Whether weights of linear layers travel as codes now: not while a delayed scale is missing.
-    bool sends_codes() const { return codes_travel_ && !scales_.any_empty_history; }
+    bool sends_codes() const { return codes_travel_ && !amax_table_.any_empty_history; }
 
     void list_matrices() {
         for (size_t i = 0; i < parameters_.params.size(); i++) {
             const Param& p = parameters_.params[i];
             if (p.is_vector()) continue;
-            int64_t stage = EMBEDDING_STAGE;
-            if (p.role.linear) stage = stage_of(parameters_.linear_layer_index(i));
-            else if (p.name == "head") stage = head_stage();
-            matrices_[size_t(stage)].push_back(i);
+            int64_t module = EMBEDDING_MODULE;
+            if (p.role.linear) module = module_of(parameters_.linear_layer_index(i));
+            else if (p.name == "head") module = head_module();
+            matrices_[size_t(module)].push_back(i);
         }
         if (setup_.config.tied) matrices_.back() = {parameters_.index("embedding")};
     }
     void quantize_slices(const TensorRef& from, const TensorRef& to) const {
         const std::vector<TensorRef> values = slices_for_grids(from), codes = slices_for_grids(to);
         for (size_t i = 0; i < values.size(); i++)
-            quantize(lazy_stored(values[i]), {.tensor = codes[i], .delayed = scales_.delayed()},
+            quantize(lazy_stored(values[i]), {.tensor = codes[i], .delayed = amax_table_.delayed()},
                      context_.quant_stats_of(ReportKind::Weight), comm_stream_);
     }
-    // Gathers a stage, unless it is in its buffer. Either FP8 codes travel, which each rank makes from its
+    // Gathers a module, unless it is in its buffer. Either FP8 codes travel, which each rank makes from its
     // part with the scale of the whole weight; or the weights travel as they are.
-    void gather(int64_t stage) {
-        if (in_buffer_[stage % 2] == stage) return;
-        uint8_t* to = memory_.gathered_weights[stage % 2];
+    void gather(int64_t module) {
+        if (in_buffer_[module % 2] == module) return;
+        uint8_t* to = memory_.received.weights[module % 2];
         std::vector<Transfer> transfers;
         wait_for_compute();
-        for (size_t i : matrices_[size_t(stage)]) {
+        for (size_t i : matrices_[size_t(module)]) {
             const Param& p = parameters_.params[i];
             const bool codes = sends_codes() && p.role.linear;
             const Storage storage = codes ? setup_.recipe.w : parameters_.weight_storage;
             AmaxAndScale* const scale =
-                codes ? scales_.of_weight(i, parameters_.linear_layer_index(i)) : nullptr;
+                codes ? amax_table_.of_weight(i, parameters_.linear_layer_index(i)) : nullptr;
             const int64_t each = info(storage.format).bytes;
             auto part = [&](int64_t rank) {
                 return Range{.first = owned_by(i, rank).first * each,
@@ -455,8 +455,8 @@ private:
             to += gathered_bytes(setup_, p);
         }
         send(transfers);
-        is_gathered_[stage % 2].record(comm_stream_);
-        in_buffer_[stage % 2] = stage;
+        is_gathered_[module % 2].record(comm_stream_);
+        in_buffer_[module % 2] = module;
     }
 };
 
@@ -494,10 +494,10 @@ std::shared_ptr<Transport> connect_gpus(const Setup& s) {
 }
 
 std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,
-                                        Parameters& parameters, const Scales& scales,
+                                        Parameters& parameters, const AmaxTable& amax_table,
                                         std::shared_ptr<Transport> transport) {
     if (context.setup.ranks == 1) return std::make_unique<Unsharded>(parameters);
-    return std::make_unique<Zero3Sharding>(context, memory, parameters, scales, std::move(transport));
+    return std::make_unique<Zero3Sharding>(context, memory, parameters, amax_table, std::move(transport));
 }
 
 }  // namespace coat::gpu

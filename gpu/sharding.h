@@ -8,10 +8,10 @@
 //               R ranks with a micro-batch each get the same bits as one GPU with R micro-batches, if sums
 //               are in FP32 and a micro-batch adds to each once. (To a tied embedding, and to the head of
 //               many tokens, it adds more often.)
-//   weights     while one stage computes, the matrices of the stage that comes next in this direction are
-//               gathered. Each of the two stages has a buffer.
+//   weights     while one module computes, the matrices of the module that comes next in this direction are
+//               gathered. Each of the two modules has a buffer.
 //
-// gpu/operators.h says what a bucket and a stage are. Bytes travel in one of two ways: GPUs of one machine
+// gpu/operators.h says what a bucket and a module are. Bytes travel in one of two ways: GPUs of one machine
 // write into each other's memory with their copy engines; others send through NCCL.
 #pragma once
 #include "state.h"
@@ -19,7 +19,7 @@
 namespace coat::gpu {
 
 // -----------------------------------------------------------------------------------------------------------
-// Sharding: what a step asks of the other GPUs. Stages are counted in the order of forward: the embeddings,
+// Sharding: what a step asks of the other GPUs. Modules are counted in the order of forward: the embeddings,
 // each linear layer, the head.
 
 enum class Direction : uint8_t { Forward, Backward };
@@ -29,15 +29,15 @@ public:
     explicit Sharding(Parameters& parameters) : parameters_(parameters) {}
     virtual ~Sharding() = default;
 
-    static constexpr int64_t EMBEDDING_STAGE = 0;
-    static int64_t stage_of(int64_t linear_layer) { return linear_layer + 1; }
-    int64_t head_stage() const { return stage_of(parameters_.linear_layer_count()); }
+    static constexpr int64_t EMBEDDING_MODULE = 0;
+    static int64_t module_of(int64_t linear_layer) { return linear_layer + 1; }
+    int64_t head_module() const { return module_of(parameters_.linear_layer_count()); }
 
     // --- Weights
-    // Call it before you launch what reads the weights of a stage. It makes the computation's stream wait
-    // until they are gathered, and begins to gather those of the next stage: in forward the stage after this
-    // one, in backward the stage before it.
-    virtual void gather_weights(int64_t stage, Direction direction) = 0;
+    // Call it before you launch what reads the weights of a module. It makes the computation's stream wait
+    // until they are gathered, and begins to gather those of the next module: in forward the module after
+    // this one, in backward the module before it.
+    virtual void gather_weights(int64_t module, Direction direction) = 0;
     // The whole of the weight that is parameter i, (rows, cols), whoever owns it: as it is stored, or as FP8
     // codes. With several ranks a matrix must have been gathered.
     virtual TensorRef weight(size_t i) const = 0;
@@ -114,7 +114,7 @@ std::shared_ptr<Transport> connect_gpus(const Setup& s);
 
 // The sharding of a run. transport: null with one rank, and in a dry run, in which nothing travels.
 std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,
-                                        Parameters& parameters, const Scales& scales,
+                                        Parameters& parameters, const AmaxTable& amax_table,
                                         std::shared_ptr<Transport> transport);
 
 }  // namespace coat::gpu

@@ -115,7 +115,7 @@ MemoryMap allocate_memory(GpuContext& context) {
     const std::vector<ShardPlace> places = shard_places(s);
     const int64_t owned = places.back().rank_offset, compute_bytes = info(s.recipe.compute).bytes;
     const int64_t linear_layers = count_linear_layers(params);
-    const int64_t scales = int64_t(params.size()) + OPERAND_COUNT * linear_layers;
+    const int64_t amax_entries = int64_t(params.size()) + OPERAND_COUNT * linear_layers;
     const bool delayed = s.recipe.scaling == Scaling::Delayed, several = s.ranks > 1;
 
     MemoryMap m{};
@@ -123,18 +123,18 @@ MemoryMap allocate_memory(GpuContext& context) {
     m.gemm_scratch = arena.allocate(CublasGemms::SCRATCH);
 
     const ReceivedBytes received = received_bytes(s);
-    m.flags = arena.allocate<uint32_t>(several ? 2 * s.ranks : 0);
-    m.received_gradients = arena.allocate(received.gradients);
-    for (uint8_t*& stage : m.gathered_weights) stage = arena.allocate(received.weights);
-    m.loss_and_squares = arena.allocate<double>(s.ranks * (1 + places.back().first_shard_unit));
-    m.amaxes_of_ranks = arena.allocate<AmaxAndScale>(several ? s.ranks * scales : 0);
+    m.loss_and_squares = arena.allocate<double>(s.ranks * (1 + places.back().units_before_parameter));
+    m.received.flags = arena.allocate<uint32_t>(several ? 2 * s.ranks : 0);
+    m.received.gradients = arena.allocate(received.gradients);
+    for (uint8_t*& module : m.received.weights) module = arena.allocate(received.weights);
+    m.received.amaxes = arena.allocate<AmaxAndScale>(several ? s.ranks * amax_entries : 0);
 
     m.weights.values = arena.allocate(owned * compute_bytes);
     m.weights.format = s.recipe.compute;
     if (s.keep_masters && s.recipe.compute != Format::FP32)
         m.weights.remainders = arena.allocate<int16_t>(owned);
     m.shards = arena.allocate<Shard>(int64_t(params.size()));
-    m.scales = arena.allocate<AmaxAndScale>(scales);
+    m.amax_table = arena.allocate<AmaxAndScale>(amax_entries);
     m.histories = arena.allocate<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history_steps : 0);
     allocate_moments(m, s, arena, places);
     allocate_activations_and_gradients(m, s, arena, places);
@@ -163,25 +163,25 @@ std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Scales
+// AmaxTable
 
-Scales::Scales(const GpuContext& context, const MemoryMap& memory)
+AmaxTable::AmaxTable(const GpuContext& context, const MemoryMap& memory)
     : param_count(int64_t(parameters(context.setup.config).size())),
       linear_layer_count(count_linear_layers(parameters(context.setup.config))), setup_(context.setup),
-      stream_(context.stream), scales_(memory.scales), histories_(memory.histories) {}
+      stream_(context.stream), entries_(memory.amax_table), histories_(memory.histories) {}
 
 // The entries are cleared as rows of a matrix, of which `amax` is a column: the scales beside it stay.
-void Scales::clear_operand_amaxes() const {
+void AmaxTable::clear_operand_amaxes() const {
     enqueue(stream_, [&] {
-        check(cudaMemset2DAsync(&scales_[param_count].amax, sizeof(AmaxAndScale), 0, sizeof(float),
+        check(cudaMemset2DAsync(&entries_[param_count].amax, sizeof(AmaxAndScale), 0, sizeof(float),
                                 OPERAND_COUNT * linear_layer_count, stream_),
               "Clearing amaxes failed");
     });
 }
 
-void Scales::expect_empty_histories() { any_empty_history = delayed() && linear_formats(setup_).x.fp8(); }
+void AmaxTable::expect_empty_histories() { any_empty_history = delayed() && linear_formats(setup_).x.fp8(); }
 
-void Scales::update_histories(StepOutcome* outcome) const {
+void AmaxTable::update_histories(StepOutcome* outcome) const {
     if (!delayed() || !linear_formats(setup_).x.fp8()) return;
     for (WhichOperand o : LINEAR_OPERANDS)
         update_delayed_scales({.scales = of_operand(o, 0),
@@ -195,12 +195,12 @@ void Scales::update_histories(StepOutcome* outcome) const {
 // -----------------------------------------------------------------------------------------------------------
 // Parameters
 
-Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, Scales& scales)
+Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table)
     : setup(context.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
       places(shard_places(setup)), weight_storage{setup.recipe.compute},
       gradient_storage(Storage{gradient_format(setup)}), weight_bytes(info(weight_storage.format).bytes),
       gradient_bytes(info(gradient_storage.format).bytes), context_(context), memory_(memory),
-      scales_(scales), stream_(context.stream) {
+      amax_table_(amax_table), stream_(context.stream) {
     int64_t linear_layers = 0;
     for (const Param& p : params) linear_layers_.push_back(p.role.linear ? linear_layers++ : -1);
     register_state();
@@ -233,15 +233,15 @@ void Parameters::register_state() {
             if (m.max) entries_[of + ".max"] = {i, m.max, moment_groups * 4};
             if (m.k) entries_[of + ".k"] = {i, m.k, moment_groups * 4};
         }
-        if (scales_.delayed() && params[i].role.linear) register_delayed_scales(i);
+        if (amax_table_.delayed() && params[i].role.linear) register_delayed_scales(i);
     }
 }
 void Parameters::register_delayed_scales(size_t i) {
     for (WhichOperand o : LINEAR_OPERANDS) {
         const std::string of = params[i].name + suffix_of(o);
         const int64_t layer = linear_layer_index(i);
-        entries_[of + ".history"] = {i, scales_.history(o, layer), setup.recipe.history_steps * 4};
-        entries_[of + ".scale"] = {i, &scales_.of_operand(o, layer)->delayed_scale, 4};
+        entries_[of + ".history"] = {i, amax_table_.history(o, layer), setup.recipe.history_steps * 4};
+        entries_[of + ".scale"] = {i, &amax_table_.of_operand(o, layer)->delayed_scale, 4};
     }
 }
 
@@ -250,15 +250,15 @@ void Parameters::upload_shard_table() {
     std::vector<Shard> table;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
-        const auto& [owned, rank_offset, first_unit] = places[i];
+        const auto& [owned, rank_offset, units_before_parameter] = places[i];
         table.push_back({.rank_offset = rank_offset,
                          .size = owned.count,
                          .m = memory_.moments[0][i],
                          .v = memory_.moments[1][i],
                          .decays = p.role.decays,
-                         .amax_out = p.role.linear ? scales_.of_parameter(i) : nullptr,
+                         .amax_out = p.role.linear ? amax_table_.of_parameter(i) : nullptr,
                          .flat_minus_rank_offset = p.flat_offset + owned.first - rank_offset,
-                         .first_owned_unit = first_unit + owned.first / SHARD_UNIT});
+                         .units_before_shard = units_before_parameter + owned.first / SHARD_UNIT});
     }
     copy_async(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
     context_.wait("Copying the table of parameters failed");
@@ -268,7 +268,7 @@ void Parameters::upload_shard_table() {
 // computed; zero for moments, which means max = 0 and k = 1 in every moment group; no scales, and empty
 // histories.
 void Parameters::initialize_state() {
-    clear_scales_and_moments();
+    clear_amax_table_and_moments();
     int64_t most_moment_groups = 0;
     for (const Param& p : params)
         most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP);
@@ -285,13 +285,13 @@ void Parameters::initialize_state() {
     }
     context_.wait("Initializing the weights failed");
 }
-void Parameters::clear_scales_and_moments() {
-    clear_async(memory_.scales, scales_.count() * int64_t(sizeof(AmaxAndScale)), stream_);
+void Parameters::clear_amax_table_and_moments() {
+    clear_async(memory_.amax_table, amax_table_.count() * int64_t(sizeof(AmaxAndScale)), stream_);
     clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
-    if (scales_.delayed())
+    if (amax_table_.delayed())
         clear_async(memory_.histories,
-                    OPERAND_COUNT * scales_.linear_layer_count * setup.recipe.history_steps * 4, stream_);
-    scales_.expect_empty_histories();
+                    OPERAND_COUNT * amax_table_.linear_layer_count * setup.recipe.history_steps * 4, stream_);
+    amax_table_.expect_empty_histories();
 }
 
 uint8_t* Parameters::owned_gradient_sum(size_t i) const {
@@ -307,8 +307,8 @@ void Parameters::update(const AdamWOptions& a, int64_t first, int64_t last, Shar
     const int count = int(end - begin);
     const Range range{.first = places[begin].rank_offset,
                       .count = places[end].rank_offset - places[begin].rank_offset};
-    const int64_t first_unit = places[begin].first_shard_unit;
-    const int64_t units = places[end].first_shard_unit - first_unit;
+    const int64_t first_unit = places[begin].units_before_parameter;
+    const int64_t units = places[end].units_before_parameter - first_unit;
     const ShardGradients gradients{.shards = memory_.shards + begin,
                                    .count = count,
                                    .elements = range,
@@ -355,7 +355,7 @@ std::vector<float> Parameters::expansion_factors(bool second) const {
 // Computes the amax of weights that were written. (The update leaves the amax of weights that it writes.)
 void Parameters::recompute_weight_amax(size_t i) {
     if (!params[i].role.linear) return;
-    AmaxAndScale* const amax_out = scales_.of_parameter(i);
+    AmaxAndScale* const amax_out = amax_table_.of_parameter(i);
     clear_async(amax_out, sizeof(AmaxAndScale), stream_);
     if (weight_storage.format == Format::FP32) return;
     for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
@@ -381,7 +381,7 @@ void Parameters::write(const std::string& name, const void* in) {
     const auto& [i, data, bytes] = find(name);
     if (is_half_of_fp32_master(name)) write_half_of_masters(name, static_cast<const uint16_t*>(in));
     else context_.wait_then_start_copy_to_gpu(data, in, bytes);
-    scales_.expect_empty_histories();
+    amax_table_.expect_empty_histories();
     recompute_weight_amax(i);
     context_.wait("Writing a tensor failed");
 }

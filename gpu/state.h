@@ -1,11 +1,11 @@
 // gpu/state.h - what one GPU keeps of a training run, for the host: the one allocation (Arena) and what lies
-// where in it (MemoryMap), the stream of the computation (GpuContext), the scales of FP8 operands (Scales),
-// and by parameter weights, gradients and moments with their update (Parameters).
+// where in it (MemoryMap), the stream of the computation (GpuContext), the amaxes and scales of operands
+// (AmaxTable), and by parameter weights, gradients and moments with their update (Parameters).
 //
 // What the other GPUs of a run do has an interface of its own, Sharding (gpu/sharding.h).
 //
 // From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. gpu/operators.h
-// says what a bucket, a stage and the rank's order are. gpu/memory_layout.h has two tables: ShardPlace, by
+// says what a bucket, a module and the rank's order are. gpu/memory_layout.h has two tables: ShardPlace, by
 // parameter, and BucketRange, by bucket. N is the number of tokens of the pass that runs: B * T, or the
 // length of a prompt.
 #pragma once
@@ -89,7 +89,7 @@ struct Scalars {
 // Where everything is that lasts for the run. In the allocation, from its beginning:
 //
 //   scalars | cuBLASLt's scratch | sums of squares and [what else other ranks write] |
-//   weights | remainders of masters | AdamW's table | scales | histories | moments |
+//   weights | remainders of masters | AdamW's table | amax table | histories | moments |
 //   saved activations and gradients | tokens, targets, token order | dresidual |
 //   norms' sums and statistics | losses | cos, sin | [FP8 weights, if they are cached]
 //
@@ -131,18 +131,22 @@ struct MemoryMap {
     Scalars* scalars;
     void* gemm_scratch;  // CublasGemms::SCRATCH bytes
 
-    // What other ranks write here, if there are several. The distance of each place from the beginning of the
-    // allocation is the same on all ranks. One rank needs `loss_and_squares` alone.
-    uint32_t* flags;                // two for each rank
-    uint8_t* received_gradients;    // the other ranks' gradients of the part of a bucket that this rank owns
-    uint8_t* gathered_weights[2];   // the matrices of an even stage, and of an odd one
-    double* loss_and_squares;       // (ranks, 1 + shard units): the loss, and sums of squares of gradients
-    AmaxAndScale* amaxes_of_ranks;  // (ranks, number of scales): see Scales
+    // For the norm of gradients, (ranks, 1 + shard units): the loss, and sums of squares. With several ranks
+    // the others write their rows.
+    double* loss_and_squares;
+    // What else other ranks write here; nothing with one rank. The distance of each place, and of
+    // loss_and_squares, from the beginning of the allocation is the same on all ranks.
+    struct Received {
+        uint32_t* flags;       // two for each rank
+        uint8_t* gradients;    // the other ranks' gradients of the part of a bucket that this rank owns
+        uint8_t* weights[2];   // the matrices of an even module, and of an odd one
+        AmaxAndScale* amaxes;  // (ranks, AmaxTable::count())
+    } received;
 
     // What this rank owns, in the rank's order
     Weights weights;
     Shard* shards;                      // AdamW's table of parameters
-    AmaxAndScale* scales;               // see Scales
+    AmaxAndScale* amax_table;           // see AmaxTable
     float* histories;                   // amaxes: (operands, linear layers, Recipe::history_steps)
     std::vector<MomentRef> moments[2];  // first and second moments, by parameter
     void* moments_begin;                // where all moments and their moment scalings begin
@@ -199,16 +203,17 @@ MemoryMap allocate_memory(GpuContext& context);
 std::vector<TensorRef> slices_for_grids(const TensorRef& v);
 
 // -----------------------------------------------------------------------------------------------------------
-// The scales of FP8 operands, and the amaxes from which they follow. They are one array, with an entry for
+// The amaxes of the weights and operands of linear layers: a table on the device, in which each amax has
+// beside it the scale that follows from it (AmaxAndScale). The table has an entry for
 //
 //   each parameter | the operand x of each linear layer | the operand w of each | the operand g of each
 //
-// An update leaves the amax of a linear layer's weight in the entry of this parameter. With delayed scaling,
-// where scales come from a history of amaxes, the weight uses the entry of the operand w instead.
+// The amax of a linear layer's weight is in the entry of this parameter, where the update leaves it. Only
+// with delayed scaling, where scales follow from a history of amaxes, it is in the entry of the operand w.
 
-class Scales {
+class AmaxTable {
 public:
-    Scales(const GpuContext& context, const MemoryMap& memory);
+    AmaxTable(const GpuContext& context, const MemoryMap& memory);
 
     const int64_t param_count;  // the length of Parameters::params
     const int64_t linear_layer_count;
@@ -217,10 +222,10 @@ public:
     bool any_empty_history = false;
 
     int64_t count() const { return param_count + OPERAND_COUNT * linear_layer_count; }
-    AmaxAndScale* all() const { return scales_; }
-    AmaxAndScale* of_parameter(size_t i) const { return scales_ + i; }
+    AmaxAndScale* all() const { return entries_; }
+    AmaxAndScale* of_parameter(size_t i) const { return entries_ + i; }
     AmaxAndScale* of_operand(WhichOperand o, int64_t linear_layer) const {
-        return scales_ + param_count + index_of(o, linear_layer);
+        return entries_ + param_count + index_of(o, linear_layer);
     }
     // The entry that a linear layer uses for its weight, parameter i.
     AmaxAndScale* of_weight(size_t i, int64_t linear_layer) const {
@@ -244,7 +249,7 @@ public:
 private:
     const Setup& setup_;
     const cudaStream_t stream_;
-    AmaxAndScale* const scales_;
+    AmaxAndScale* const entries_;
     float* const histories_;
 
     // The place of an operand among the operands of all linear layers.
@@ -261,7 +266,7 @@ class Parameters {
 public:
     // Gives all weights, moments and scales the values that a new run begins with, on the GPU. A run that
     // continues then overwrites them with write().
-    Parameters(const GpuContext& context, const MemoryMap& memory, Scales& scales);
+    Parameters(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table);
 
     const Setup& setup;
     const std::vector<Param> params;
@@ -278,7 +283,7 @@ public:
     // The number, in the order of forward, of the linear layer whose weight is parameter i; -1 if there is
     // none.
     int64_t linear_layer_index(size_t i) const { return linear_layers_[i]; }
-    int64_t linear_layer_count() const { return scales_.linear_layer_count; }
+    int64_t linear_layer_count() const { return amax_table_.linear_layer_count; }
 
     // Where the weights of this rank's part of parameter i begin.
     uint8_t* owned_weight_data(size_t i) const {
@@ -326,7 +331,7 @@ private:
     };
     const GpuContext& context_;
     const MemoryMap& memory_;
-    Scales& scales_;
+    AmaxTable& amax_table_;
     const cudaStream_t stream_;
     std::vector<int64_t> linear_layers_;         // by parameter: linear_layer_index()
     std::map<std::string, StateEntry> entries_;  // by name
@@ -335,7 +340,7 @@ private:
     void register_delayed_scales(size_t i);
     void upload_shard_table();
     void initialize_state();
-    void clear_scales_and_moments();
+    void clear_amax_table_and_moments();
     int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP); }
     void recompute_weight_amax(size_t i);
     const StateEntry& find(const std::string& name) const;
