@@ -686,11 +686,11 @@ using Flags = std::map<std::string, std::string>;
 
 Flags parse(int argc, char** argv) {
     Flags flags{{"--model", ""},      {"--recipe", "coat"}, {"--batch", ""}, {"--seq", ""},
-                {"--accumulate", ""}, {"--json", ""},       {"--only", ""}};
+                {"--accumulate", ""}, {"--kv-heads", ""},   {"--json", ""},  {"--only", ""}};
     for (int i = 1; i < argc; i += 2) {
         if (!flags.count(argv[i]) || i + 1 == argc)
             throw Error(argv[i], " is not a flag with a value; there are --model, --recipe, --batch, --seq, ",
-                        "--accumulate, --json and --only.");
+                        "--accumulate, --kv-heads, --json and --only.");
         flags[argv[i]] = argv[i + 1];
     }
     return flags;
@@ -713,6 +713,7 @@ std::vector<Setup> setups(const Flags& flags) {
                 number("--seq", r.seq),
                 number("--accumulate", r.accumulate)};
         if (s.config.V == 0) s.config.V = 256;  // bytes
+        s.config.NKV = number("--kv-heads", s.config.NKV);
         require_supported(s);
         list.push_back(s);
     };

@@ -41,8 +41,9 @@ ATTENTION = {  # model, batch, tokens, heads, key-value heads, head size
     "gpt2, 64 x 1,024": ("gpt2", 64, 1024, 12, 12, 64),
     "tinyllama-1.1b, 16 x 2,048": ("tinyllama-1.1b", 16, 2048, 32, 4, 64),
     "llama-3.2-1b, 4 x 8,192": ("llama-3.2-1b", 4, 8192, 32, 8, 64),
+    "llama-3.2-1b with 32 key-value heads, 4 x 8,192": ("llama-3.2-1b", 4, 8192, 32, 32, 64),
 }
-REPEATS = 21  # of a kernel, each time after the L2 cache was filled with other data
+REPEATS, REST = 21, 300  # of a kernel, as in bench.cu; passes over memory before them
 
 
 def linear_layer(fp8):
@@ -209,11 +210,12 @@ def measure(model, recipe, batch):
             "note": f"torch {torch.__version__}, {SDPBackend(chosen).name}"}
 
 
-def attention_of_bench(model, batch, tokens):
+def attention_of_bench(model, batch, tokens, kv_heads):
     """Microseconds of our kernels, forward and backward, as build/bench measures them."""
     report = "build/attention.json"
-    subprocess.run(["build/bench", "--model", model, "--batch", str(batch), "--seq", str(tokens), "--only",
-                    "attention alone: ", "--json", report], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(["build/bench", "--model", model, "--batch", str(batch), "--seq", str(tokens), "--kv-heads",
+                    str(kv_heads), "--only", "attention alone: ", "--json", report], check=True,
+                   stdout=subprocess.DEVNULL)
     with open(report, encoding="utf-8") as file:
         operators = json.load(file)["runs"][0]["operators"]
     return [1e6 * operator["seconds"] for operator in operators]
@@ -227,19 +229,26 @@ def attention_of_peer(attention, batch, tokens, heads, kv_heads, size):
     numbers = (batch, tokens, heads + 2 * kv_heads, size)
     qkv = torch.randn(numbers, device="cuda", dtype=torch.bfloat16)
     q, k, v = (part.detach().requires_grad_() for part in qkv.split([heads, kv_heads, kv_heads], 2))
-    cold = torch.empty(64 << 20, device="cuda")  # 256 MB, more than the L2 cache holds
+    other = torch.empty(64 << 20, device="cuda")  # 256 MB: a pass over it fills the L2 cache with other data
+    largest = torch.empty((), device="cuda")
 
     def microseconds(run):
-        times = []
-        for _ in range(WARM_UP + REPEATS):
-            cold.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        """The median time of run(), measured as our bench does: first light work, because a hot GPU is slower, and
+        then all calls without a pause. Python needs time to prepare a call, most of all FlashAttention-4's. So the
+        GPU sleeps for 0.1 s at first: from then on Python is ahead, and the GPU never waits for it."""
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
+        run()
+        torch.cuda._sleep(200_000_000)
+        for _ in range(REST):
+            torch.amax(other, 0, out=largest)
+        run()
+        for begin, end in events:
+            torch.amax(other, 0, out=largest)
             begin.record()
             run()
             end.record()
-            torch.cuda.synchronize()
-            times.append(1e3 * begin.elapsed_time(end))
-        return statistics.median(times[WARM_UP:])
+        torch.cuda.synchronize()
+        return statistics.median(1e3 * begin.elapsed_time(end) for begin, end in events)
 
     out = attention(q, k, v)
     gradient = torch.randn_like(out)
@@ -279,7 +288,8 @@ def attention_peers():
 def compare_attention(model, *shape):
     import torch
 
-    row = {"model": model, "shape": shape, "ours": attention_of_bench(model, *shape[:2])}
+    batch, tokens, _, kv_heads, _ = shape
+    row = {"model": model, "shape": shape, "ours": attention_of_bench(model, batch, tokens, kv_heads)}
     for name, attention in attention_peers().items():
         try:
             row[name] = attention_of_peer(attention, *shape)
