@@ -42,13 +42,12 @@ REFERENCE := reference.cpp reference_matmul.cpp reference_model.cpp
 HOST      := $(REFERENCE) $(wildcard program/*.cpp data/*.cpp)
 TESTS     := $(wildcard test/*.cpp test/*/*.cpp)
 JUDGE     := $(wildcard dev/exercises/judge_*.cpp) dev/exercises/capstone.cpp
-EXERCISES := $(wildcard dev/exercises/[0-9]*.cpp)
+EXERCISES := $(wildcard dev/exercises/[0-9]*.cpp dev/exercises/[0-9]*.cu)
 ifeq ($(NVCC),)
 GPU       := gpu/no_cuda.cpp gpu/gpu_model.cpp gpu/memory_layout.cpp
 else
 GPU       := $(wildcard *.cu gpu/*.cu) $(filter-out gpu/no_cuda.cpp,$(wildcard gpu/*.cpp))
 TESTS     += $(wildcard test/*.cu test/*/*.cu)
-EXERCISES += $(wildcard dev/exercises/*.cu)
 endif
 
 object  = $(patsubst %,$(O)/%.o,$(1))
@@ -152,6 +151,10 @@ $(O)/%.cpp.o: %.cpp Makefile $(O)/settings
 	@mkdir -p $(@D)
 	$(CXX) $(CXXFLAGS) -MMD -MP -c $< -o $@
 ifeq ($(NVCC),)
+# As C++ the kernel of an exercise is a function, which the CPU runs (dev/exercises/kernel_on_cpu.h).
+$(O)/dev/exercises/%.cu.o: dev/exercises/%.cu Makefile $(O)/settings
+	@mkdir -p $(@D)
+	$(CXX) $(CXXFLAGS) -MMD -MP -x c++ -c $< -o $@
 $(O)/%.cu.o: FORCE  # also where a build with nvcc has made it
 	@echo "$*.cu is for GPUs: to compile it takes nvcc, of CUDA 12.9 or newer." >&2; exit 1
 else

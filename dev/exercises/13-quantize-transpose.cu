@@ -1,4 +1,8 @@
-// 13 - On a GPU: quantize a matrix, and its transpose (lesson 5; about 60 minutes)
+// 13 - A kernel: quantize a matrix, and its transpose (lesson 5; about 60 minutes)
+//
+// Without nvcc the CPU runs your kernel, a thread after another, and the judge sees whether its results are
+// right. (How fast it is, no exercise asks: the ladders do.) "CUDA on one page", dev/ladders/README.md, has
+// the words.
 //
 // Backward needs codes in both orders, because Hopper's FP8 GEMMs read both operands along the dimension that
 // they sum over. Write
@@ -7,7 +11,7 @@
 // A block of 32 x 8 threads does a tile of 32 x 32 values: columns from 32 blockIdx.x on, rows from
 // 32 blockIdx.y on. Neighbouring threads should use neighbouring addresses. So keep the codes of the tile in
 // shared memory, and write both results row by row. (The first function of dev/ladders/layouts.py asks where
-// each code of the tile lies, and is checked without a GPU.)
+// each code of the tile lies.)
 //
 // Watch for:
 //   Tiles at the right and at the bottom are cut off: rows and cols are no multiples of 32.
@@ -21,4 +25,4 @@ __global__ void quantize_transpose(int rows, int cols, float inverse_scale, cons
     // your code
 }
 
-int main() { return judge::quantize_transpose(on_gpu(quantize_transpose)); }
+int main() { return judge::quantize_transpose(launched(quantize_transpose)); }

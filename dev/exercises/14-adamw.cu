@@ -1,4 +1,7 @@
-// 14 - On a GPU: AdamW with FP8 moments, a block for each group (lesson 9; about 90 minutes)
+// 14 - A kernel: AdamW with FP8 moments, a block for each group (lesson 9; about 90 minutes)
+//
+// Without nvcc the CPU runs your kernel, a thread after another, and the judge sees whether its results are
+// right. "CUDA on one page", dev/ladders/README.md, has the words.
 //
 // This is exercise 7 with a block of 128 threads for each moment group: thread t of block b has parameter
 // i = 128 b + t, and all threads of the block share max[b] and k[b] of each moment. max and k depend on the
@@ -23,4 +26,4 @@ __global__ void adamw(Step s, int n, const float* g, float* w, Moment m, Moment 
     // your code
 }
 
-int main() { return judge::adamw(on_gpu(adamw), 14); }
+int main() { return judge::adamw(launched(adamw), 14); }

@@ -1,5 +1,9 @@
-// judge.cuh - runs the kernel of an exercise on the GPU, as a function of arrays on the CPU.
+// judge.cuh - launched(kernel) is the kernel of an exercise as a function of arrays on the CPU. With nvcc the
+// GPU runs it, which is here; without, the CPU, which is in kernel_on_cpu.h.
 #pragma once
+#ifndef __CUDACC__
+#include "kernel_on_cpu.h"
+#else
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
 
@@ -20,7 +24,10 @@ public:
         int gpus = 0;
         const bool none = cudaGetDeviceCount(&gpus) != cudaSuccess || gpus == 0;
         const cudaError_t error = cudaDeviceSynchronize();
-        if (none) judge::failure = "there is no GPU here that CUDA can use. Only 13 and 14 need one.";
+        if (none)
+            judge::failure =
+                "there is no GPU here that CUDA can use. Add NVCC= O=build/cpu to the command: "
+                "then the CPU runs your kernel.";
         else if (error != cudaSuccess)
             judge::failure = std::string("the kernel failed: ") + cudaGetErrorString(error) +
                              ". Does a thread read or write outside an array?";
@@ -38,7 +45,7 @@ private:
     std::vector<Array> arrays_;
 };
 
-inline auto on_gpu(judge::Transpose* kernel) {
+inline auto launched(judge::Transpose* kernel) {
     return [kernel](int rows, int cols, float inverse, const float* x, uint8_t* codes, uint8_t* transposed) {
         OnGpu gpu;
         const size_t n = size_t(rows) * cols;
@@ -47,7 +54,7 @@ inline auto on_gpu(judge::Transpose* kernel) {
     };
 }
 
-inline auto on_gpu(void (*kernel)(Step, int, const float*, float*, Moment, Moment)) {
+inline auto launched(void (*kernel)(Step, int, const float*, float*, Moment, Moment)) {
     return [kernel](const Step& s, int n, const float* g, float* w, const Moment& m, const Moment& v) {
         OnGpu gpu;
         const size_t groups = (n + 127) / 128;
@@ -55,3 +62,4 @@ inline auto on_gpu(void (*kernel)(Step, int, const float*, float*, Moment, Momen
         kernel<<<unsigned(groups), 128>>>(s, n, gpu(g, n), gpu(w, n), moment(m), moment(v));
     };
 }
+#endif

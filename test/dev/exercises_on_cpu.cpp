@@ -1,0 +1,35 @@
+// exercises_on_cpu.cpp - exercises 13 and 14 without nvcc: the CPU runs their kernels
+// (dev/exercises/kernel_on_cpu.h). What the judge says of an empty kernel, of mistakes, some of which a GPU
+// forgives now and then, and of solutions.
+#include "../help/exercises.h"
+#include "exercise_kernels.cuh"
+
+namespace cpu13 {
+#include "../../dev/exercises/13-quantize-transpose.cu"
+}
+namespace cpu14 {
+#include "../../dev/exercises/14-adamw.cu"
+}
+
+using namespace coat::test;
+
+TEST_CASE("exercises 13 and 14: the CPU runs an empty kernel and typical mistakes and a solution") {
+    if (!exercises_are_solved()) {
+        transposes("nothing is computed yet", cpu13::quantize_transpose);
+        updates("nothing is computed yet", cpu14::adamw);
+    }
+    transposes("about matrices with cut tiles:", transpose<Transpose::LeavesOutCutTiles>);
+    transposes("about oblong matrices:", transpose<Transpose::RowsOfCols>);
+    transposes("The transpose is wrong", transpose<Transpose::TilesStay>);
+    transposes("exercise 13: passed, ", transpose<Transpose::Right>);
+    updates("exercise 14: passed, ", adamw<Reduction::InSharedMemory>);
+    updates("exercise 14: passed, ", adamw<Reduction::WithShuffles>);
+}
+
+TEST_CASE("exercises 13 and 14: on the CPU a missing barrier is always seen") {
+    transposes("transposed code", transpose<Transpose::NoBarrier>);
+    transposes("a thread waits in __syncthreads()", transpose<Transpose::SomeEndBeforeTheBarrier>);
+    transposes("a thread writes outside an array", transpose<Transpose::PastTheEnd>);
+    updates("values differ", adamw<Reduction::NoBarrierInRounds>);
+    updates("values differ", adamw<Reduction::NoBarrierAfterIt>);
+}
