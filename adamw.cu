@@ -48,7 +48,7 @@
 namespace coat::gpu {
 namespace {
 
-constexpr int SPAN_LANES = MOMENT_GROUP / CHUNK;  // lanes that own a span: 16
+constexpr int SPAN_LANES = MOMENT_GROUP_SIZE / CHUNK;  // lanes that own a span: 16
 constexpr int PAIR = 32 / SPAN_LANES;             // spans that a warp updates at a time: 2
 constexpr int PAIRS = 4;                          // pairs of a bundle
 constexpr int BUNDLE = PAIRS * PAIR;              // spans of a bundle: 8
@@ -309,7 +309,7 @@ template <class W> struct ElementsOfThread {
     // The distance from the thread's elements in the shard's first span to its elements in `span`; for a span
     // past the last one, to its elements in the last span.
     __device__ int64_t distance(int span) const {
-        return static_cast<int64_t>(min(span, shard_spans - 1)) * MOMENT_GROUP;
+        return static_cast<int64_t>(min(span, shard_spans - 1)) * MOMENT_GROUP_SIZE;
     }
     __device__ Loaded<W> load(int span) const {
         const int64_t i = distance(span);
@@ -458,14 +458,14 @@ __global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_kernel(const 
     __syncthreads();
     // The spans of this update begin after `origin` spans of the rank's order; this block has those from
     // `begin` to before `end`, counted in the rank's order, too.
-    const int64_t origin = a.first_element / MOMENT_GROUP;
+    const int64_t origin = a.first_element / MOMENT_GROUP_SIZE;
     const int64_t begin = origin + a.spans * blockIdx.x / gridDim.x;
     const int64_t end = origin + a.spans * (blockIdx.x + 1) / gridDim.x;
     const int warp = threadIdx.x / 32;
-    for (int i = shard_with(a, begin * MOMENT_GROUP); i < a.shard_count; i++) {
+    for (int i = shard_with(a, begin * MOMENT_GROUP_SIZE); i < a.shard_count; i++) {
         const Shard shard = a.shards[i];
         // Where the shard begins and ends: spans, counted in the rank's order
-        const int64_t shard_begin = shard.rank_offset / MOMENT_GROUP;
+        const int64_t shard_begin = shard.rank_offset / MOMENT_GROUP_SIZE;
         const int64_t shard_end = shard_begin + spans_of(shard.size);
         if (shard_begin >= end) return;
         if (!a.in_fp8_moment_groups(shard)) continue;
@@ -550,7 +550,7 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
                                    .shards = g.shards,
                                    .shard_count = g.count,
                                    .first_element = g.elements.first,
-                                   .spans = g.elements.count / MOMENT_GROUP,
+                                   .spans = g.elements.count / MOMENT_GROUP_SIZE,
                                    .weights = weights,
                                    .rounding_key = rounding_key,
                                    .gradients = bf16_or_float(g.gradients, g.format),

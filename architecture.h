@@ -110,12 +110,15 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const
 struct Role {
     bool decays = false;                       // weight decay applies
     bool moments_in_optimizer_format = false;  // else its moments are in FP32
-    bool linear = false;         // it is the weight of a linear layer, which the recipe quantizes
+    // It is the weight of a linear layer whose GEMMs have the recipe's operands (Recipe::x, w and g). This does
+    // not include the head: its GEMMs are in the compute dtype.
+    bool quantized_linear = false;
     bool starts_at_one = false;  // it starts at 1; else at random values, or at 0 (init_std)
 };
 // EMBEDDING is also the role of learned positions and of the head.
 inline constexpr Role EMBEDDING{.decays = true, .moments_in_optimizer_format = true};
-inline constexpr Role LINEAR{.decays = true, .moments_in_optimizer_format = true, .linear = true};
+inline constexpr Role QUANTIZED_LINEAR{
+    .decays = true, .moments_in_optimizer_format = true, .quantized_linear = true};
 inline constexpr Role NORM_WEIGHT{.starts_at_one = true};
 inline constexpr Role BIAS{};
 
@@ -135,7 +138,7 @@ struct Param {
 
     bool is_vector() const { return rows == 1; }
     int64_t size() const { return rows * cols; }
-    int64_t padded_size() const { return round_up(size(), MOMENT_GROUP); }
+    int64_t padded_size() const { return round_up(size(), MOMENT_GROUP_SIZE); }
     // The format in which this parameter's first or second moments are stored. of_optimizer is the
     // optimizer's format for them (Optimizer::m or v), which vectors do not use.
     Format moment_format(Format of_optimizer) const {
@@ -165,7 +168,7 @@ struct ParamTable {
         if (!config.arch.rms) add(name + ".bias", BIAS, 1, config.C, 0);
     }
     void add_linear(const std::string& name, int64_t out, int64_t in, float init_std, bool bias) {
-        add(name, LINEAR, out, in, init_std);
+        add(name, QUANTIZED_LINEAR, out, in, init_std);
         if (bias) add(name + ".bias", BIAS, 1, out, 0);
     }
 };
@@ -296,7 +299,7 @@ inline const std::vector<ModelConfig>& models() {
 
 // Error if the shape is not supported. Nothing is allocated before this check.
 inline void require_supported(const ModelConfig& config) {
-    auto require = [&](bool ok, const auto&... what) {
+    auto unsupported_unless = [&](bool ok, const auto&... what) {
         if (!ok) throw Error("Model ", config.name, " is not supported: ", what..., ".");
     };
     // With these limits a model has fewer than 2^49 parameters, and no number of bytes overflows. A row of
@@ -313,21 +316,23 @@ inline void require_supported(const ModelConfig& config) {
                  {.name = "vocabulary", .value = config.V, .limit = 1 << 22},
                  {.name = "number of positions", .value = config.max_T, .limit = 1 << 21}};
     for (const auto& [name, value, limit] : sizes)
-        require(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ", limit);
+        unsupported_unless(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ",
+                           limit);
     // Dimensions of FP8 GEMMs are multiples of 16, and no group may have elements of both q and k.
     constexpr int64_t multiple = std::max(16, PER_1x16.cols);
-    require(config.C % multiple == 0 && config.F % multiple == 0, "hidden size ", config.C,
-            " and feed-forward size ", config.F, " must be multiples of ", multiple,
-            ", as FP8 GEMMs and groups need");
-    require(config.head_size || config.C % config.NH == 0,
-            "hidden size must be a multiple of the number of heads");
-    require(config.HS() % 8 == 0 && config.HS() <= 128, "head size ", config.HS(),
-            " must be a multiple of 8 up to 128");
-    require(config.q_cols() <= 1 << 20, "heads x head size is ", config.q_cols(), ", above the limit of ",
-            1 << 20);
-    require(config.q_cols() % multiple == 0 && config.kv_cols() % multiple == 0,
-            "heads x head size must be a multiple of ", multiple, ", as FP8 GEMMs and groups need");
-    require(config.NH % config.NKV == 0, "query heads must be a multiple of key/value heads");
+    unsupported_unless(config.C % multiple == 0 && config.F % multiple == 0, "hidden size ", config.C,
+                       " and feed-forward size ", config.F, " must be multiples of ", multiple,
+                       ", as FP8 GEMMs and groups need");
+    unsupported_unless(config.head_size || config.C % config.NH == 0,
+                       "hidden size must be a multiple of the number of heads");
+    unsupported_unless(config.HS() % 8 == 0 && config.HS() <= 128, "head size ", config.HS(),
+                       " must be a multiple of 8 up to 128");
+    unsupported_unless(config.q_cols() <= 1 << 20, "heads x head size is ", config.q_cols(),
+                       ", above the limit of ", 1 << 20);
+    unsupported_unless(config.q_cols() % multiple == 0 && config.kv_cols() % multiple == 0,
+                       "heads x head size must be a multiple of ", multiple,
+                       ", as FP8 GEMMs and groups need");
+    unsupported_unless(config.NH % config.NKV == 0, "query heads must be a multiple of key/value heads");
 }
 
 }  // namespace coat

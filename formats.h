@@ -274,7 +274,7 @@ template <class Formats> const Storage& storage_of(const Formats& formats, Which
 // moment scaling for each moment group. A moment group is 128 elements or, in MS-AMP's FP8-LM (arXiv
 // 2310.18313), a whole parameter.
 
-inline constexpr int MOMENT_GROUP = 128;
+inline constexpr int MOMENT_GROUP_SIZE = 128;
 
 // A row of optimizers(). The optimizer is always AdamW; the rows differ in how its moments are stored.
 struct Optimizer {
@@ -289,7 +289,7 @@ struct Optimizer {
     // the format is not scaled.
     int64_t moment_group_count(Format f, int64_t n) const {
         if (!moments_need_scaling(f)) return 0;
-        return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP);
+        return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP_SIZE);
     }
     // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for these. No row of the
     // table has one moment that is and one that is not.

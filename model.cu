@@ -477,7 +477,7 @@ private:
         const BucketRange& range = parameters_.buckets[bucket];
         for (size_t i = range.first; i < range.last; i++) {
             const Param& p = parameters_.params[i];
-            if (!p.role.linear && i != head_index_)
+            if (!p.role.quantized_linear && i != head_index_)
                 clear_async(sharding_->gradient_to_write(i).data,
                             p.padded_size() * parameters_.gradient_bytes, stream_);
         }

@@ -151,7 +151,7 @@ int gpu_capability();
 // A matrix is cut only at multiples of SHARD_UNIT elements, so no moment group is cut. A sum that is taken
 // first within shard units, then over them, is the same for any number of ranks. If a matrix has fewer shard
 // units than there are ranks, some ranks own nothing of it: a single shard unit belongs to the last rank.
-inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP;
+inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP_SIZE;
 
 struct Range {  // consecutive elements
     int64_t first, count;
@@ -167,7 +167,7 @@ inline Range owned(const Param& p, int64_t rank, int64_t ranks) {
 }
 inline Range owned(const Setup& s, const Param& p) { return owned(p, s.rank, s.ranks); }
 // The number of elements with the padding that completes the last moment group.
-inline int64_t padded_count(const Range& r) { return round_up(r.count, MOMENT_GROUP); }
+inline int64_t padded_count(const Range& r) { return round_up(r.count, MOMENT_GROUP_SIZE); }
 
 // -----------------------------------------------------------------------------------------------------------
 // How the ranks of a run exchange small values, and notice that one has ended. A model and a checkpoint use
@@ -274,7 +274,7 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& confi
                          .shared_by = StateTensor::ALL});
     };
     for (const Param& p : parameters(config)) {
-        if (r.scaling != Scaling::Delayed || !p.role.linear) continue;
+        if (r.scaling != Scaling::Delayed || !p.role.quantized_linear) continue;
         for (WhichOperand o : LINEAR_OPERANDS) {
             add(p, concat(suffix_of(o), ".history"), r.history_steps);
             add(p, concat(suffix_of(o), ".scale"), 1);
@@ -303,7 +303,7 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
              {std::pair<std::string, Format>{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
             const Format f = p.moment_format(wanted);
             const int64_t moment_groups = s.optimizer.moment_group_count(f, p.size());
-            const int64_t shared_by = s.optimizer.per_tensor ? StateTensor::ALL : MOMENT_GROUP;
+            const int64_t shared_by = s.optimizer.per_tensor ? StateTensor::ALL : MOMENT_GROUP_SIZE;
             add(moment, info(f).safetensors_dtype, info(f).bytes, {p.rows, p.cols}, 1);
             if (moment_groups) add(moment + ".max", "F32", 4, {moment_groups}, shared_by);
             if (s.optimizer.uses_expansion(f)) add(moment + ".k", "F32", 4, {moment_groups}, shared_by);

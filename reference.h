@@ -100,7 +100,7 @@ struct Moment {
     // divides by sqrt(v) + eps, would explode.
     void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
-    int64_t moment_group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP; }
+    int64_t moment_group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP_SIZE; }
 
 private:
     float value(int64_t i) const;

@@ -63,7 +63,7 @@ public:
             param_index_[params[i].name] = i;
             weights.emplace_back(params[i].size());
             gradients.emplace_back(params[i].size());
-            if (!params[i].role.linear || recipe_.scaling != Scaling::Delayed) continue;
+            if (!params[i].role.quantized_linear || recipe_.scaling != Scaling::Delayed) continue;
             for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe_.history_steps);
         }
     }

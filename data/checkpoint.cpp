@@ -197,10 +197,10 @@ void load_checkpoint(const std::string& checkpoint, Model& model) {
     const Setup& setup = model.setup();
     const Safetensors file(path_in(checkpoint, OPTIMIZER_FILE));
     const std::vector<StateTensor> table = optimizer_tensors(setup);
-    for (const StateTensor& t : table) file.require(t.name, t.shape, t.dtype);
+    for (const StateTensor& t : table) file.find_tensor(t.name, t.shape, t.dtype);
     load_weights(checkpoint, model);
     for (const StateTensor& t : table) {
-        const HfTensor& tensor = file.require(t.name, t.shape, t.dtype);
+        const HfTensor& tensor = file.find_tensor(t.name, t.shape, t.dtype);
         model.write(t.name, tensor.data + owned(setup, t).first * t.bytes);
     }
 }

@@ -16,10 +16,10 @@ void Fields::reject(const std::string& field, const std::string& expected) const
 Fields parse_json(const std::string& path, std::string_view text) {
     constexpr int MAX_DEPTH = 32;
     constexpr size_t MAX_BYTES = 32 << 20;
-    const auto require = [&](bool ok, const char* expected) {
+    const auto expect = [&](bool ok, const char* expected) {
         if (!ok) throw Error(path, " is not a JSON object ", expected, "; download or save it again.");
     };
-    require(text.size() <= MAX_BYTES, "of at most 32 MiB");
+    expect(text.size() <= MAX_BYTES, "of at most 32 MiB");
     int depth = 0;
     bool in_string = false;
     for (size_t i = 0; i < text.size(); i++) {
@@ -29,10 +29,10 @@ Fields parse_json(const std::string& path, std::string_view text) {
         if (in_string) continue;
         if (c == '{' || c == '[') depth++;
         if (c == '}' || c == ']') depth--;
-        require(depth <= MAX_DEPTH, "of at most 32 levels");
+        expect(depth <= MAX_DEPTH, "of at most 32 levels");
     }
     json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
-    require(value.is_object() && text.find('\0') == text.npos, "in whole");
+    expect(value.is_object() && text.find('\0') == text.npos, "in whole");
     return {path, std::move(value)};
 }
 

@@ -41,29 +41,29 @@ Fields read_json(const std::string& path);  // parses the text of a file
 template <class T> T Fields::get(const std::string& field, const std::optional<T>& otherwise) const {
     if (otherwise && !has(field)) return *otherwise;
     const json value = has(field) ? object[field] : json();
-    const auto require = [&](bool ok, const char* expected) {
+    const auto expect = [&](bool ok, const char* expected) {
         if (!ok) reject(field, expected);
     };
     const auto is_natural = [](const json& number) {
         return number.is_number_unsigned() && number.get<double>() <= 1e15;
     };
     if constexpr (std::is_same_v<T, int64_t>) {
-        require(is_natural(value), "a whole number up to 10^15");
+        expect(is_natural(value), "a whole number up to 10^15");
     } else if constexpr (std::is_same_v<T, float>) {
-        require(value.is_number(), "a positive number");
-        require(value.get<float>() > 0 && value.get<float>() < INFINITY, "a positive number");
+        expect(value.is_number(), "a positive number");
+        expect(value.get<float>() > 0 && value.get<float>() < INFINITY, "a positive number");
     } else if constexpr (std::is_same_v<T, double>) {
-        require(value.is_number(), "a number");
+        expect(value.is_number(), "a number");
     } else if constexpr (std::is_same_v<T, bool>) {
-        require(value.is_boolean(), "true or false");
+        expect(value.is_boolean(), "true or false");
     } else if constexpr (std::is_same_v<T, std::string>) {
-        require(value.is_string(), "text");
+        expect(value.is_string(), "text");
     } else if constexpr (std::is_same_v<T, std::vector<int64_t>>) {
-        require(value.is_array() && std::all_of(value.begin(), value.end(), is_natural),
-                "a list of whole numbers up to 10^15");
+        expect(value.is_array() && std::all_of(value.begin(), value.end(), is_natural),
+               "a list of whole numbers up to 10^15");
     } else {
         static_assert(std::is_same_v<T, Fields>);
-        require(value.is_object(), "an object");
+        expect(value.is_object(), "an object");
         return Fields{path, value};
     }
     if constexpr (!std::is_same_v<T, Fields>) return value.get<T>();

@@ -184,7 +184,7 @@ static std::vector<Piece> pieces(const ModelConfig& config, const Param& p) {
     const auto& names = gpt2 ? NAMES.at(ours).second : NAMES.at(ours).first;
     const std::string layers = gpt2 ? "transformer.h." : "model.layers.";
     const std::string before = layer < 0 ? "" : concat(layers, layer, ".");
-    const bool is_vector = p.is_vector(), transposed = gpt2 && p.role.linear;
+    const bool is_vector = p.is_vector(), transposed = gpt2 && p.role.quantized_linear;
     const int64_t cols = is_vector ? 1 : p.cols, all_rows = used_elements(config, p) / cols;
 
     std::vector<int64_t> rows(names.size(), all_rows / std::max<int64_t>(1, std::ssize(names)));
@@ -213,7 +213,7 @@ static std::vector<Piece> pieces(const ModelConfig& config, const Param& p) {
 static const HfTensor& tensor_of(const Safetensors& files, const Piece& piece) {
     const std::string bare = piece.name.substr(piece.name.find('.') + 1);
     const bool is_bare = !files.tensors().count(piece.name) && files.tensors().count(bare);
-    return files.require(is_bare ? bare : piece.name, piece.shape, "BF16 F16 F32");
+    return files.find_tensor(is_bare ? bare : piece.name, piece.shape, "BF16 F16 F32");
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -65,14 +65,14 @@ Safetensors::Safetensors(const std::string& path) : path_(path) {
 // Compares all of the header with the file, so that users of a tensor need no checks of their own.
 void Safetensors::add(const std::string& path) {
     const MappedFile& file = files_.emplace_back(path);
-    const auto require = [&](bool ok) {
+    const auto require_whole = [&](bool ok) {
         if (!ok) throw Error(path, " is not a whole safetensors file; download it again, or give another.");
     };
     uint64_t header_bytes = 0;
     constexpr int64_t LENGTH = sizeof header_bytes;
-    require(file.bytes() >= LENGTH);
+    require_whole(file.bytes() >= LENGTH);
     std::memcpy(&header_bytes, file.data(), LENGTH);
-    require(header_bytes <= uint64_t(file.bytes() - LENGTH));
+    require_whole(header_bytes <= uint64_t(file.bytes() - LENGTH));
     const uint8_t* const tensors = file.data() + LENGTH + header_bytes;
     const int64_t tensors_bytes = file.data() + file.bytes() - tensors;
 
@@ -101,14 +101,14 @@ void Safetensors::add(const std::string& path) {
     std::sort(ranges.begin(), ranges.end());
     int64_t end = 0;
     for (const auto& [first, after] : ranges) {
-        require(first == end);
+        require_whole(first == end);
         end = after;
     }
-    require(end == tensors_bytes);
+    require_whole(end == tensors_bytes);
 }
 
-const HfTensor& Safetensors::require(const std::string& name, const std::vector<int64_t>& shape,
-                                     const std::string& dtypes) const {
+const HfTensor& Safetensors::find_tensor(const std::string& name, const std::vector<int64_t>& shape,
+                                         const std::string& dtypes) const {
     const auto found = tensors_.find(name);
     if (found == tensors_.end() || found->second.shape != shape || !is_one_of(dtypes, found->second.dtype))
         throw Error(path_, " has no tensor ", name, " of shape ", json(shape).dump(), " in ", dtypes,

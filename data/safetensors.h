@@ -30,8 +30,8 @@ public:
     const std::string& path() const { return path_; }
     const std::map<std::string, HfTensor>& tensors() const { return tensors_; }  // by name
     // The tensor of this name; Error unless it has this shape and one of these dtypes ("BF16 F16").
-    const HfTensor& require(const std::string& name, const std::vector<int64_t>& shape,
-                            const std::string& dtypes) const;
+    const HfTensor& find_tensor(const std::string& name, const std::vector<int64_t>& shape,
+                                const std::string& dtypes) const;
 
 private:
     void add(const std::string& file);

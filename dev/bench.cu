@@ -566,8 +566,8 @@ private:
         size_t free = 0, all = 0;
         check(cudaMemGetInfo(&free, &all), "Asking for the GPU's memory failed");
         const int64_t fitting = int64_t(free) / 32;
-        const int64_t groups = std::min<int64_t>({total, 1000000000, fitting}) / MOMENT_GROUP,
-                      n = groups * MOMENT_GROUP;
+        const int64_t groups = std::min<int64_t>({total, 1000000000, fitting}) / MOMENT_GROUP_SIZE,
+                      n = groups * MOMENT_GROUP_SIZE;
         const std::vector<float> ones(size_t(groups), 1.0f);
         auto moment = [&](Format f) -> MomentRef {
             void* codes = memory_.take(n * info(f).bytes);
@@ -588,7 +588,7 @@ private:
         const double count = double(total) / double(n);
         auto state_bytes = [&](Format f) {
             const double scales = moments_need_scaling(f) && !o.per_tensor
-                                      ? (o.uses_expansion(f) ? 8.0 : 4.0) / double(MOMENT_GROUP)
+                                      ? (o.uses_expansion(f) ? 8.0 : 4.0) / double(MOMENT_GROUP_SIZE)
                                       : 0;
             return info(f).bytes + scales;
         };

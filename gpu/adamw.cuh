@@ -149,7 +149,7 @@ template <class F> void with_weights(const Weights& w, F f) {
 
 // The number of spans that these elements of a parameter form. A span is 128 consecutive elements: where
 // moments are in FP8 moment groups, one of m and one of v.
-inline __device__ int64_t spans_of(int64_t elements) { return ceil_div(elements, MOMENT_GROUP); }
+inline __device__ int64_t spans_of(int64_t elements) { return ceil_div(elements, MOMENT_GROUP_SIZE); }
 
 struct AdamWArguments {
     AdamWKernelConstants constants;

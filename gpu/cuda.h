@@ -23,7 +23,7 @@ inline void check(cudaError_t error, const char* what) {
     throw Error(what, ": ", cudaGetErrorString(error), ".");
 }
 inline void require(bool ok, const char* what) {
-    if (!ok) throw Error("A GPU kernel was called wrongly: ", what, ".");
+    if (!ok) throw Error("The GPU code was called wrongly: ", what, ".");
 }
 
 // A property of the GPU in use. If this machine has no GPU (a dry run may run there), it is `without_gpu`:

@@ -101,7 +101,7 @@ static __global__ void use_new_maxima_kernel(const AdamWArguments a) {
 void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t stream) {
     if (a.spans == 0) return;
     const unsigned shards = static_cast<unsigned>(a.shard_count);
-    const int64_t useful = ceil_div(a.spans * MOMENT_GROUP, ADAMW_THREADS * CHUNK);
+    const int64_t useful = ceil_div(a.spans * MOMENT_GROUP_SIZE, ADAMW_THREADS * CHUNK);
     // Norm weights and biases, all that is left if adamw_kernel updates the matrices, need few blocks each.
     const int64_t each = std::min<int64_t>(useful, a.fp8_moment_groups ? 8 : 4 * multiprocessors());
     const dim3 grid(static_cast<unsigned>(each), shards);

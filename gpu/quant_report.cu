@@ -83,10 +83,10 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
 void add_moment_quant_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v, const void* gradient,
                              Format format, int64_t count, QuantReport& report, cudaStream_t stream) {
     constexpr int64_t MEASURED = 1 << 18, PIECES = 128;
-    static_assert(MEASURED / PIECES % MOMENT_GROUP == 0, "a piece consists of whole groups");
+    static_assert(MEASURED / PIECES % MOMENT_GROUP_SIZE == 0, "a piece consists of whole groups");
     if (count == 0 || (!moments_need_scaling(m.format) && !moments_need_scaling(v.format))) return;
     const int64_t pieces = count > MEASURED ? PIECES : 1, length = std::min(count, MEASURED) / pieces;
-    const int64_t n = pieces * length, apart = count / pieces / MOMENT_GROUP * MOMENT_GROUP;
+    const int64_t n = pieces * length, apart = count / pieces / MOMENT_GROUP_SIZE * MOMENT_GROUP_SIZE;
     report.part_of_moments |= n < count;
     // Copies the pieces of a tensor to the host. It has `bytes` bytes for each `unit` elements.
     auto fetch_pieces = [&](auto& to, const void* from, int64_t unit, int64_t bytes) {
@@ -99,8 +99,8 @@ void add_moment_quant_errors(const Optimizer& o, const MomentRef& m, const Momen
         x.init(o, f, n);
         fetch_pieces(x.codes, data, 1, info(f).bytes);
         if (max && o.per_tensor) copy_async(x.max.data(), max, sizeof(float), stream);
-        else if (max) fetch_pieces(x.max, max, MOMENT_GROUP, sizeof(float));
-        if (k) fetch_pieces(x.k, k, MOMENT_GROUP, sizeof(float));
+        else if (max) fetch_pieces(x.max, max, MOMENT_GROUP_SIZE, sizeof(float));
+        if (k) fetch_pieces(x.k, k, MOMENT_GROUP_SIZE, sizeof(float));
         check(cudaStreamSynchronize(stream), "Reading the moments failed");
         return x;
     };

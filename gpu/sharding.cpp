@@ -415,7 +415,7 @@ private:
             const Param& p = parameters_.params[i];
             if (p.is_vector()) continue;
             int64_t module = EMBEDDING_MODULE;
-            if (p.role.linear) module = module_of(parameters_.linear_layer_index(i));
+            if (p.role.quantized_linear) module = module_of(parameters_.linear_layer_index(i));
             else if (p.name == "head") module = head_module();
             matrices_[size_t(module)].push_back(i);
         }
@@ -436,7 +436,7 @@ private:
         wait_for_compute();
         for (size_t i : matrices_[size_t(module)]) {
             const Param& p = parameters_.params[i];
-            const bool codes = sends_codes() && p.role.linear;
+            const bool codes = sends_codes() && p.role.quantized_linear;
             const Storage storage = codes ? setup_.recipe.w : parameters_.weight_storage;
             AmaxAndScale* const scale =
                 codes ? amax_table_.of_weight(i, parameters_.linear_layer_index(i)) : nullptr;

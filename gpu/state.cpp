@@ -45,7 +45,8 @@ void GpuContext::copy_to_host(void* to_host, const void* from_gpu, int64_t bytes
 }
 
 static int64_t count_linear_layers(const std::vector<Param>& params) {
-    return std::count_if(params.begin(), params.end(), [](const Param& p) { return p.role.linear; });
+    return std::count_if(params.begin(), params.end(),
+                         [](const Param& p) { return p.role.quantized_linear; });
 }
 
 // Allocates the moments of what this rank owns. If they have one scale per tensor, there is room for two:
@@ -202,7 +203,7 @@ Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, AmaxT
       gradient_bytes(info(gradient_storage.format).bytes), context_(context), memory_(memory),
       amax_table_(amax_table), stream_(context.stream) {
     int64_t linear_layers = 0;
-    for (const Param& p : params) linear_layers_.push_back(p.role.linear ? linear_layers++ : -1);
+    for (const Param& p : params) linear_layers_.push_back(p.role.quantized_linear ? linear_layers++ : -1);
     register_state();
     upload_shard_table();
     initialize_state();
@@ -233,7 +234,7 @@ void Parameters::register_state() {
             if (m.max) entries_[of + ".max"] = {i, m.max, moment_groups * 4};
             if (m.k) entries_[of + ".k"] = {i, m.k, moment_groups * 4};
         }
-        if (amax_table_.delayed() && params[i].role.linear) register_delayed_scales(i);
+        if (amax_table_.delayed() && params[i].role.quantized_linear) register_delayed_scales(i);
     }
 }
 void Parameters::register_delayed_scales(size_t i) {
@@ -256,7 +257,7 @@ void Parameters::upload_shard_table() {
                          .m = memory_.moments[0][i],
                          .v = memory_.moments[1][i],
                          .decays = p.role.decays,
-                         .amax_out = p.role.linear ? amax_table_.of_parameter(i) : nullptr,
+                         .amax_out = p.role.quantized_linear ? amax_table_.of_parameter(i) : nullptr,
                          .flat_minus_rank_offset = p.flat_offset + owned.first - rank_offset,
                          .units_before_shard = units_before_parameter + owned.first / SHARD_UNIT});
     }
@@ -271,7 +272,7 @@ void Parameters::initialize_state() {
     clear_amax_table_and_moments();
     int64_t most_moment_groups = 0;
     for (const Param& p : params)
-        most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP);
+        most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP_SIZE);
     const std::vector<float> ones(most_moment_groups, 1.0f);
     for (size_t i = 0; i < params.size(); i++) {
         const InitializeArguments values{.owned = places[i].owned,
@@ -354,7 +355,7 @@ std::vector<float> Parameters::expansion_factors(bool second) const {
 
 // Computes the amax of weights that were written. (The update leaves the amax of weights that it writes.)
 void Parameters::recompute_weight_amax(size_t i) {
-    if (!params[i].role.linear) return;
+    if (!params[i].role.quantized_linear) return;
     AmaxAndScale* const amax_out = amax_table_.of_parameter(i);
     clear_async(amax_out, sizeof(AmaxAndScale), stream_);
     if (weight_storage.format == Format::FP32) return;

@@ -294,9 +294,9 @@ public:
     TensorRef whole_weight(size_t i) const {
         return {owned_weight_data(i), nullptr, params[i].rows, params[i].cols, weight_storage};
     }
-    // The part that this rank owns. It need not be whole rows, so this tensor has MOMENT_GROUP columns.
+    // The part that this rank owns. It need not be whole rows, so this tensor has MOMENT_GROUP_SIZE columns.
     TensorRef owned_weight(size_t i) const {
-        return {owned_weight_data(i), nullptr, places[i].owned.count / MOMENT_GROUP, MOMENT_GROUP,
+        return {owned_weight_data(i), nullptr, places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
                 weight_storage};
     }
     // Where the sums of gradients begin that the update reads for this rank's part of parameter i.
@@ -341,7 +341,7 @@ private:
     void upload_shard_table();
     void initialize_state();
     void clear_amax_table_and_moments();
-    int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP); }
+    int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP_SIZE); }
     void recompute_weight_amax(size_t i);
     const StateEntry& find(const std::string& name) const;
     bool is_half_of_fp32_master(const std::string& name) const;

@@ -137,7 +137,7 @@ static Operator moment_operator(const Setup& s, const char* name, Format f) {
     std::string writes = info(f).name;
     if (moments_need_scaling(f)) {
         writes += s.optimizer.uses_expansion(f) ? ", max and k" : ", max";
-        writes += s.optimizer.per_tensor ? " per tensor" : concat(" per ", MOMENT_GROUP);
+        writes += s.optimizer.per_tensor ? " per tensor" : concat(" per ", MOMENT_GROUP_SIZE);
     }
     return {.name = name, .reads = info(f).name, .writes = writes};
 }

@@ -75,7 +75,7 @@ GPU_TEST_CASE("add_moment_quant_errors: errors of the moments equal the referenc
             CHECK(report.part_of_moments == in_part);
             for (int i : {0, 1}) {
                 Floats measured;
-                const int64_t apart = n / 128 / MOMENT_GROUP * MOMENT_GROUP;
+                const int64_t apart = n / 128 / MOMENT_GROUP_SIZE * MOMENT_GROUP_SIZE;
                 for (int64_t j = 0; j < n; j++)
                     if (!in_part || (j / apart < 128 && j % apart < 2048)) measured.push_back(x[i][j]);
                 Moment expected;

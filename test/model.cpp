@@ -292,7 +292,7 @@ PROPERTY("backward hands on BF16 values; wgrad reads g quantized over tokens; bi
                 for (size_t e = 0; e < g.size(); e += head ? size_t(p.cols) : 1) wrong += !bf16_value(g[e]);
                 if (p.name.ends_with(".bias") || p.name == "embedding" || head)
                     CHECK(((wrong > 0) == sums_fp32 && norm(g) > 0));
-                if (!fp8 || !p.role.linear) continue;
+                if (!fp8 || !p.role.quantized_linear) continue;
                 const Floats bias = gradient(*t.model, params[i + 1]);
                 // The column of dw with the largest gradient, beside the bias.
                 size_t at = 0;
@@ -612,7 +612,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
     }
     for (const Param& p : t.params())
         for (WhichOperand o : LINEAR_OPERANDS) {
-            if (!p.role.linear) continue;
+            if (!p.role.quantized_linear) continue;
             const std::string operand = p.name + suffix_of(o);
             INFO(operand);
             auto newest = [&](const Snapshot& state) {

@@ -142,8 +142,9 @@ TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a 
                 expected += concat(expected.empty() ? "" : "; ", t.name, " ", t.storage.text());
             CHECK(saves == expected);
             const std::vector<Param> params = parameters(s.config);
-            CHECK(projections == std::count_if(params.begin(), params.end(),
-                                               [](const Param& p) { return p.role.linear && p.layer == 0; }));
+            CHECK(projections == std::count_if(params.begin(), params.end(), [](const Param& p) {
+                      return p.role.quantized_linear && p.layer == 0;
+                  }));
         }
 }
 

@@ -35,13 +35,13 @@ TEST_CASE("Safetensors: reads back what was written; every tensor is where the h
     const Safetensors file(path);
     REQUIRE(file.tensors().size() == tensors.size());
     for (size_t i = 0; i < tensors.size(); i++) {
-        const HfTensor& t = file.require(tensors[i].name, tensors[i].shape, tensors[i].dtype);
+        const HfTensor& t = file.find_tensor(tensors[i].name, tensors[i].shape, tensors[i].dtype);
         CHECK(std::string(reinterpret_cast<const char*>(t.data), size_t(t.bytes)) == bytes[i]);
     }
-    file.require("x", {2, 3}, "BF16 F32");
-    check_error([&] { file.require("y", {2, 3}, "F32"); }, path, "y");
-    check_error([&] { file.require("x", {3, 2}, "F32"); }, path, "[3,2]");
-    check_error([&] { file.require("x", {2, 3}, "BF16"); }, path, "BF16");
+    file.find_tensor("x", {2, 3}, "BF16 F32");
+    check_error([&] { file.find_tensor("y", {2, 3}, "F32"); }, path, "y");
+    check_error([&] { file.find_tensor("x", {3, 2}, "F32"); }, path, "[3,2]");
+    check_error([&] { file.find_tensor("x", {2, 3}, "BF16"); }, path, "BF16");
 }
 
 TEST_CASE("Safetensors: a wrong header is an error that names the file") {

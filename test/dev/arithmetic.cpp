@@ -255,10 +255,10 @@ save("groups", codes), save("decoded", dequantize_groups(codes, s))
 NUMPY_TEST_CASE("k and codes of moments; a step of AdamW with FP8 moments") {
     FRESH_RANDOM(rng);
     const Arrays folder;
-    const int64_t groups = 200, n = groups * MOMENT_GROUP;
+    const int64_t groups = 200, n = groups * MOMENT_GROUP_SIZE;
     Floats w = values(rng, n, 0), g = values(rng, n, 1), m(n), v(n);
     for (int64_t i = 0; i < n; i++) {
-        const double spread = 0.02 * double(1 + i / MOMENT_GROUP);  // of the group
+        const double spread = 0.02 * double(1 + i / MOMENT_GROUP_SIZE);  // of the group
         m[i] = float(rng.normal() * std::exp(spread * rng.normal()));
         v[i] = float(std::exp(spread * rng.normal()));
     }

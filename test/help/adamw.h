@@ -53,7 +53,7 @@ struct HostParam {
     int64_t size, offset;
     bool decays;
     Moment m, v;
-    int64_t padded() const { return round_up(size, MOMENT_GROUP); }
+    int64_t padded() const { return round_up(size, MOMENT_GROUP_SIZE); }
 };
 
 struct DeviceMoment {
@@ -110,7 +110,7 @@ struct AdamWRun {
             for (int64_t i = 0; i < size; i++) {
                 v[i] = float(1e-6 * std::exp(2 * rng.normal()));
                 m[i] = float(std::sqrt(v[i]) * 0.3 * rng.normal());
-                if (size == 20000) make_unusual(rng, i / MOMENT_GROUP, &m[i], &v[i]);
+                if (size == 20000) make_unusual(rng, i / MOMENT_GROUP_SIZE, &m[i], &v[i]);
             }
             p.m.store(m.data(), false);
             p.v.store(v.data(), true);
@@ -312,7 +312,7 @@ struct MomentCheck {
     // keep_positive: what is above zero stays above zero.
     void check(bool keep_positive) const {
         if (!moments_need_scaling(got.format)) {
-            check_as_float(load(got), exact, in_float, MOMENT_GROUP, got.format, terms);
+            check_as_float(load(got), exact, in_float, MOMENT_GROUP_SIZE, got.format, terms);
             return;
         }
         int64_t wrong = 0;
@@ -343,7 +343,7 @@ inline void check_adamw(AdamWRun run, const AdamWOptions& a) {
             const auto rounded = reference::round_stochastically(w, ROUNDING, p.offset + int64_t(i));
             return run.has_master ? w : reference::from_bf16(rounded);
         };
-        check_limits(Floats(begin, end), exact.w, exact.w_float, MOMENT_GROUP, stored, exact.w_terms);
+        check_limits(Floats(begin, end), exact.w, exact.w_float, MOMENT_GROUP_SIZE, stored, exact.w_terms);
         CHECK(std::all_of(end, begin + p.padded(), [](float padding) { return padding == 0; }));
         CHECK(r.amax[i] == reference::compute_amax(&r.stored[p.offset], p.size));
         MomentCheck{r.m[i], exact.m, exact.m_float, exact.m_terms}.check(false);

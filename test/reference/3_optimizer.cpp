@@ -26,7 +26,7 @@ static double expansion_bound(Format f, double ratio, double k) {
 // Stores x in a moment and checks max, k, codes, values and statistics by their definition. Only where the
 // whole tensor has one scale (fp8lm) may a positive second moment become 0.
 static void check_moment(Format f, bool expand, bool per_tensor, bool second, const Floats& x) {
-    const int64_t n = int64_t(x.size()), size = per_tensor ? n : MOMENT_GROUP;
+    const int64_t n = int64_t(x.size()), size = per_tensor ? n : MOMENT_GROUP_SIZE;
     const bool scaled = moments_need_scaling(f), expands = expand && is_fp8(f);
     const bool positive = second && !per_tensor;
     Moment moment;
