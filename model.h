@@ -52,9 +52,10 @@ inline void require_supported(const Setup& s) {
     if (s.B > 65535 || s.B * s.T > 128 * 65535)
         throw Error("--batch ", s.B, " with --seq ", s.T,
                     " is too large; use a smaller --batch and more --accumulate.");
-    if (s.recipe.compute == Format::FP32 && (s.recipe.saved_attention.fp8() || !s.keep_masters))
-        throw Error("--attention groups and --master none need BF16, but --recipe ", s.recipe.name,
-                    " computes in FP32; leave them out, or choose --recipe coat.");
+    const bool groups = s.recipe.saved_attention.fp8();
+    if (s.recipe.compute == Format::FP32 && (groups || !s.keep_masters))
+        throw Error(groups ? "--attention groups" : "--master none", " needs BF16, but --recipe ",
+                    s.recipe.name, " computes in FP32; leave it out, or choose --recipe coat.");
     if (!s.keep_gradients && s.micro_batches_per_rank > 1)
         throw Error("--gradients none cannot add up micro-batches; use --accumulate 1 and a larger --batch.");
     if (!s.keep_gradients && s.ranks > 1)

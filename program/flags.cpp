@@ -54,7 +54,8 @@ static const Flag FLAGS[] = {
     {.name = "optimizer", .member = &Flags::optimizer, .on_resume = MUST_MATCH,
      .about = "formats of the moments; default: the recipe's"},
     {.name = "attention", .member = &Flags::attention, .on_resume = MUST_MATCH,
-     .about = "how q, k, v, output are saved: as computed, or groups of FP8", .words = "compute groups"},
+     .about = "saved q, k, v, output; groups: in FP8, one scale per 16 values",
+     .words = "unquantized groups"},
     {.name = "master", .member = &Flags::master, .on_resume = MUST_MATCH,
      .about = "exact: FP32; none: BF16 weights, stochastic rounding", .words = "exact none"},
     {.name = "gradients", .member = &Flags::gradients, .on_resume = MUST_MATCH,
@@ -195,9 +196,9 @@ int64_t default_warmup(int64_t steps) { return steps < 250 ? steps / 10 : 100; }
 
 // The flag of this name, with its dashes.
 static const Flag& find_flag(const std::string& name) {
-    for (const Flag& flag : FLAGS)
-        if (name == std::string("--") + flag.name) return flag;
-    throw Error(name, " is not a flag; ./train --help lists all flags.");
+    const Flag* flag = name.starts_with("--") ? find_row_or_null(FLAGS, name.substr(2)) : nullptr;
+    if (!flag) throw Error(name, " is not a flag; ./train --help lists all flags.");
+    return *flag;
 }
 
 void Flags::parse(const std::vector<std::string>& arguments) {
@@ -232,8 +233,9 @@ std::string Flags::take_checkpoint(const ordered_json& saved) {
     for (const Flag& flag : FLAGS) {
         if (flag.on_resume == NOT_SAVED) continue;
         const ordered_json ours = value(*this, flag);
-        const ordered_json theirs =
-            saved.value(flag.name, ours);  // checkpoints of an older ./train lack new flags
+        // Checkpoints of an older ./train lack new flags, and have another word for --attention unquantized.
+        ordered_json theirs = saved.value(flag.name, ours);
+        if (flag.name == std::string("attention") && theirs == "compute") theirs = "unquantized";
         if (!given(flag.name)) {
             set(*this, flag, text_of(theirs));
         } else if (flag.on_resume == MUST_MATCH && ours != theirs) {

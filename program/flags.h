@@ -27,7 +27,7 @@ struct Flags {
     std::string model = "llama-tiny";
     std::string recipe = "coat";
     std::string optimizer;  // empty: that of the recipe
-    std::string attention = "compute";
+    std::string attention = "unquantized";
     std::string master = "exact";
     std::string gradients = "kept";
     // The steps.

@@ -55,9 +55,9 @@ std::string choose_device(const ProcessGroup& processes, Flags& flags) {
 // -----------------------------------------------------------------------------------------------------------
 // The model and the formats
 
+// The row of models() that --model names, if it names no folder.
 static const ModelConfig& find_model(const std::string& name) {
-    for (const ModelConfig& c : models())
-        if (c.name == name) return c;
+    if (const ModelConfig* config = find_row_or_null(models(), name)) return *config;
     throw Error("--model ", name, " is no folder on this machine, and no model that ./train --help lists; ",
                 "correct it, or download a model (hf download NAME --local-dir FOLDER) and give its folder.");
 }
@@ -65,10 +65,8 @@ static const ModelConfig& find_model(const std::string& name) {
 static std::string find_weights(const Resumed& resumed, const Flags& flags) {
     if (flags.resumes()) return resumed.checkpoint;
     if (!fs::is_directory(flags.model)) return "";
-    for (const ModelConfig& config : models())
-        if (config.name == flags.model)
-            throw Error("--model ", config.name, " is also a folder; write ./", config.name,
-                        " for the folder.");
+    if (find_row_or_null(models(), flags.model))
+        throw Error("--model ", flags.model, " is also a folder; write ./", flags.model, " for the folder.");
     return model_in(flags.model);
 }
 

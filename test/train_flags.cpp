@@ -100,7 +100,8 @@ TEST_CASE("Flags: a checkpoint gives the values that are not given and refuses w
 
     ordered_json older = saved;  // of a program that lacked this flag
     older.erase("beta1");
-    Flags newer = parsed({});
+    older["attention"] = "compute";  // its word for "unquantized"
+    Flags newer = parsed({"--attention", "unquantized"});
     CHECK(newer.take_checkpoint(older).empty());
-    CHECK(newer.beta1 == Flags().beta1);
+    CHECK((newer.beta1 == Flags().beta1 && newer.attention == "unquantized"));
 }
