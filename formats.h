@@ -1,7 +1,6 @@
 // formats.h - the words of the paper that the CPU reference and the GPU implementation of COAT (arXiv
 // 2410.19313) share: number formats, which elements share a scale, recipes and optimizers.
 //
-// clang-format off
 // These words are used in all files:
 //   FMAX, FMIN      a format's largest and its smallest positive value
 //   code            a stored element: encode() rounds a value to a code, decode() gives the value of a code
@@ -19,7 +18,6 @@
 //   heads           of attention: NH query heads and NKV key/value heads
 //   the head        where the text is not about attention: the model's last matrix, from hidden states to
 //                   logits
-// clang-format on
 //
 // All matrices are row-major. The weight of a linear layer is (out, in). Sizes have these letters:
 //   B  sequences in a micro-batch         L    transformer layers         F  feed-forward size

@@ -180,12 +180,12 @@ float StoredMatrix::value(int64_t row, int64_t col) const {
 }
 
 // Adds the error of one value to statistics. A NaN is not counted as flushed, whatever is read back for it.
-static void add_error(QuantStats& s, float x, float dequantized) {
+static void add_error(QuantStats& stats, float x, float dequantized) {
     const double error = double(x) - double(dequantized);
-    s.signal += double(x) * x;
-    s.noise += error * error;
-    s.flushed += std::abs(x) > 0 && dequantized == 0;
-    s.elements++;
+    stats.signal += double(x) * x;
+    stats.noise += error * error;
+    stats.flushed += std::abs(x) > 0 && dequantized == 0;
+    stats.elements++;
 }
 
 // Just-in-time scales of all scale blocks of x (rows, cols), from their own amaxes. (The scale of a whole
@@ -622,15 +622,15 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
 // (architecture.h, RopeScaling). Llama 3's formula is apply_scaling in Meta's llama-models and
 // _compute_llama3_parameters in transformers, Hugging Face's library.
 double rope_frequency(const ModelConfig& config, int64_t i) {
-    const RopeScaling& s = config.rope_scaling;
+    const RopeScaling& scaling = config.rope_scaling;
     const double f = std::pow(double(config.rope_theta), -2.0 * double(i) / double(config.HS()));
-    if (s.type == RopeScaling::Default) return f;
-    const double wavelength = 2 * 3.14159265358979323846 / f, original = double(s.original_positions);
-    if (wavelength > original / s.low_freq_factor) return f / s.factor;
-    if (wavelength < original / s.high_freq_factor) return f;
-    const double low = s.low_freq_factor, high = s.high_freq_factor;
+    if (scaling.type == RopeScaling::Default) return f;
+    const double wavelength = 2 * 3.14159265358979323846 / f, original = double(scaling.original_positions);
+    if (wavelength > original / scaling.low_freq_factor) return f / scaling.factor;
+    if (wavelength < original / scaling.high_freq_factor) return f;
+    const double low = scaling.low_freq_factor, high = scaling.high_freq_factor;
     const double smooth = (original / wavelength - low) / (high - low);
-    return (1 - smooth) * f / s.factor + smooth * f;
+    return (1 - smooth) * f / scaling.factor + smooth * f;
 }
 
 // RoPE: rotates each pair (x_i, x_(i + HS/2)) of a head at position t by the angle t f_i. The heads of q and
