@@ -108,23 +108,34 @@ TokenStream::Facts TokenStream::scan() {
     return {.largest = largest, .hash = hash};
 }
 
+const std::string NEW_FILE = "is new, and the run goes on with the files that it began with";
+const std::string SAME_TEXT = "has the same text as ";
+
 namespace {
 
 // Says whether a file belongs to the run. A run that is continued has the files that it began with.
 class KnownFiles {
 public:
     explicit KnownFiles(const std::vector<DataFile>& files) {
-        for (const DataFile& file : files) paths_.insert(utf8_path(file.path));
+        for (const DataFile& file : files) {
+            paths_.insert(utf8_path(file.path));
+            path_of_hash_.emplace(file.hash, file.path);
+        }
     }
     bool has(const std::string& path) const { return paths_.empty() || paths_.count(utf8_path(path)); }
+    // Why a file that the run does not have is left out: the run left it out from the beginning, as a copy of
+    // one of its files, or the file is new.
+    std::string why_left_out(uint64_t hash) const {
+        const auto same = path_of_hash_.find(hash);
+        return same == path_of_hash_.end() ? NEW_FILE : SAME_TEXT + same->second;
+    }
 
 private:
     std::set<std::string> paths_;
+    std::map<uint64_t, std::string> path_of_hash_;
 };
 
 }  // namespace
-
-const char* const NEW_FILE = "is new, and the run goes on with the files that it began with";
 
 // The tokens of a text, which are its bytes: a copy of them, or the memory of the mapped file.
 static TokenStream::Source source_of_text(const std::shared_ptr<const MappedFile>& file, bool copied) {
@@ -163,9 +174,9 @@ static void read_texts(const FoundFiles& found, const CorpusOptions& options, Co
         if (!reason.empty()) {
             corpus.left_out.push_back({path, reason});
         } else if (!known.has(path)) {
-            corpus.left_out.push_back({path, NEW_FILE});
+            corpus.left_out.push_back({path, known.why_left_out(hash)});
         } else if (const auto [other, is_first] = path_of_hash.emplace(hash, path); !is_first) {
-            copies.push_back({path, "has the same text as " + other->second});
+            copies.push_back({path, SAME_TEXT + other->second});
         } else {
             const bool copied = copied_bytes + file->bytes() <= options.copied_bytes;
             if (copied) copied_bytes += file->bytes();

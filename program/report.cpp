@@ -168,8 +168,11 @@ void print_end(Run& run, double validation, const StepTimes& times) {
     if (times.steps > 1) {
         const double step_seconds = times.timed / double(times.steps - 1);
         const double rate = double(run.step_tokens()) / step_seconds;
-        std::printf("Steps %ld to %ld took %.0f ms each: %.0f tok/s without validation and saving.\n",
-                    state.step - times.steps + 2, state.step, step_seconds * 1e3, rate);
+        const int64_t first = state.step - times.steps + 2;
+        const std::string steps =
+            first < state.step ? concat("Steps ", first, " to ", state.step) : concat("Step ", first);
+        std::printf("%s took %.0f ms%s: %.0f tok/s without validation and saving.\n", steps.c_str(),
+                    step_seconds * 1e3, first < state.step ? " each" : "", rate);
         end["tokens_per_second"] = rate;
     }
     run.write_to_log("end", end);

@@ -202,6 +202,8 @@ TEST_CASE("load_corpus: what is no text is left out and named; so is what a run 
     const Corpus again = load_corpus(folder / "in", {.known = corpus.files});
     CHECK(text_of(again) + held_out(again) == "first second");
     CHECK((again.left_out[0].path == folder / "in/0" && contains(again.left_out[0].reason, "is new")));
+    for (const LeftOut& file : again.left_out)  // the run never had the copy, so it is not new
+        if (file.path == folder / "in/d") CHECK(contains(file.reason, "has the same text as "));
     for (const char* name : {"a", "b"})
         folder.write(concat("tokens/", name, ".bin"), token_file(counting(100)));
     const Corpus tokens = load_corpus(folder / "tokens");
