@@ -41,11 +41,18 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
 
 GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its weights to 0") {
     const Buffer<AmaxAndScale> amax(std::vector<AmaxAndScale>{{1, OLD_AMAX, 0, 0}});
-    const Buffer<gpu::Shard> shard({gpu::Shard{0, 0, {}, {}, true, amax.get()}});
+    const Buffer<gpu::Shard> shard({gpu::Shard{
+        .rank_offset = 0, .size = 0, .m = {}, .v = {}, .decays = true, .amax_out = amax.get()}});
     for (bool skip : {true, false}) {
-        const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1, 1, 1, skip}});
-        gpu::adamw(STEP, optimizers()[0], {shard.get(), 1, {0, 0}, nullptr, Format::BF16},
-                   {nullptr, nullptr, Format::BF16}, 0, state.get(), 0);
+        const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{
+            {.sum_of_squares = 1, .norm = 1, .clip_factor = 1, .skip = skip}});
+        const gpu::ShardGradients nothing{.shards = shard.get(),
+                                          .count = 1,
+                                          .elements = {.first = 0, .count = 0},
+                                          .gradients = nullptr,
+                                          .format = Format::BF16};
+        gpu::adamw(STEP, optimizers()[0], nothing, {nullptr, nullptr, Format::BF16}, /*rounding_key=*/0,
+                   state.get(), /*stream=*/nullptr);
         CHECK(amax.read()[0].amax == (skip ? OLD_AMAX : 0.0f));
     }
 }
@@ -98,8 +105,9 @@ TEST_CASE("adamw: moments in groups that are not both in FP8 are an error") {
     auto update = [](Format m, Format v) {
         const Optimizer optimizer{.name = "", .m = m, .v = v, .expansion = true};
         const gpu::Weights none{nullptr, nullptr, Format::BF16};
-        gpu::adamw(STEP, optimizer, {nullptr, 0, {0, 0}, nullptr, Format::BF16}, none, 0, nullptr,
-                   gpu::DRY_RUN);
+        const gpu::ShardGradients nothing{
+            .shards = nullptr, .count = 0, .elements = {}, .gradients = nullptr, .format = Format::BF16};
+        gpu::adamw(STEP, optimizer, nothing, none, /*rounding_key=*/0, /*state=*/nullptr, gpu::DRY_RUN);
     };
     CHECK_NOTHROW(update(Format::E4M3, Format::E5M2));
     CHECK_NOTHROW(update(Format::BF16, Format::FP32));

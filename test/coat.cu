@@ -33,7 +33,7 @@ static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = 
         gpu::quantize_groups(x, out.ref(), /*write_back=*/false, stats, 0);
         return;
     }
-    if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(x), out.slot.get(), 0);
+    if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(x), out.amax_and_scale.get(), 0);
     gpu::quantize(gpu::lazy_stored(x), out.operand(), stats, 0);
 }
 
@@ -179,7 +179,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
         operand.transposed = operand.transposed_scales = nullptr;
-        if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.slot.get(), 0);
+        if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_and_scale.get(), 0);
         gpu::quantize(gpu::lazy_stored(in.ref()), operand, nullptr, 0);
         reference::StoredMatrix wanted = reference::quantize(x.data(), padded, cols, q);
         std::fill(wanted.codes.begin() + rows * cols, wanted.codes.end(), 0xFF);
@@ -230,13 +230,13 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
                 const Tensor gate_up(x, s, PLAIN_BF16), groups(s, E4M3_1x16);
                 const Tensor fused({1, 16}, E4M3_TENSOR), separate({1, 16}, E4M3_TENSOR);  // for their amaxes
                 gpu::quantize_activation_input(gated, gate_up.ref(), groups.ref(), forward_reads_saved,
-                                               fused.slot.get(), nullptr, 0);
+                                               fused.amax_and_scale.get(), nullptr, 0);
                 check_quantized(groups, x);
                 const bool write_back = false;
                 gpu::quantize_groups(gate_up.ref(), groups.ref(), write_back, nullptr, 0);
                 CHECK(same_values(gate_up.values(), x));
                 const TensorRef read = forward_reads_saved ? groups.ref() : gate_up.ref();
-                gpu::compute_amax(gpu::lazy_activation(gated, read), separate.slot.get(), 0);
+                gpu::compute_amax(gpu::lazy_activation(gated, read), separate.amax_and_scale.get(), 0);
                 CHECK(fused.amax() == separate.amax());
                 CHECK(fused.amax() > 0);
             }
@@ -254,7 +254,7 @@ GPU_TEST_CASE("write_operand_and_sum_columns: codes and sums have the bits of qu
                 sums(before, Format::FP32);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * s.cols);
             gpu::add_column_sums(gpu::lazy_stored(in.ref()), wanted_sums.ref(), workspace.get(), nullptr, 0);
-            if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.slot.get(), 0);
+            if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_and_scale.get(), 0);
             const Buffer<QuantStats> stats({BEFORE});
             gpu::write_operand_and_sum_columns(gpu::lazy_stored(in.ref()), out.operand(), sums.ref(),
                                                workspace.get(), stats.get(), 0);

@@ -86,7 +86,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                                       {.x_out = x_out.ref(),
                                        .next = c.norm(c.in.ref()),
                                        .norm_reads_saved = norm_reads_saved,
-                                       .y_amax_out = y.slot.get()},
+                                       .y_amax_out = y.amax_and_scale.get()},
                                       0);
                     Floats sum = x.values();
                     const Floats added = branch.values();
@@ -123,7 +123,7 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
                                        {.dy = dy.ref(),
                                         .residual_in = add ? g.ref() : TensorRef{},
                                         .residual_out = out.ref(),
-                                        .residual_amax_out = out.slot.get(),
+                                        .residual_amax_out = out.amax_and_scale.get(),
                                         .dweight = dweight.ref(),
                                         .dbias = rms ? TensorRef{} : dbias.ref()},
                                        workspace.get(), 0);
@@ -218,7 +218,7 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
                 reference::rope<double>(c, B, T, exact.data(), direction != FORWARD);
                 reference::rope<float>(c, B, T, in_float.data(), direction != FORWARD);
                 const Tensor got(x, {N, cols}, Storage{compute});
-                AmaxAndScale* const amax_out = direction == BACKWARD ? got.slot.get() : nullptr;
+                AmaxAndScale* const amax_out = direction == BACKWARD ? got.amax_and_scale.get() : nullptr;
                 gpu::rope(rope, got.ref(), direction != FORWARD, amax_out, 0);
                 const Floats values = got.values();
                 check_as_float(values, exact, in_float, HS, compute);

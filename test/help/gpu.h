@@ -138,45 +138,50 @@ public:
     const int64_t rows, cols;
     const Storage storage;
     Buffer<uint8_t> codes, transposed, scales, transposed_scales;
-    Buffer<AmaxAndScale> slot;  // the scale of a tensor, or only the amax
+    Buffer<AmaxAndScale> amax_and_scale;  // of the whole tensor; in groups and blocks only the amax
     const bool delayed_scaling;
 
-    Tensor(Shape s, Storage q, float delayed = 0)  // 0: without a delayed scale
+    // A tensor without values, for a kernel to write: all bytes are 0xFF. delayed: the scale that delayed
+    // scaling gives it; 0: its scales are just-in-time.
+    Tensor(Shape s, Storage q, float delayed = 0)
         : rows(s.rows), cols(s.cols), storage(q), codes(q.code_bytes(rows, cols)),
           transposed(transposes() ? q.code_bytes(rows, cols) : 0),
           scales(std::max(per_tensor() ? 0 : q.scale_count(rows, cols),
                           gpu::operand_scale_count(q, rows, cols)) *
                  info(q.scale_format).bytes),
-          transposed_scales(transposes() ? gpu::operand_scale_count(q, cols, rows) * 4 : 0), slot(1),
-          delayed_scaling(delayed > 0) {
-        slot.write({AmaxAndScale{0, 0, delayed, 0}});
+          transposed_scales(transposes() ? gpu::operand_scale_count(q, cols, rows) * 4 : 0),
+          amax_and_scale(1), delayed_scaling(delayed > 0) {
+        amax_and_scale.write({AmaxAndScale{0, 0, delayed, 0}});
     }
+    // x (rows, cols) as the reference stores it.
     Tensor(const Floats& x, Shape s, Storage q) : Tensor(s, q) {
         for (bool transpose : {false, true}) {
             if (transpose && !transposes()) continue;
             const reference::StoredMatrix from = quantized(x, transpose);
             (transpose ? transposed : codes).write(from.codes);
             (transpose ? transposed_scales : scales).write(stored_scales(from));
-            if (per_tensor()) slot.write({AmaxAndScale{from.scale(0, 0), 0, 0, 0}});
+            if (per_tensor()) amax_and_scale.write({AmaxAndScale{from.scale(0, 0), 0, 0, 0}});
         }
     }
+    // A vector without scales.
     Tensor(const Floats& x, Format f) : Tensor(x, {1, int64_t(x.size())}, Storage{f}) {}
 
+    // Whether all elements share one scale; whether GEMMs read it; whether kernels store its transpose, too.
     bool per_tensor() const { return storage.fp8() && storage.granularity == PER_TENSOR; }
     bool for_gemm() const { return storage.fp8() && storage.granularity != PER_1x16; }
     bool transposes() const { return for_gemm() && rows % 16 == 0; }
     TensorRef ref() const {
-        return {codes.get(), per_tensor() ? static_cast<void*>(slot.get()) : scales.get(), rows, cols,
-                storage};
+        return {codes.get(), per_tensor() ? static_cast<void*>(amax_and_scale.get()) : scales.get(), rows,
+                cols, storage};
     }
     Operand operand() const {
-        Operand out{.tensor = ref(), .amax_out = slot.get(), .delayed = delayed_scaling};
+        Operand out{.tensor = ref(), .amax_out = amax_and_scale.get(), .delayed = delayed_scaling};
         if (transposes()) out.transposed = transposed.get();
         if (transposes() && !per_tensor()) out.transposed_scales = transposed_scales.get();
         return out;
     }
-    float amax() const { return slot.read()[0].amax; }
-    float scale() const { return slot.read()[0].scale; }
+    float amax() const { return amax_and_scale.read()[0].amax; }
+    float scale() const { return amax_and_scale.read()[0].scale; }
     Floats values() const {  // of all formats but those in blocks
         return reference::dequantize(
             {codes.read(), per_tensor() ? bytes_of({scale()}) : scales.read(), rows, cols, storage});
@@ -304,7 +309,8 @@ inline void check_column_sums(const LazyTensor& x, const Floats& values) {
     for (bool with_amax : {true, false}) {
         const Tensor sums(before, Format::FP32);
         const Buffer<float> workspace(gpu::COLUMN_PARTIALS * x.cols);
-        gpu::add_column_sums(x, sums.ref(), workspace.get(), with_amax ? sums.slot.get() : nullptr, 0);
+        gpu::add_column_sums(x, sums.ref(), workspace.get(), with_amax ? sums.amax_and_scale.get() : nullptr,
+                             0);
         CHECK(sums.amax() == (with_amax ? reference::compute_amax(values.data(), x.rows * x.cols) : 0));
         check_row_sums(sums, before, values, [](int64_t) { return 0; });
     }
@@ -320,7 +326,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
     check_as_float(values, exact, in_float, s.cols);
     check_column_sums(x, values);
     if (compute == Format::FP32) {
-        CHECK_THROWS_AS(gpu::compute_amax(x, bf16.slot.get(), 0), Error);
+        CHECK_THROWS_AS(gpu::compute_amax(x, bf16.amax_and_scale.get(), 0), Error);
         return;
     }
     gpu::store_values(x, bf16.ref(), 0);
@@ -333,7 +339,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
             if (t == &row_major) out.transposed = out.transposed_scales = nullptr;
             if (t == &column_major) out.tensor.data = nullptr;
             if (t == &column_major && !per_tensor) out.tensor.scales = nullptr;
-            if (per_tensor) gpu::compute_amax(x, t->slot.get(), 0);
+            if (per_tensor) gpu::compute_amax(x, t->amax_and_scale.get(), 0);
             gpu::quantize(x, out, nullptr, 0);
         }
         check_quantized(both, values);
