@@ -20,16 +20,16 @@ static int64_t evaluated_window_count(const Run& run) {
 static void read_validation_batch(Run& run, int64_t number) {
     const int64_t T = run.setup.T;
     const int64_t first = number * run.setup.B;
-    const int64_t count = evaluated_window_count(run);
+    const int64_t windows = evaluated_window_count(run);
     run.tokens.resize(run.batch_tokens());
     run.targets.resize(run.batch_tokens());
     read_or_fail_together(run, [&] {
         for (int64_t i = 0; i < run.setup.B; i++) {
-            const bool counts = first + i < count;
-            const int64_t repeated = first < count ? first : 0;
-            run.held_out_windows->read(counts ? first + i : repeated, &run.tokens[i * T],
+            const bool is_left = first + i < windows;
+            const int64_t repeated = first < windows ? first : 0;
+            run.held_out_windows->read(is_left ? first + i : repeated, &run.tokens[i * T],
                                        &run.targets[i * T]);
-            if (!counts) std::fill_n(&run.targets[i * T], T, NO_TARGET);
+            if (!is_left) std::fill_n(&run.targets[i * T], T, NO_TARGET);
         }
     });
 }
