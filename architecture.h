@@ -110,8 +110,8 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const
 struct Role {
     bool decays = false;                       // weight decay applies
     bool moments_in_optimizer_format = false;  // else its moments are in FP32
-    // It is the weight of a linear layer whose GEMMs have the recipe's operands (Recipe::x, w and g). This does
-    // not include the head: its GEMMs are in the compute dtype.
+    // It is the weight of a linear layer whose GEMMs have the recipe's operands (Recipe::x, w and g). The
+    // head is not: its GEMMs are in the compute dtype.
     bool quantized_linear = false;
     bool starts_at_one = false;  // it starts at 1; else at random values, or at 0 (init_std)
 };

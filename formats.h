@@ -289,8 +289,8 @@ struct Optimizer {
         if (!moments_need_scaling(f)) return 0;
         return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP_SIZE);
     }
-    // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for these. No row of the
-    // table has one moment that is and one that is not.
+    // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for these. In every row of
+    // the table either both are, or neither.
     bool has_fp8_moment_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
 };
 

@@ -240,41 +240,43 @@ private:
     // has two readers. The norm reads it as it is saved, in groups; the next sum reads it rounded to BF16.
     Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
-        SavedLayer& s = saved_layers_.emplace_back();
+        SavedLayer& saved = saved_layers_.emplace_back();
 
         // Residual sum -> norm 1 input, saved in groups. The norm reads these, or (coat-saved) the BF16 sum.
-        s.norm1_input =
+        saved.norm1_input =
             save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 1 -> q, k, v -> RoPE
-        const Tensor norm1 = apply_norm(prefix + "norm1", what_forward_reads(residual_sum, s.norm1_input));
+        const Tensor norm1 =
+            apply_norm(prefix + "norm1", what_forward_reads(residual_sum, saved.norm1_input));
         const Tensor projected = linear_forward(prefix + "qkv", norm1);
-        s.qkv = save_for_backward(qkv_to_save(projected), config_.qkv_cols(), recipe_.saved_attention,
-                                  ReportKind::Attention);
+        saved.qkv = save_for_backward(qkv_to_save(projected), config_.qkv_cols(), recipe_.saved_attention,
+                                      ReportKind::Attention);
 
         // Attention reads q, k and v as backward will load them: the log-sum-exp has to belong to these
         // values. Values that are dequantized from groups are FP32, and attention reads them rounded to BF16.
-        const Tensor qkv = qkv_for_attention(prefix, rounded(load_saved(s.qkv)));
+        const Tensor qkv = qkv_for_attention(prefix, rounded(load_saved(saved.qkv)));
         Tensor attention_output(N_ * config_.q_cols());
-        s.lse.resize(N_ * config_.NH);
-        attention_forward(config_, B_, T_, qkv.data(), attention_output.data(), s.lse.data());
-        s.attention_output = save_for_backward(rounded(attention_output), config_.q_cols(),
-                                               recipe_.saved_attention, ReportKind::Attention);
+        saved.lse.resize(N_ * config_.NH);
+        attention_forward(config_, B_, T_, qkv.data(), attention_output.data(), saved.lse.data());
+        saved.attention_output = save_for_backward(rounded(attention_output), config_.q_cols(),
+                                                   recipe_.saved_attention, ReportKind::Attention);
 
         // Attention out -> residual sum -> norm 2 input
-        const Tensor branch = linear_forward(prefix + "attention_out", load_saved(s.attention_output));
+        const Tensor branch = linear_forward(prefix + "attention_out", load_saved(saved.attention_output));
         const Tensor residual_sum2 = add(rounded(residual_sum), branch);
-        s.norm2_input =
+        saved.norm2_input =
             save_for_backward(residual_sum2, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 2 -> gate and up
-        const Tensor norm2 = apply_norm(prefix + "norm2", what_forward_reads(residual_sum2, s.norm2_input));
+        const Tensor norm2 =
+            apply_norm(prefix + "norm2", what_forward_reads(residual_sum2, saved.norm2_input));
         const Tensor gate_up = linear_forward(prefix + "gate_up", norm2);
-        s.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
-                                      ReportKind::ActivationInput);
+        saved.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
+                                          ReportKind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
-        const Tensor act = apply_activation(what_forward_reads(gate_up, s.gate_up));
+        const Tensor act = apply_activation(what_forward_reads(gate_up, saved.gate_up));
         return add(rounded(residual_sum2), linear_forward(prefix + "down", act));
     }
 
@@ -283,17 +285,17 @@ private:
     // gradient of X.
     Tensor layer_backward(int64_t l, Tensor dresidual) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
-        const SavedLayer& s = saved_layers_[l];
+        const SavedLayer& saved = saved_layers_[l];
 
         // Down; act = SiLU(gate) x up is computed again
-        const Tensor gate_up = load_saved(s.gate_up);
+        const Tensor gate_up = load_saved(saved.gate_up);
         const Tensor dact = linear_backward(prefix + "down", apply_activation(gate_up), dresidual);
 
         // SiLU(gate) x up -> gate and up -> norm 2 -> residual gradient
         Tensor dgate_up(gate_up.size());
         activation_backward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), dact.data(),
                                   dgate_up.data());
-        const Tensor norm2_input = load_saved(s.norm2_input);
+        const Tensor norm2_input = load_saved(saved.norm2_input);
         const Tensor norm2 = apply_norm(prefix + "norm2", norm2_input);
         const Tensor dnorm2 = linear_backward(prefix + "gate_up", norm2, dgate_up);
         dresidual = rounded(add(dresidual, apply_norm_backward(prefix + "norm2", norm2_input, dnorm2)));
@@ -301,19 +303,19 @@ private:
         // Attention out. wgrad quantizes the attention output as it is saved. The backward pass of attention,
         // below, reads it rounded to the compute dtype.
         const Tensor dattention_output =
-            linear_backward(prefix + "attention_out", load_saved(s.attention_output), dresidual);
+            linear_backward(prefix + "attention_out", load_saved(saved.attention_output), dresidual);
 
         // Attention -> RoPE
-        const Tensor attention_output = rounded(load_saved(s.attention_output));
-        const Tensor saved_qkv = rounded(load_saved(s.qkv));
+        const Tensor attention_output = rounded(load_saved(saved.attention_output));
+        const Tensor saved_qkv = rounded(load_saved(saved.qkv));
         const Tensor qkv = qkv_for_attention(prefix, saved_qkv);
         Tensor dqkv(qkv.size());
-        attention_backward(config_, B_, T_, qkv.data(), attention_output.data(), s.lse.data(),
+        attention_backward(config_, B_, T_, qkv.data(), attention_output.data(), saved.lse.data(),
                            dattention_output.data(), dqkv.data());
         dqkv = qkv_backward(prefix, saved_qkv, rounded(dqkv));
 
         // q, k, v -> norm 1 -> residual gradient
-        const Tensor norm1_input = load_saved(s.norm1_input);
+        const Tensor norm1_input = load_saved(saved.norm1_input);
         const Tensor norm1 = apply_norm(prefix + "norm1", norm1_input);
         const Tensor dnorm1 = linear_backward(prefix + "qkv", norm1, dqkv);
         return rounded(add(dresidual, apply_norm_backward(prefix + "norm1", norm1_input, dnorm1)));
