@@ -148,6 +148,42 @@ double reference_step(SmallModel& m, int t) {
     return loss;
 }
 
+// The first moments of a weight. After step 1 they are 0.1 times its gradient.
+Floats first_moments(const Weight& w) {
+    Floats m;
+    for (size_t i = 0; i < w.m_codes.size(); i++)
+        m.push_back(given::contract(given::decode(w.m_codes[i]), w.m_max[i / 128], w.m_k[i / 128]));
+    return m;
+}
+double norm_of(const Floats& x) {
+    double sum = 0;
+    for (float v : x) sum += double(v) * v;
+    return std::sqrt(sum);
+}
+
+// After step 1, in sentences: which gradients are those of the reference, and which are not.
+std::string first_gradients(const SmallModel& mine, const SmallModel& reference) {
+    std::string sentences, wrong, right;
+    for (const auto& [name, weight] : {std::pair{"norm", &SmallModel::norm},
+                                       {"gate_up", &SmallModel::gate_up},
+                                       {"down", &SmallModel::down}}) {
+        const Floats expected = first_moments(reference.*weight);
+        Floats error = first_moments(mine.*weight);
+        if (norm_of(error) == 0) {
+            sentences += std::string(" Step 1 did not update m.") + name + ".";
+            continue;
+        }
+        for (size_t i = 0; i < error.size(); i++) error[i] -= expected[i];
+        std::string& list = norm_of(error) < 0.03 * norm_of(expected) ? right : wrong;
+        list += (list.empty() ? "m." : ", m.") + std::string(name);
+    }
+    if (!wrong.empty()) sentences += " In step 1 the gradient is wrong of: " + wrong + ".";
+    if (!right.empty()) sentences += " In step 1 the gradient is right of: " + right + ".";
+    if (right == "m.norm, m.gate_up, m.down")
+        sentences += " So look at what update is given, and how often it is called.";
+    return sentences;
+}
+
 }  // namespace
 
 // The losses of the first COMPARED steps must agree. Sums that are rounded in another order make a code here
@@ -157,12 +193,17 @@ constexpr int COMPARED = 30;
 int judge::training(const Function<double(SmallModel&, int)>& step) {
     SmallModel mine = first_model(), reference = first_model();
     double worst = 0;
+    std::string about_step_1;
     for (int t = 1; t <= 100; t++) {
         const double loss = step(mine, t), expected = reference_step(reference, t);
         if (failure.empty() && loss == 0) failure = "nothing is computed yet: write the body of step.";
         if (!failure.empty()) break;
         const double difference = std::abs(loss - expected) / expected;
         if (t <= COMPARED && !(difference <= worst)) worst = difference;
+        if (t == 1 && !(difference < 1e-3))
+            about_step_1 = " That of step 1 differs already: look at forward.";
+        else if (t == 1)
+            about_step_1 = " That of step 1 agrees: forward is right." + first_gradients(mine, reference);
         if (t % 10 == 0 || t == 1)
             std::cout << "step " << std::setw(3) << t << "   loss " << std::setprecision(5) << std::setw(9)
                       << loss << "   reference " << std::setw(9) << expected << "\n";
@@ -175,7 +216,6 @@ int judge::training(const Function<double(SmallModel&, int)>& step) {
                      "  Forward keeps both groups and the inputs of the two linear layers (COAT itself "
                      "computes these "
                      "again). norm reads the groups of m.x, because backward has nothing else.\n";
-    else
-        std::cout << "the losses of the first 30 steps differ. If that of step 1 agrees, forward is right.\n";
+    else std::cout << "the losses of the first 30 steps differ." << about_step_1 << "\n";
     return !why.empty() || !(worst < 0.01);
 }

@@ -337,7 +337,7 @@ private:
         else if (makes_all) say(mistake, "Perhaps: ");
         else if (many(mistake) && (!input || mistake->wrong >= input->wrong))
             say(mistake, "Perhaps there are several mistakes. This one makes " + share(mistake));
-        else if (many(input)) say(input, "Of " + share(input));
+        else if (many(input)) say(input, share(input));
         else {
             const char* const nothing =
                 "No typical mistake makes these values. Compute the one above on paper, with what stands "

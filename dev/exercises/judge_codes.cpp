@@ -18,6 +18,7 @@ enum class DecodeSlip {
     NoOne,
     SubnormalExponent,
     WholeMantissa,
+    IntegerDivision,
     NoSign,
     Infinity,
     No_NaN,
@@ -35,6 +36,7 @@ float decode_with(DecodeSlip slip, const Fp8& f, uint8_t code) {
     if (slip == DecodeSlip::OneAlways) one = true;
     if (slip == DecodeSlip::NoOne) one = false;
     float significand = std::ldexp(float(mantissa), slip == DecodeSlip::WholeMantissa ? 0 : -f.mantissa);
+    if (slip == DecodeSlip::IntegerDivision) significand = 0;
     if (one) significand += 1;
     int exponent = std::max(field, 1) - f.bias;
     if (slip == DecodeSlip::SubnormalExponent) exponent = field - f.bias;
@@ -51,6 +53,8 @@ int judge::decode(const Function<float(const Fp8&, uint8_t)>& decode) {
         {NoOne, "The mantissa has a 1 in front, except where the exponent field is 0: 1 + m / 2^M."},
         {SubnormalExponent, "Where the exponent field is 0, the exponent is that of field 1: 1 - bias."},
         {WholeMantissa, "The mantissa m is a fraction: m / 2^M."},
+        {IntegerDivision,
+         "m / 8 of two integers is an integer in C++, here 0: divide by 8.0f, or use std::ldexp."},
         {NoSign, "Bit 7 is the sign."},
         {Infinity, "E4M3 has no infinity: of its largest exponent, only mantissa 7 is NaN."},
         {No_NaN, "In E4M3 the largest mantissa of the largest exponent is NaN."},

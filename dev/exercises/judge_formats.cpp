@@ -144,7 +144,7 @@ int judge::saved(const Use (&uses)[7]) {
     }
     std::cout
         << "exercise 16: passed, all seven tensors are used so. Groups hold inputs of norms and of SiLU, for "
-           "which small values count; a GEMM multiplies their outputs, and can take one scale only out of "
-           "its sum.\n";
+           "which small values count. A GEMM multiplies their outputs; these have one scale, because then it "
+           "multiplies each finished sum by the scale once.\n";
     return 0;
 }
