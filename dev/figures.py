@@ -169,44 +169,11 @@ def staircase():
     plt.gcf().legend(handles, names, loc="outside lower center", ncols=2, handlelength=1.5)
 
 
-def delayed():
-    """The seven steps of lesson 4: the amax of each and what the delayed scale can represent, and the SNR."""
-    _, (values, errors) = plt.subplots(2, 1, figsize=(6.4, 5.2), sharex=True, height_ratios=[1.8, 1])
-    steps = range(1, len(lessons.AMAXES) + 1)
-    limits, saturated, late, in_time = [], [], [], []
-    for step, amax in enumerate(lessons.AMAXES):
-        limits.append(max(lessons.AMAXES[max(step - 3, 0):step], default=amax))
-        x = np.linspace(-amax, amax, 1001).astype(np.float32)
-        for snrs, largest in ((late, limits[-1]), (in_time, amax)):
-            s = coat.scales_of(coat.E4M3, np.float32(largest))
-            snrs.append(lessons.snr(x, lessons.scaled(coat.E4M3, x, s)[1]))
-        saturated.append(np.mean(np.abs(x) > 464 / 448 * limits[-1]))
-    represented, low = np.minimum(lessons.AMAXES, limits), 7  # the low end of the axis
-    values.bar(steps, represented - low, 0.62, low, color=theme["green"], alpha=0.55,
-               label="values that the scale can represent")
-    values.bar(steps, lessons.AMAXES - represented, 0.62, represented, color=theme["red"],
-               label="values that are too large for it, and how many become its largest value")
-    values.hlines(limits, np.array(steps) - 0.46, np.array(steps) + 0.46, color=theme["text"], linewidth=2,
-                  label="the largest amax of three steps before, for which the scale is made")
-    for step, amax, share in zip(steps, lessons.AMAXES, saturated):
-        if share:
-            values.text(step, 1.06 * amax, f"{share:.0%}", ha="center", va="bottom", color=theme["red"], weight="bold")
-    values.set(yscale="log", ylabel="magnitude (logarithmic)", ylim=(low, 190),
-               title="delayed scaling: the values of a step reach up to its amax")
-    values.set_yticks([10, 12, 24, 48], ["10", "12", "24", "48"])
-    values.minorticks_off()
-    values.legend(loc="upper left", handlelength=1.2, borderaxespad=0.2)
-    errors.plot(steps, in_time, "o-", color=theme["grey"], label="just in time")
-    errors.plot(steps, late, "o-", color=theme["blue"], label="delayed")
-    errors.set(ylabel="SNR, dB", ylim=(0, 38), xlabel="step", title="how exact the stored values are")
-    errors.legend(loc="lower left", handlelength=1.5)
-
-
 def depth():
     """The noise of FP8 in the gradients of the first layer, and that of a batch, against the number of layers."""
     layers = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
     if not DEPTH_ERRORS:  # once for both themes: it takes a minute
-        DEPTH_ERRORS.extend(100 * lessons.errors_of_depth(n)[2:] for n in layers)
+        DEPTH_ERRORS.extend(100 * lessons.errors_of_depth(n)[1:] for n in layers)
     _, ax = plt.subplots(figsize=(6.4, 3.0))
     for noise, color, name in zip(np.transpose(DEPTH_ERRORS), (theme["blue"], theme["soft"]), ("of FP8", "of a batch")):
         ax.plot(layers, noise, "o-", color=color)
@@ -246,26 +213,6 @@ def expansion(v):
     axes[2].set_xticks([0.0625, 0.125, 0.25, 0.5, 1], ["1/16", "1/8", "1/4", "1/2", "1"])
     axes[2].minorticks_off()
     axes[2].legend(loc="upper right", handlelength=0.5)
-
-
-def factors(m, v):
-    """How many moment groups have which k. Where the bars of both moments overlap, the lower one is drawn in a third color."""
-    _, ax = plt.subplots(figsize=(6.4, 3.5))
-    edges = np.geomspace(0.75, 16, 80)
-    k_of_m, k_of_v = (coat.store_moment(x[np.abs(x).max(axis=1) > 0]).k[:, 0] for x in (m, v))
-    of_m, of_v = (100 * np.histogram(k, edges)[0] / len(k) for k in (k_of_m, k_of_v))
-    for heights, color, name in ((of_m, theme["blue"], f"first moments: median {np.median(k_of_m):.1f}"),
-                                 (of_v, theme["red"], f"second moments: median {np.median(k_of_v):.1f}"),
-                                 (np.minimum(of_m, of_v), theme["violet"], "both: the two overlap here")):
-        ax.stairs(heights, edges, fill=True, color=color, label=name)
-    ax.set(xscale="log", xlabel="k = log 229,376 / log(largest / smallest magnitude of the moment group)",
-           ylabel="% of moment groups", title="k of all moment groups of model A (k = 1 stretches nothing)")
-    ax.annotate("v of the\ndown matrices", (2.45, 2.9), (2.85, 5.6), color=theme["text"],
-                arrowprops={"arrowstyle": "-", "color": theme["text"]})
-    ax.set_ylim(0, 10.5)
-    ax.set_xticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
-    ax.minorticks_off()
-    ax.legend(loc="upper right", borderaxespad=0)
 
 
 # --- The three GEMMs of a linear layer
@@ -816,15 +763,13 @@ def draw(folder, name, function, *values):
 def main(train, folder):
     folder.mkdir(parents=True, exist_ok=True)
     values = small_run.Run(train)
-    m, v = (x.reshape(-1, 128) for x in (values.m, values.v))
+    v = values.v.reshape(-1, 128)
     draw(folder, "formats", formats)
     draw(folder, "scale", scale)
     draw(folder, "landing", landing)
     draw(folder, "staircase", staircase)
-    draw(folder, "delayed", delayed)
     draw(folder, "depth", depth)
     draw(folder, "expansion", expansion, v[v.min(axis=1) > 0])
-    draw(folder, "k", factors, m, v)
     draw(folder, "gemms", gemms)
     draw(folder, "flow", flow)
     draw(folder, "amax", amax)
