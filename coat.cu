@@ -37,10 +37,9 @@
 //         encode()                 device.cuh     their codes
 //       TransposeTile              quantize.cuh   to shared memory, and back
 //
-// Three functions that are called here are of no further interest: add_quant_errors() measures errors for the
-// quantization report, add_column_sums() and reduce_partials() add up the gradient of a bias.
-// dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from four lines.
-#include "gpu/layers.h"
+// What is called here of gpu/other_scaling.h and gpu/quant_report.h concerns other recipes, and a report of
+// the errors of quantization: it can wait. dev/ladders/quantize_transpose.cu shows how part 3 became fast,
+// starting from four lines.
 #include "gpu/other_scaling.h"
 #include "gpu/quant_report.h"
 #include "gpu/quantize.cuh"
@@ -111,7 +110,7 @@ static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
                                    cudaStream_t stream) {
     require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
-    add_quant_errors(lazy_stored(x), {groups}, quant_stats, stream);
+    measure_quant_errors(lazy_stored(x), {groups}, quant_stats, stream);
     using P = LazyProducer<LazyOp::Stored, Plain<bf16>, GATED>;
     const P producer{plain<bf16>(x.data), GATED ? x.cols / 2 : x.cols, lazy_stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(x.rows, producer.width),
@@ -202,7 +201,7 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
         auto kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/true>;
         launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer,
-               x.rows, amax_and_scale_of(out.tensor), info(FP8).fmax, static_cast<uint8_t*>(out.tensor.data),
+               x.rows, out.tensor.amax_and_scale, info(FP8).fmax, static_cast<uint8_t*>(out.tensor.data),
                static_cast<uint8_t*>(out.transposed));
     });
 }
@@ -238,7 +237,7 @@ void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, 
     // Both of these are in gpu/other_scaling.cu.
     if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, stream);
     if (out.delayed) return quantize_delayed(x, out, quant_stats, stream);
-    add_quant_errors(x, out, quant_stats, stream);  // first, because the codes may overwrite x
+    measure_quant_errors(x, out, quant_stats, stream);  // first, because the codes may overwrite x
     if (q.format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, stream);
     else quantize_per_tensor<Format::E4M3>(x, out, stream);
 }
@@ -260,8 +259,9 @@ void convert(const TensorRef& x, const TensorRef& out, cudaStream_t stream) {
 // bit.
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    write_operand_and_sum_columns_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax,
-                                         uint8_t* codes, uint8_t* transposed, float* partials) {
+    write_operand_and_add_column_sums_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale,
+                                             float fmax, uint8_t* codes, uint8_t* transposed,
+                                             float* partials) {
     __shared__ ColumnSums columns;
     const float scale = scale_of(fmax, amax_and_scale->amax);
     const float inverse = __frcp_rn(scale);
@@ -281,8 +281,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
 
 // One pass is enough if x is stored in BF16 and is quantized as in part 3, in both forms. So it is with the
 // gradients of COAT's residual stream. Otherwise there are two passes.
-void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
-                                   float* workspace, QuantStats* quant_stats, cudaStream_t stream) {
+void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
+                                       float* workspace, QuantStats* quant_stats, cudaStream_t stream) {
     const Storage& q = out.tensor.storage;
     const bool per_tensor = q.fp8() && q.granularity == PER_TENSOR && !out.delayed;
     const bool both_forms = out.tensor.data && out.transposed;
@@ -291,14 +291,13 @@ void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, cons
         add_column_sums(x, gradient, workspace, nullptr, stream);
         return write_operand(x, out, quant_stats, stream);
     }
-    add_quant_errors(x, out, quant_stats, stream);
+    measure_quant_errors(x, out, quant_stats, stream);
     using P = LazyProducer<LazyOp::Stored, Plain<bf16>>;
-    auto kernel = write_operand_and_sum_columns_kernel<P, Format::E4M3>;
-    if (q.format == Format::E5M2) kernel = write_operand_and_sum_columns_kernel<P, Format::E5M2>;
-    launch("write_operand_and_sum_columns", kernel, column_grid(x.cols), TILE_THREADS, 0, stream,
-           P{plain<bf16>(x.input.data), x.cols, x}, x.rows, amax_and_scale_of(out.tensor),
-           info(q.format).fmax, static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed),
-           workspace);
+    auto kernel = write_operand_and_add_column_sums_kernel<P, Format::E4M3>;
+    if (q.format == Format::E5M2) kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;
+    launch("write_operand_and_add_column_sums", kernel, column_grid(x.cols), TILE_THREADS, 0, stream,
+           P{plain<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.amax_and_scale, info(q.format).fmax,
+           static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }
 

@@ -201,8 +201,11 @@ private:
         if (qk_norms_) layer.qk_norm_index = index("qk_norm.weight");
         uint8_t* here = memory_.saved_activations + l * saved_layer_bytes(setup_);
         for (const SavedTensor& t : saved_per_layer(setup_.config, setup_.recipe)) {
-            uint8_t* const scales = here + t.storage.code_bytes(N, t.cols);
-            layer.saved_tensors.push_back({here, scales, N, t.cols, t.storage});
+            TensorRef tensor{.data = here, .rows = N, .cols = t.cols, .storage = t.storage};
+            // The scales of groups lie right after the codes
+            if (t.storage.fp8())
+                tensor.group_scales = reinterpret_cast<uint16_t*>(here + t.storage.code_bytes(N, t.cols));
+            layer.saved_tensors.push_back(tensor);
             here += round_up(t.bytes(N), GPU_ALIGNMENT);
         }
         return layer;
@@ -366,7 +369,7 @@ private:
         return tensor_at(arena_.allocate(elements * info(recipe_.compute).bytes), n, cols);
     }
     TensorRef tensor_at(void* data, int64_t n, int64_t cols) const {
-        return {.data = data, .scales = nullptr, .rows = n, .cols = cols, .storage = {recipe_.compute}};
+        return {.data = data, .rows = n, .cols = cols, .storage = {recipe_.compute}};
     }
 
     // What a layer has saved, or is to save: the rows of this pass.
@@ -490,7 +493,7 @@ private:
     //   with --gradients none    the weights of the bucket are updated
     void finish_bucket(const Pass& pass, int64_t bucket) {
         if (context_.quant_report) {
-            parameters_.add_moment_quant_errors_of(bucket, *sharding_, *context_.quant_report);
+            parameters_.measure_moment_quant_errors_of(bucket, *sharding_, *context_.quant_report);
             return;
         }
         sharding_->reduce_gradients(bucket, pass.first_micro_batch);
@@ -530,7 +533,7 @@ private:
         const ResidualNorm first_norm = norm1_of(pass, layers_[0]);
         embed(sharding_->weight(embedding_index_), positions, memory_.tokens, pass.T,
               residual.output_for(first_norm), stream_);
-        add_norm_input_errors(residual, first_norm);
+        measure_norm_input_errors(residual, first_norm);
         for (int64_t l = 0; l < config_.L; l++) {
             const bool last = l + 1 == config_.L;
             attention_block_forward(pass, layers_[l], residual);
@@ -619,14 +622,14 @@ private:
     void save_residual_sum(const ResidualStream& residual, const ResidualNorm& norm_of_block,
                            const TensorRef& branch, const ResidualNorm& next) {
         residual_add(residual.before(norm_of_block), branch, residual.output_for(next), stream_);
-        add_norm_input_errors(residual, next);
+        measure_norm_input_errors(residual, next);
     }
     // The groups of a norm's input are made of the sum in FP32; the error is measured against the sum in
     // BF16, which is stored.
-    void add_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
+    void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
-            add_quant_errors(lazy_stored(residual.buffer), {next.norm.in},
-                             context_.quant_stats_of(ReportKind::NormInput), stream_);
+            measure_quant_errors(lazy_stored(residual.buffer), {next.norm.in},
+                                 context_.quant_stats_of(ReportKind::NormInput), stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -919,8 +922,7 @@ public:
         const TensorRef y = allocate_tensor(1, config_.C);
         const TensorRef last = compute_logits(pass, /*first=*/n - 1, /*out*/ y);
         // The scratch memory of GEMMs is free between them, and has room for a row of logits
-        const TensorRef in_fp32{
-            .data = gemms_.scratch, .scales = nullptr, .rows = 1, .cols = last.cols, .storage = PLAIN_FP32};
+        const TensorRef in_fp32{.data = gemms_.scratch, .rows = 1, .cols = last.cols, .storage = PLAIN_FP32};
         convert(last, in_fp32, stream_);
         context_.copy_to_host(logits, in_fp32.data, config_.V * info(Format::FP32).bytes);
     }

@@ -81,7 +81,7 @@ public:
         return static_cast<T*>(p);
     }
     TensorRef random(int64_t rows, int64_t cols, Format stream, float std = 1.0f) {
-        const TensorRef v{take(rows * cols * info(stream).bytes), nullptr, rows, cols, Storage{stream}};
+        const TensorRef v{take(rows * cols * info(stream).bytes), rows, cols, Storage{stream}};
         if (stream == Format::FP32)
             fill_kernel<<<4096, 256>>>(static_cast<float*>(v.data), rows * cols, taken_.size(), std);
         else fill_kernel<<<4096, 256>>>(static_cast<__nv_bfloat16*>(v.data), rows * cols, taken_.size(), std);
@@ -90,18 +90,20 @@ public:
     }
     // Room for a tensor in any format, in the orientations that are asked for.
     Operand place(int64_t rows, int64_t cols, const Storage& q, bool plain, bool transposed) {
-        const int64_t bytes = q.code_bytes(rows, cols), scale = info(q.scale_format).bytes;
-        const int64_t scales =
-            std::max(q.scale_count(rows, cols), operand_scale_count(q, rows, cols)) * scale;
-        void* codes = plain ? take(bytes) : nullptr;
-        AmaxAndScale* slot = take<AmaxAndScale>(sizeof(AmaxAndScale));
-        if (q.granularity == PER_TENSOR)
-            return {{codes, slot, rows, cols, q}, transposed ? take(bytes) : nullptr};
-        const int64_t transposed_scales = std::max<int64_t>(operand_scale_count(q, cols, rows), 1) * scale;
-        return {{codes, take(scales), rows, cols, q},
-                transposed ? take(bytes) : nullptr,
-                transposed ? take(transposed_scales) : nullptr,
-                slot};
+        const int64_t bytes = q.code_bytes(rows, cols);
+        Operand out{.tensor = {.data = plain ? take(bytes) : nullptr,
+                               .rows = rows,
+                               .cols = cols,
+                               .storage = q,
+                               .amax_and_scale = take<AmaxAndScale>(sizeof(AmaxAndScale))},
+                    .transposed = transposed ? take(bytes) : nullptr};
+        if (q == E4M3_1x16) {
+            out.tensor.group_scales = take<uint16_t>(q.scale_count(rows, cols) * 2);
+        } else if (q.granularity != PER_TENSOR) {
+            out.block_scales = take<float>(operand_scale_count(q, rows, cols) * 4);
+            if (transposed) out.transposed_block_scales = take<float>(operand_scale_count(q, cols, rows) * 4);
+        }
+        return out;
     }
     void release() {
         for (void* p : taken_) cudaFree(p);
@@ -143,7 +145,7 @@ Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Storage
         quantize_groups(x, out.tensor, /*write_back=*/false, nullptr, nullptr);
         return out;
     }
-    if (q.granularity == PER_TENSOR) compute_amax(lazy_stored(x), amax_and_scale_of(out.tensor), nullptr);
+    if (q.granularity == PER_TENSOR) compute_amax(lazy_stored(x), out.tensor.amax_and_scale, nullptr);
     quantize(lazy_stored(x), out, nullptr, nullptr);
     return out;
 }
@@ -194,7 +196,7 @@ ordered_json measure_sizes(Clock& clock) {
         const Operand x8 = memory.place(side, side, E4M3_TENSOR, true, false),
                       w8 = memory.place(side, side, E4M3_TENSOR, true, false);
         auto quantized = [&](const TensorRef& from, const Operand& to) {
-            compute_amax(lazy_stored(from), amax_and_scale_of(to.tensor), nullptr);
+            compute_amax(lazy_stored(from), to.tensor.amax_and_scale, nullptr);
             quantize(lazy_stored(from), to, nullptr, nullptr);
         };
         auto gemm = [&](const Operand& a, const Operand& b) {
@@ -299,7 +301,7 @@ private:
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const LazyTensor& x, const Operand& out) const {
         if (!out.tensor.storage.fp8() || out.tensor.storage.granularity != PER_TENSOR) return;
-        AmaxAndScale* slot = amax_and_scale_of(out.tensor);
+        AmaxAndScale* slot = out.tensor.amax_and_scale;
         compute_amax(x, slot, nullptr);
         quantize(x, out, nullptr, nullptr);
         if (r_.scaling == Scaling::Delayed)
@@ -322,15 +324,15 @@ private:
     }
 
     // Both in one pass: a gradient whose amax is known.
-    void write_operand_and_sum_columns_pass(const std::string& name, double count, const LazyTensor& x,
-                                            const Storage& q) {
+    void write_operand_and_add_column_sums_pass(const std::string& name, double count, const LazyTensor& x,
+                                                const Storage& q) {
         const Operand out = memory_.place(x.rows, x.cols, q, true, true);
         const TensorRef gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
         find_scale(x, out);
         pass(BETWEEN, name + ": bias gradient, to " + q.text() + ", and transposed", count,
              reads(x) + 2 * double(q.bytes(x.rows, x.cols)),
-             [&] { write_operand_and_sum_columns(x, out, gradient, workspace, nullptr, nullptr); });
+             [&] { write_operand_and_add_column_sums(x, out, gradient, workspace, nullptr, nullptr); });
     }
 
     // --- GEMMs ---------------------------------------------------------------------------------------------
@@ -433,7 +435,8 @@ private:
         pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
              [&] { norm_backward(n, gradients, workspace, nullptr); });
         if (c_.arch.other_biases && needs_amax_)
-            return write_operand_and_sum_columns_pass("residual gradient", 2 * layers_, lazy_stored(x), r_.g);
+            return write_operand_and_add_column_sums_pass("residual gradient", 2 * layers_, lazy_stored(x),
+                                                          r_.g);
         bias_pass("residual gradient", 2 * layers_, lazy_stored(x), c_.arch.other_biases, false);
         quantize_pass("residual gradient", 2 * layers_, lazy_stored(x), r_.g, Use::Both);
     }
@@ -502,7 +505,7 @@ private:
                 to.push_back(memory_.place(v.rows, v.cols, r_.w, plain, transposed));
                 to.back().delayed = r_.scaling == Scaling::Delayed;
                 find_scale(lazy_stored(v), to.back());
-                bytes += size(v) + (plain + transposed) * size({v.data, nullptr, v.rows, v.cols, r_.w});
+                bytes += size(v) + (plain + transposed) * size({v.data, v.rows, v.cols, r_.w});
             }
             const char* what = keep ? ", and transposed" : transposed ? ", transposed" : "";
             pass(BETWEEN, "a layer's weights: to " + r_.w.text() + what, double(c_.L) * (keep ? 1 : batches_),

@@ -303,9 +303,7 @@ struct Groups {
 template <class Element> __host__ __device__ Plain<Element> plain(const void* p) {
     return {static_cast<Element*>(const_cast<void*>(p))};
 }
-inline Groups groups_of(const TensorRef& t) {
-    return {static_cast<uint8_t*>(t.data), static_cast<uint16_t*>(t.scales)};
-}
+inline Groups groups_of(const TensorRef& t) { return {static_cast<uint8_t*>(t.data), t.group_scales}; }
 
 // Calls f with the Layout of a tensor in BF16 or FP32.
 template <class F> void with_plain(const TensorRef& t, F f) {

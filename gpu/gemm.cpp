@@ -66,16 +66,17 @@ static Matrix matrix(const Operand& operand, bool over_rows, bool contiguous) {
                 .cols = v.rows,
                 .transpose = over_rows != contiguous,
                 .format = v.storage.format};
-    const bool own_scales = over_rows && v.storage.granularity != PER_TENSOR;
+    const float* scales = over_rows ? operand.transposed_block_scales : operand.block_scales;
+    if (v.storage.granularity == PER_TENSOR) scales = v.amax_and_scale ? &v.amax_and_scale->scale : nullptr;
     const Matrix m{.data = over_rows ? operand.transposed : v.data,
-                   .scales = own_scales ? operand.transposed_scales : v.scales,
+                   .scales = scales,
                    .rows = over_rows ? v.rows : v.cols,
                    .cols = over_rows ? v.cols : v.rows,
                    .transpose = contiguous,
                    .format = v.storage.format,
                    .scale_mode = scale_mode(v.storage.granularity)};
     require(m.data && m.scales,
-            "an FP8 operand lacks the codes, row-major or transposed, that this GEMM reads");
+            "an FP8 operand lacks the codes, row-major or transposed, that this GEMM reads, or their scales");
     return m;
 }
 

@@ -1,6 +1,6 @@
 // gpu/layers.cu - what any transformer has around its GEMMs, attention and norms: RoPE, norms of heads, the
-// loss, sums over rows (gradients of biases), and the embedding's backward pass. (Its forward pass is embed()
-// in gpu/norm.cu, because the first norm follows it.)
+// loss, and the embedding's backward pass. (Its forward pass is embed() in gpu/norm.cu, because the first
+// norm follows it.)
 #include <cuda_pipeline.h>
 
 #include <algorithm>
@@ -269,10 +269,10 @@ void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dq
                stream, n, Plain<Element, QUAD>{x.data},
                Plain<Element, QUAD>{static_cast<Element*>(dqkv.data)}, qkv.rows, qkv.cols, workspace);
     });
-    const TensorRef each{dweight.data, nullptr, 2, n.HS, dweight.storage};
-    reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, row_slice(each, 0, 1), stream);
+    const TensorRef of_q_and_k{.data = dweight.data, .rows = 2, .cols = n.HS, .storage = dweight.storage};
+    reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, row_slice(of_q_and_k, 0, 1), stream);
     reduce_partials(workspace + n.q_cols * COLUMN_PARTIALS, n.k_cols / n.HS * COLUMN_PARTIALS,
-                    row_slice(each, 1, 1), stream);
+                    row_slice(of_q_and_k, 1, 1), stream);
 }
 
 // ===========================================================================================================
@@ -439,70 +439,6 @@ void cross_entropy_forward_and_backward(const TensorRef& logits, int64_t V, cons
 void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total,
                   cudaStream_t stream) {
     launch("add_loss_sum", add_loss_sum_kernel, 1, SUM_THREADS, 0, stream, losses, n, loss_weight, total);
-}
-
-// ===========================================================================================================
-// Sums over rows, in two stages: a block adds up some of the rows; then these sums are added up, in order
-
-// Stage one, by store_column_sums() (gpu/device.cuh). It also finds the amax.
-template <class Producer>
-static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    add_column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* amax_out) {
-    constexpr int PLANES = Producer::PLANES;
-    __shared__ ColumnSums columns;
-    Values sum[PLANES] = {};
-    float largest = 0;
-    for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS)
-        for_each_row(x, TilePlace(tile), rows, [&](int, const Values(&v)[PLANES], bool live) {
-            for (int p = 0; p < PLANES; p++)
-                for (int j = 0; j < CHUNK; j++) {
-                    if (live) sum[p][j] += v[p][j];
-                    largest = larger_magnitude(largest, v[p][j]);
-                }
-        });
-    if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(largest));
-    store_column_sums(x, sum, columns, partials);
-}
-
-// Stage two. A block has 32 columns. Thread (x, y) adds the rows y, y + 16, y + 32, ... of column x; then the
-// 16 sums of a column are added. blockIdx.y is the number of the gradient: there are one or two.
-constexpr int REDUCE_ROWS = 16;
-static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
-    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFloat gradient,
-                           Bf16OrFloat second) {
-    __shared__ float sums[REDUCE_ROWS][32];
-    const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
-    const float* const first = partials + blockIdx.y * rows * cols + col;
-    float sum = 0;
-    if (col < cols)
-#pragma unroll 8
-        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += first[i * cols];
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y != 0 || col >= cols) return;
-    float total = 0;
-    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
-    (blockIdx.y == 0 ? gradient : second).with([&](auto x) {
-        const float before = x.data[col];
-        x.data[col] = static_cast<typename decltype(x)::Compute>(before + total);
-    });
-}
-
-void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
-                     const TensorRef& second) {
-    const int64_t n = gradient.rows * gradient.cols;
-    launch("reduce_partials", reduce_partials_kernel, dim3(blocks(n, 32), second.data ? 2 : 1),
-           dim3(32, REDUCE_ROWS), 0, stream, partials, rows, n, bf16_or_float(gradient),
-           bf16_or_float(second));
-}
-
-void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,
-                     cudaStream_t stream) {
-    with_producer(x, [&](auto producer) {
-        launch("add_column_sums", add_column_sums_kernel<decltype(producer)>, column_grid(producer.width),
-               TILE_THREADS, 0, stream, producer, x.rows, workspace, amax_out);
-    });
-    reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }
 
 // ===========================================================================================================

@@ -1,6 +1,6 @@
 // gpu/layers.h - what any transformer has around its GEMMs, attention and norms: RoPE, norms of heads, the
-// loss, sums over rows, and the embedding's backward pass (kernels: gpu/layers.cu). The rules and the words
-// of gpu/operators.h hold here, too.
+// loss, and the embedding's backward pass (kernels: gpu/layers.cu). The rules of gpu/operators.h hold here,
+// too.
 #pragma once
 #include <vector>
 
@@ -55,17 +55,7 @@ void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, dou
                   cudaStream_t stream);
 
 // ===========================================================================================================
-// 3. Sums over rows, and the embedding's backward pass
-
-// gradient (n) += the sum of the rows of partials (rows, n). add_column_sums(), norm_backward() and
-// qk_norm_backward() end with it. `second` is another gradient (n), whose partials (rows, n) lie after those
-// of the first, or no tensor.
-void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
-                     const TensorRef& second = {});
-// gradient (cols) += the column sums of x. amax_out gets the amax of x in the same pass. workspace:
-// (COLUMN_PARTIALS, cols) floats.
-void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,
-                     cudaStream_t stream);
+// 3. The embedding's backward pass
 
 // Which rows of a gradient belong to a token. The host sorts them, so that sums have a fixed order.
 struct TokenRows {

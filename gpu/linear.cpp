@@ -76,20 +76,21 @@ Operand LinearLayer::allocate_operand(WhichOperand which, int64_t needed_rows, F
     if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(q, cols, rows));
 
     AmaxAndScale* const all[] = {x_amax_and_scale_, w_amax_and_scale_, g_amax_and_scale_};
-    AmaxAndScale* const amax_and_scale = all[int(which)];
+    const TensorRef tensor{
+        .data = codes, .rows = rows, .cols = cols, .storage = q, .amax_and_scale = all[int(which)]};
     // In FP8 both forms have the one scale of the tensor. BF16 and FP32, whose granularity counts as
     // PER_TENSOR, too, have no scale and no second form.
     if (q.granularity == PER_TENSOR)
-        return {.tensor = {codes, amax_and_scale, rows, cols, q},
-                .transposed = transposed,
-                .delayed = context_.amax_table.delayed()};
+        return {.tensor = tensor, .transposed = transposed, .delayed = context_.amax_table.delayed()};
     // The scales of rows and blocks lie right after the codes to which they belong.
     const int64_t code_bytes = q.code_bytes(rows, cols);
-    auto scales_of = [&](void* p) { return p ? static_cast<uint8_t*>(p) + code_bytes : nullptr; };
-    return {.tensor = {codes, scales_of(codes), rows, cols, q},
+    auto scales_of = [&](void* p) {
+        return p ? reinterpret_cast<float*>(static_cast<uint8_t*>(p) + code_bytes) : nullptr;
+    };
+    return {.tensor = tensor,
             .transposed = transposed,
-            .transposed_scales = scales_of(transposed),
-            .amax_out = amax_and_scale};
+            .block_scales = scales_of(codes),
+            .transposed_block_scales = scales_of(transposed)};
 }
 
 // The operand of x or of w in the form that `gemm` reads: FP8 codes row-major for fprop, else transposed.
@@ -152,7 +153,7 @@ Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs am
 //   BF16                       yes    unneeded            operand             dbias
 //
 // "COAT and its like" are the recipes with one scale for the tensor, taken just in time. Other scales are
-// delayed (te), or smaller than a tensor (rowwise, deepseek). write_operand_and_sum_columns() (coat.cu)
+// delayed (te), or smaller than a tensor (rowwise, deepseek). write_operand_and_add_column_sums() (coat.cu)
 // decides between one pass and two.
 void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand) {
     const bool fp8 = context_.formats.g.fp8();
@@ -160,8 +161,8 @@ void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs amax
     if (fp8 && bias_index_ && !amax_to_compute) {
         const Arena::Scope scope(arena());
         float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-        write_operand_and_sum_columns(g, g_operand, context_.sharding.gradient_to_write(*bias_index_),
-                                      workspace, quant_stats_of(WhichOperand::G), stream());
+        write_operand_and_add_column_sums(g, g_operand, context_.sharding.gradient_to_write(*bias_index_),
+                                          workspace, quant_stats_of(WhichOperand::G), stream());
         return;
     }
     if (fp8 && bias_index_) add_dbias(g, amax_to_compute);

@@ -7,7 +7,6 @@
 // operand computes it (coat.cu). In backward, one kernel computes the gradient of the norm's input row by
 // row, and sums the gradients of weight and bias over the rows.
 #include "device.cuh"
-#include "layers.h"
 
 namespace coat::gpu {
 namespace {
@@ -449,7 +448,7 @@ void norm_backward(const Norm& n, const NormGradients& g, float* workspace, cuda
         if (n.rms) launch_for_width<decltype(in), /*RMS=*/true>(n, in, g, workspace, grid, stream);
         else launch_for_width<decltype(in), /*RMS=*/false>(n, in, g, workspace, grid, stream);
     });
-    reduce_partials(workspace, grid, g.dweight, stream, n.rms ? TensorRef{} : g.dbias);  // gpu/layers.cu
+    reduce_partials(workspace, grid, g.dweight, stream, n.rms ? TensorRef{} : g.dbias);
 }
 
 }  // namespace coat::gpu

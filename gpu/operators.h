@@ -1,7 +1,7 @@
-// gpu/operators.h - what the kernels do, for those who call them: the tensors that they are given, and of
-// COAT's operators (quantizers, the optimizer, norms) with the shapes and formats that it accepts. Other
-// operators are in gpu/layers.h, gpu/attention.h, gpu/gemm.h and gpu/parameter_kernels.h; what other recipes
-// and the quantization report need, in gpu/other_scaling.h and gpu/quant_report.h.
+// gpu/operators.h - what the kernels do, for those who call them: the tensors that they are given, and COAT's
+// operators (quantizers, sums over rows, the optimizer, norms), each with the shapes and formats that it
+// accepts. Other operators are in gpu/layers.h, gpu/attention.h, gpu/gemm.h and gpu/parameter_kernels.h; what
+// other recipes and the quantization report need, in gpu/other_scaling.h and gpu/quant_report.h.
 //
 // Rules for all operators:
 //   - An operator is put on the given CUDA stream. None allocates memory, and none waits, unless it says so.
@@ -21,25 +21,7 @@
 //     (The sums of the quantization report are the exception.)
 //   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
 //
-// Words for parts of a tensor, from small to large:
-//   chunk         8 neighbouring elements of a row: what a thread loads or stores at a time (gpu/device.cuh)
-//   group         a scale group: 16 neighbouring features of a token, which share a scale (formats.h)
-//   moment group  128 elements of a moment, which share (max, k) (formats.h)
-//   tile          128 x 128 elements, on which a thread block works (gpu/device.cuh, part 5)
-//   plane         one half of the columns of [gate | up], or all columns of another tensor (gpu/device.cuh,
-//                 part 4)
-//
-// Words for parts of the parameters, from small to large. With one rank, a shard is a whole parameter, and
-// the rank's order is the flat order.
-//   shard unit    64 moment groups of a parameter, which is cut only between shard units (model.h)
-//   shard         what this rank owns of one parameter
-//   bucket        the parameters whose gradients backward completes at the same time (Param::bucket)
-//   flat order    all parameters one after the other (Param::flat_offset), each padded to whole moment
-//                 groups; the padding stays zero
-//   rank's order  all shards of this rank, one after the other, each padded in the same way. In this order
-//                 lie its weights, masters, moments and sums of gradients
-//   module        a part of the model whose weights several ranks gather at a time: the embeddings, a linear
-//                 layer, or the head (gpu/sharding.h)
+// The words group, moment group, scale and scale block are those of formats.h.
 #pragma once
 #include "../model.h"
 #include "cuda.h"
@@ -49,9 +31,9 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. Tensors
 
-// The amax of a tensor, on the device. If the tensor is in FP8 with a single scale, this scale stands beside
-// it. (The struct has 16 bytes, because a GEMM reads `scale`, and wants it aligned to 16 bytes.) Which
-// function writes a field, where scaling is just in time:
+// The amax of a tensor, on the device, and the scale that follows from it if the tensor has a single scale.
+// (The struct has 16 bytes, because a GEMM reads `scale`, and wants it aligned to 16 bytes.) Which function
+// writes a field, where scaling is just in time:
 //
 //   amax    an earlier kernel, or compute_amax()
 //   scale   quantize(), as amax / FMAX
@@ -68,30 +50,28 @@ struct alignas(16) AmaxAndScale {
     float unused;
 };
 
-// Refers to a tensor on the GPU: value(r, c) = data(r, c) * the scale of its scale block. What `scales`
-// points to depends on storage:
-//   FP8, one scale per tensor   an AmaxAndScale
-//   FP8 in groups               scales (scale_rows, scale_cols) of storage.scale_format
-//   another operand of a GEMM   the layout that cuBLASLt reads: see Operand
-//   BF16, FP32                  anything: nobody reads it
+// Refers to a tensor on the GPU. In BF16 and FP32 its elements are values. In FP8 they are codes, and a value
+// is its code times a scale. `storage` says where the scale is:
+//   one for the tensor   amax_and_scale->scale
+//   one for each group   group_scales
+//   other scale blocks   in the Operand to which this tensor belongs: block_scales
 // Null data means "no tensor". (In an Operand it can also mean that only the transposed codes exist.)
 struct TensorRef {
-    void* data;  // (rows, cols) of storage.format: FP8 codes, or values in BF16 or FP32
-    void* scales;
+    void* data;  // (rows, cols) elements of storage.format
     int64_t rows, cols;
     Storage storage;
+    AmaxAndScale* amax_and_scale = nullptr;  // of an FP8 operand of a GEMM; otherwise null
+    uint16_t* group_scales = nullptr;        // in groups: (rows, cols / 16) in BF16; otherwise null
 };
 
-// The rows [first, first + n) of a tensor that has no scales, or of its codes alone: the result has none.
+// The rows [first, first + n) of a tensor.
 inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
-    return {.data = static_cast<uint8_t*>(t.data) + t.storage.code_bytes(first, t.cols),
-            .scales = nullptr,
-            .rows = n,
-            .cols = t.cols,
-            .storage = t.storage};
+    TensorRef slice = t;
+    slice.data = static_cast<uint8_t*>(t.data) + t.storage.code_bytes(first, t.cols);
+    slice.rows = n;
+    if (t.group_scales) slice.group_scales += t.storage.scale_count(first, t.cols);
+    return slice;
 }
-
-inline AmaxAndScale* amax_and_scale_of(const TensorRef& t) { return static_cast<AmaxAndScale*>(t.scales); }
 
 // A tensor as a GEMM (matrix multiplication) reads it. A linear layer has three GEMMs. x is its input (N,
 // in), N being the number of tokens; w its weight (out, in); y its output (N, out); and g the gradient of y:
@@ -104,19 +84,18 @@ inline AmaxAndScale* amax_and_scale_of(const TensorRef& t) { return static_cast<
 // Hopper's FP8 GEMM reads both operands along the dimension that it reduces over. So an FP8 operand that is
 // reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major (tensor.data)
 // or transposed, may be null: an operand has the forms that its GEMMs read. (Operands in FP32 and BF16 are
-// always row-major.) With per-tensor scaling both forms have the same scale, tensor.scales. In other
-// granularities each form has scales of its own, tensor.scales and transposed_scales, in the layout that
-// cuBLASLt reads (for row-major codes):
+// always row-major.) With per-tensor scaling both forms have the same scale, tensor.amax_and_scale->scale. In
+// other granularities (per row, 1x128, 128x128) each form has scales of its own, one for each scale block.
+// They have the layout that cuBLASLt reads (for row-major codes):
 //   per row    (rows)
 //   1x128      (cols / 128, rows)
 //   128x128    (rows / 128, cols / 128), each row padded to a multiple of four
+// There tensor.amax_and_scale serves only for its amax, which shows whether a value was not finite.
 struct Operand {
     TensorRef tensor;
-    void* transposed = nullptr;
-    void* transposed_scales = nullptr;
-    // Where quantize() leaves the amax if the granularity is not per tensor; may be null. (With per-tensor
-    // scaling the amax is in amax_and_scale_of(tensor) instead.)
-    AmaxAndScale* amax_out = nullptr;
+    void* transposed = nullptr;                // codes (cols, rows)
+    float* block_scales = nullptr;             // of the row-major codes, if the granularity is not per tensor
+    float* transposed_block_scales = nullptr;  // likewise, of the transposed codes
     bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
 };
 
@@ -196,15 +175,14 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 // anyway updates the amax itself, which saves the first pass. Each function below reads x; "any" is any
 // LazyTensor. "Codes" are row-major, transposed, or both: those whose pointers in the Operand are not null.
 //
-//   function                         x                       writes
-//   compute_amax()                   any                     the amax of x
-//   quantize()                       any                     FP8 codes
-//   store_values()                   any                     values in BF16 or FP32
-//   convert()                        stored                  values in BF16 or FP32
-//   write_operand()                  any                     what quantize() or store_values() writes
-//   write_operand_and_sum_columns()  any                     the same, and adds the column sums of x
-//   quantize_groups()                in BF16                 groups; with write_back also x
-//   quantize_activation_input()      gate and up, in BF16    groups, and the amax of the activation's output
+//   function                      x                       writes
+//   compute_amax()                any                     the amax of x
+//   quantize()                    any                     FP8 codes
+//   store_values()                any                     values in BF16 or FP32
+//   convert()                     stored                  values in BF16 or FP32
+//   write_operand()               any                     what quantize() or store_values() writes
+//   quantize_groups()             in BF16                 groups; with write_back also x
+//   quantize_activation_input()   gate and up, in BF16    groups, and the amax of the activation's output
 //
 // In place: row-major output may overwrite x, or the input of x, if elements have the same size. For example
 // the codes of dgate_up may overwrite the groups of gate_up. (A thread loads its elements before it stores
@@ -218,9 +196,10 @@ void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t st
 
 // Computes x and writes its FP8 codes, the operand of a GEMM, as out says. x may be computed from BF16
 // tensors and from groups, but not from FP32 tensors. (quantize_groups() writes groups.)
-//   per tensor               The scale is computed from the amax in amax_and_scale_of(out.tensor). If
-//                            out.delayed is true, the scale is that of the history.
-//   per row, 1x128, 128x128  The scales are computed first, from x, and stored with the codes.
+//   per tensor               The scale is computed from out.tensor.amax_and_scale->amax. If out.delayed is
+//                            true, the scale is that of the history.
+//   per row, 1x128, 128x128  The scales are computed first, from x. They are stored in out.block_scales and
+//                            out.transposed_block_scales, and the amax of x in out.tensor.amax_and_scale.
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Computes x and stores its values in out, in FP32, or rounded to BF16.
@@ -231,14 +210,6 @@ void convert(const TensorRef& x, const TensorRef& out, cudaStream_t stream);
 // Computes x and writes it as a GEMM of the recipe reads it: by quantize() if out is FP8, else by
 // store_values().
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
-
-// A sum over rows is first taken in this many partial sums, one in each row of the workspace.
-inline constexpr int COLUMN_PARTIALS = 128;
-
-// write_operand(), and what the gradient of a bias needs: gradient (cols) += the column sums of x, which
-// equal those of add_column_sums() (gpu/layers.h) bit for bit. workspace: (COLUMN_PARTIALS, cols) floats.
-void write_operand_and_sum_columns(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
-                                   float* workspace, QuantStats* quant_stats, cudaStream_t stream);
 
 // Stores x (BF16) in 1x16 groups. With `write_back`, x becomes what the groups hold, rounded to BF16:
 // attention then computes with these values, as backward does.
@@ -253,7 +224,42 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
                                cudaStream_t stream);
 
 // ===========================================================================================================
-// 3. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
+// 3. Sums over rows, for the gradients of biases and of the weights of norms (gpu/column_sums.cu)
+//
+// Such a sum is taken in two stages. First some blocks each add up a part of the rows: these are the partial
+// sums, one row of the workspace for each part. Then the partial sums are added up.
+
+// The number of partial sums that add_column_sums() takes of a column.
+inline constexpr int COLUMN_PARTIALS = 128;
+
+// gradient (cols) += the column sums of x. amax_out gets the amax of x in the same pass. workspace:
+// (COLUMN_PARTIALS, cols) floats.
+void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,
+                     cudaStream_t stream);
+
+// add_column_sums() and write_operand(), in one pass over x if that is possible (coat.cu, part 5). The bits
+// are the same as those of the two.
+void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
+                                       float* workspace, QuantStats* quant_stats, cudaStream_t stream);
+
+// The second stage alone, for kernels that take partial sums of their own: gradient (n) += the sum of the
+// rows of partials (rows, n). `second` is another gradient (n), whose partials (rows, n) lie after those of
+// the first, or no tensor.
+void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
+                     const TensorRef& second = {});
+
+// ===========================================================================================================
+// 4. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
+//
+// Words for parts of the parameters, from small to large. With one rank, a shard is a whole parameter, and
+// the rank's order is the flat order.
+//   shard unit    64 moment groups of a parameter, which is cut only between shard units (model.h)
+//   shard         what this rank owns of one parameter
+//   bucket        the parameters whose gradients backward completes at the same time (Param::bucket)
+//   flat order    all parameters one after the other (Param::flat_offset), each padded to whole moment
+//                 groups; the padding stays zero
+//   rank's order  all shards of this rank, one after the other, each padded in the same way. In this order
+//                 lie its weights, masters, moments and sums of gradients
 
 // BF16 weights have the int16 remainders of their FP32 masters beside them, in the same order. Without
 // remainders there are no masters, and the optimizer rounds new weights stochastically. In the fp32 recipe
@@ -276,7 +282,6 @@ struct MomentRef {
 };
 
 // What this rank updates of one parameter, with one rank the whole of it: a row of a table on the device.
-// The words are those of the second list at the beginning of this file.
 struct Shard {
     int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
@@ -316,7 +321,7 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 
 // ===========================================================================================================
-// 4. Residual stream and norms (gpu/norm.cu)
+// 5. Residual stream and norms (gpu/norm.cu)
 
 // What residual_add() and embed() write: the sum, which is the new residual stream (x_out); the input of the
 // norm that reads it, in groups or rounded (next.in); the row statistics of this norm (next.row_statistics);

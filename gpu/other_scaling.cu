@@ -24,7 +24,7 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const TensorRef& t = out.tensor;
     const Granularity& g = t.storage.granularity;
     const void* const codes = transposed ? out.transposed : t.data;
-    void* const scales = transposed ? out.transposed_scales : t.scales;
+    float* const scales = transposed ? out.transposed_block_scales : out.block_scales;
     const int64_t N = transposed ? t.cols : t.rows, K = transposed ? t.rows : t.cols;
     const bool square = g == PER_128x128;
     // N and K are the sides of the codes, K being the one along which the GEMM reduces. For each: log2 of the
@@ -33,7 +33,7 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const int shift_n = square ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
     const int64_t step_n = square ? round_up(t.storage.scale_cols(K), 4) : 1, step_k = square ? 1 : N;
     // The rows of the tensor are counted along N, or (transposed) along K.
-    return {.scales = codes ? static_cast<float*>(scales) : nullptr,
+    return {.scales = codes ? scales : nullptr,
             .row_shift = transposed ? shift_k : shift_n,
             .col_shift = transposed ? shift_n : shift_k,
             .down = transposed ? step_k : step_n,
@@ -54,7 +54,8 @@ static __device__ void update_block_amax(float* amax, uint32_t largest_bits) {
 // one block of the transposed codes. So the maxima that the threads have of a column are combined first.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    block_amaxes_kernel(Producer x, int64_t rows, ScaleGrid row_major_grid, ScaleGrid transposed_grid) {
+    compute_block_amaxes_kernel(Producer x, int64_t rows, ScaleGrid row_major_grid,
+                                ScaleGrid transposed_grid) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ uint32_t columns[SIDE_THREADS][TILE + 1];
     const TilePlace place;
@@ -81,28 +82,31 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 }
 
 // Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
-// hides it. amax_out gets the amax of the whole tensor; it may be null.
-static __global__ void block_scales_kernel(float* scales, int64_t n, float fmax, AmaxAndScale* amax_out) {
+// hides it. amax_out gets the amax of the whole tensor.
+static __global__ void convert_amaxes_to_scales_kernel(float* scales, int64_t n, float fmax,
+                                                       AmaxAndScale* amax_out) {
     const int64_t i = thread_of_grid();
     const float amax = i < n ? scales[i] : 0.0f;
     if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
-    if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(amax));
+    update_amax_by_warp(&amax_out->amax, magnitude_bits(amax));
 }
 
 // Computes the scales that the codes of x need: of row-major codes, of transposed codes, or of both, as `out`
-// says. *out.amax_out is updated.
-static void block_scales(const LazyTensor& x, const Operand& out, cudaStream_t stream) {
+// says. The amax of the tensor is updated.
+static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaStream_t stream) {
     const ScaleGrid grids[2] = {scale_grid(out, /*transposed=*/false), scale_grid(out, /*transposed=*/true)};
     for (const ScaleGrid& g : grids)
         if (g.scales) clear_async(g.scales, g.count * static_cast<int64_t>(sizeof(float)), stream);
     with_producer_for_fp8(x, [&](auto producer) {
-        launch("block_amaxes", block_amaxes_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, 0, stream, producer, x.rows, grids[0], grids[1]);
+        launch("compute_block_amaxes", compute_block_amaxes_kernel<decltype(producer)>,
+               tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows, grids[0],
+               grids[1]);
     });
     for (const ScaleGrid& g : grids)
         if (g.scales)
-            launch("block_scales", block_scales_kernel, blocks(g.count, 256), 256, 0, stream, g.scales,
-                   g.count, info(out.tensor.storage.format).fmax, out.amax_out);
+            launch("convert_amaxes_to_scales", convert_amaxes_to_scales_kernel, blocks(g.count, 256), 256, 0,
+                   stream, g.scales, g.count, info(out.tensor.storage.format).fmax,
+                   out.tensor.amax_and_scale);
 }
 
 // The second pass: codes with a scale for each row or block. `codes` or `transposed` may be null.
@@ -140,8 +144,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
                         cudaStream_t stream) {
-    block_scales(x, out, stream);
-    add_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
+    compute_block_scales(x, out, stream);
+    measure_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
     with_producer_for_fp8(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_in_blocks_kernel<P, /*TRANSPOSED=*/false>;
@@ -179,13 +183,13 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     const Format fp8 = out.tensor.storage.format;
-    add_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
+    measure_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
     with_producer_for_fp8(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/true>;
         launch("quantize_delayed", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream,
-               producer, x.rows, amax_and_scale_of(out.tensor), info(fp8).fmax, fp8 == Format::E5M2,
+               producer, x.rows, out.tensor.amax_and_scale, info(fp8).fmax, fp8 == Format::E5M2,
                static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
     });
 }

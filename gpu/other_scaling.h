@@ -1,12 +1,12 @@
 // gpu/other_scaling.h - other scaling of a GEMM's operands than COAT's: per row, in blocks, and delayed
-// (kernels: gpu/other_scaling.cu). The rules and the words of gpu/operators.h hold here, too.
+// (kernels: gpu/other_scaling.cu). The rules of gpu/operators.h hold here, too.
 #pragma once
 #include "operators.h"
 
 namespace coat::gpu {
 
 // quantize() calls these two functions. quantize_in_blocks() makes codes with scales per row, 1x128 or
-// 128x128, just in time, and updates *out.amax_out. quantize_delayed() makes codes with a delayed scale per
+// 128x128, just in time, and updates the amax. quantize_delayed() makes codes with a delayed scale per
 // tensor, and finds the amax for the scales of later steps.
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
                         cudaStream_t stream);

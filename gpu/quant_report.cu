@@ -16,8 +16,8 @@ constexpr float HALF_STEP_E4M3 = 16, HALF_STEP_E5M2 = 4096;
 // 1x16 group, which is computed here.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
-    add_quant_errors_kernel(Producer x, int64_t rows, const AmaxAndScale* amax_and_scale,
-                            ScaleGrid block_scales, bool e5m2, float fmax, QuantStats* quant_stats) {
+    measure_quant_errors_kernel(Producer x, int64_t rows, const AmaxAndScale* amax_and_scale,
+                                ScaleGrid block_scales, bool e5m2, float fmax, QuantStats* quant_stats) {
     const TilePlace place;
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
@@ -57,18 +57,19 @@ static __global__ void __launch_bounds__(TILE_THREADS)
     for (int i = 0; i < 3; i++) atomicAdd(reinterpret_cast<unsigned long long*>(totals[i]), counts[i]);
 }
 
-void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
+void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
+                          cudaStream_t stream) {
     if (!quant_stats) return;
     const Storage& q = out.tensor.storage;
     auto with_scales = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& block_scales) {
         with_producer_for_fp8(x, [&](auto producer) {
-            launch("add_quant_errors", add_quant_errors_kernel<decltype(producer)>,
+            launch("measure_quant_errors", measure_quant_errors_kernel<decltype(producer)>,
                    tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows,
                    amax_and_scale, block_scales, q.format == Format::E5M2, info(q.format).fmax, quant_stats);
         });
     };
     if (q == E4M3_1x16) return with_scales(nullptr, {});
-    if (q.granularity == PER_TENSOR) return with_scales(amax_and_scale_of(out.tensor), {});
+    if (q.granularity == PER_TENSOR) return with_scales(out.tensor.amax_and_scale, {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
         // Row-major and transposed codes have the same 128x128 blocks, so one of them is enough.
@@ -80,8 +81,9 @@ void add_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant
 // The CPU reference computes and stores the moments. Of a parameter with more than MEASURED elements it gets
 // only PIECES pieces of equal length, which are evenly spread. If there is one scale per tensor, the
 // reference makes one for these pieces.
-void add_moment_quant_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v, const void* gradient,
-                             Format format, int64_t count, QuantReport& report, cudaStream_t stream) {
+void measure_moment_quant_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v,
+                                 const void* gradient, Format format, int64_t count, QuantReport& report,
+                                 cudaStream_t stream) {
     constexpr int64_t MEASURED = 1 << 18, PIECES = 128;
     static_assert(MEASURED / PIECES % MOMENT_GROUP_SIZE == 0, "a piece consists of whole groups");
     if (count == 0 || (!moments_need_scaling(m.format) && !moments_need_scaling(v.format))) return;

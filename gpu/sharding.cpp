@@ -291,7 +291,7 @@ public:
     // --- Gradients
     TensorRef gradient_to_write(size_t i) const override {
         const Param& p = parameters_.params[i];
-        return {gradient_from(i, 0), nullptr, p.rows, p.cols, parameters_.gradient_storage};
+        return {gradient_from(i, 0), p.rows, p.cols, parameters_.gradient_storage};
     }
     void wait_for_gradient_buffer(int64_t bucket) override {
         is_sent_[buffer_of(bucket)].make_wait(compute_stream_);
@@ -447,11 +447,11 @@ private:
             };
             const Range mine = part(setup_.rank);
             const TensorRef kept = parameters_.owned_weight(i);
-            const TensorRef sent{to + mine.first, scale, kept.rows, kept.cols, storage};
+            const TensorRef sent{to + mine.first, kept.rows, kept.cols, storage, scale};
             if (codes) quantize_slices(kept, sent);
             else copy_async(sent.data, kept.data, mine.count, comm_stream_);
             add_gather(to, part, transfers);
-            gathered_[i] = {to, scale, p.rows, p.cols, storage};
+            gathered_[i] = {to, p.rows, p.cols, storage, scale};
             to += gathered_bytes(setup_, p);
         }
         send(transfers);

@@ -292,18 +292,18 @@ public:
     // The whole parameter, (rows, cols). Only with one rank, or of a vector: this rank owns only a part of
     // any other parameter, and Sharding::weight() has the whole.
     TensorRef whole_weight(size_t i) const {
-        return {owned_weight_data(i), nullptr, params[i].rows, params[i].cols, weight_storage};
+        return {owned_weight_data(i), params[i].rows, params[i].cols, weight_storage};
     }
     // The part that this rank owns. It need not be whole rows, so this tensor has MOMENT_GROUP_SIZE columns.
     TensorRef owned_weight(size_t i) const {
-        return {owned_weight_data(i), nullptr, places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
+        return {owned_weight_data(i), places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
                 weight_storage};
     }
     // Where the sums of gradients begin that the update reads for this rank's part of parameter i.
     uint8_t* owned_gradient_sum(size_t i) const;
     // The whole gradient, (rows, cols). Only with one rank, or of a vector, as for whole_weight().
     TensorRef whole_gradient(size_t i) const {
-        return {owned_gradient_sum(i), nullptr, params[i].rows, params[i].cols, gradient_storage};
+        return {owned_gradient_sum(i), params[i].rows, params[i].cols, gradient_storage};
     }
 
     // Updates the buckets [first, last), whose gradients are complete: exchanges sums of squares with the
@@ -314,7 +314,7 @@ public:
 
     // For the quantization report: the errors of storing the moments of a bucket; and the expansion factors
     // of all moment groups.
-    void add_moment_quant_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
+    void measure_moment_quant_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
     std::vector<float> expansion_factors(bool second) const;
 
     // Copy a tensor of the state, which has this name, to or from the host: for Model::read() and write().

@@ -178,7 +178,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         CAPTURE(q.text());
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
-        operand.transposed = operand.transposed_scales = nullptr;
+        operand.transposed = nullptr;
         if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_and_scale.get(), 0);
         gpu::quantize(gpu::lazy_stored(in.ref()), operand, nullptr, 0);
         reference::StoredMatrix wanted = reference::quantize(x.data(), padded, cols, q);
@@ -243,7 +243,8 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
 }
 
 // 128 tiles are 16384 rows: with more of them, some blocks add up two tiles.
-GPU_TEST_CASE("write_operand_and_sum_columns: codes and sums have the bits of quantize and add_column_sums") {
+GPU_TEST_CASE(
+    "write_operand_and_add_column_sums: codes and sums have the bits of quantize and add_column_sums") {
     FRESH_RANDOM(rng);
     for (Shape s : shapes({{1, 16}, {144, 144}, {272, 400}, {16640, 48}}))
         for (Storage q : {E5M2_TENSOR, E4M3_TENSOR, E4M3_1x128, PLAIN_BF16}) {
@@ -256,8 +257,8 @@ GPU_TEST_CASE("write_operand_and_sum_columns: codes and sums have the bits of qu
             gpu::add_column_sums(gpu::lazy_stored(in.ref()), wanted_sums.ref(), workspace.get(), nullptr, 0);
             if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_and_scale.get(), 0);
             const Buffer<QuantStats> stats({BEFORE});
-            gpu::write_operand_and_sum_columns(gpu::lazy_stored(in.ref()), out.operand(), sums.ref(),
-                                               workspace.get(), stats.get(), 0);
+            gpu::write_operand_and_add_column_sums(gpu::lazy_stored(in.ref()), out.operand(), sums.ref(),
+                                                   workspace.get(), stats.get(), 0);
             check_quantized(out, x);
             CHECK(same_bytes(sums.values(), wanted_sums.values()));
             QuantStats wanted;
@@ -345,14 +346,13 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
 
 // A dry run calls the same functions without a GPU, so that what is wrong is an error before a run starts.
 TEST_CASE("quantize: not to groups; quantize_groups: to groups") {
-    const TensorRef x{nullptr, nullptr, 16, 32, PLAIN_BF16}, groups{nullptr, nullptr, 16, 32, E4M3_1x16};
+    const TensorRef x{nullptr, 16, 32, PLAIN_BF16}, groups{nullptr, 16, 32, E4M3_1x16};
     CHECK_THROWS_AS(gpu::quantize(gpu::lazy_stored(x), {groups}, nullptr, gpu::DRY_RUN), Error);
     CHECK_NOTHROW(gpu::quantize_groups(x, groups, /*write_back=*/false, nullptr, gpu::DRY_RUN));
 }
 
 TEST_CASE("quantize: only to FP8; store_values: not to FP8; write_operand: to both") {
-    const TensorRef values{nullptr, nullptr, 16, 32, PLAIN_BF16},
-        codes{nullptr, nullptr, 16, 32, E4M3_TENSOR};
+    const TensorRef values{nullptr, 16, 32, PLAIN_BF16}, codes{nullptr, 16, 32, E4M3_TENSOR};
     const LazyTensor x = gpu::lazy_stored(values);
     CHECK_NOTHROW(gpu::quantize(x, {codes}, nullptr, gpu::DRY_RUN));
     CHECK_THROWS_AS(gpu::quantize(x, {values}, nullptr, gpu::DRY_RUN), Error);

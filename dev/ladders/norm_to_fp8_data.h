@@ -29,7 +29,7 @@ public:
         : x_(random_bf16(rows * cols, 2.0f)), weight_(random_bf16(cols, 1.0f, 2)), device_x_(x_),
           zeros_(rows * cols), device_weight_(weight_), scales_(rows * cols / 16), in_(rows * cols),
           codes_(rows * cols), x32_(rows * cols), y32_(rows * cols), inverse_(rows), stats_(rows),
-          scale_(1), norm_{{in_.get(), scales_.get(), rows, cols, E4M3_1x16},
+          scale_(1), norm_{{in_.get(), rows, cols, E4M3_1x16, nullptr, scales_.get()},
                            weight_on_device(),
                            nullptr,
                            stats_.get(),
@@ -93,11 +93,11 @@ private:
         gpu::residual_add(view_of(device_x_), view_of(zeros_),
                           {.x_out = {}, .next = norm_, .norm_reads_saved = true, .y_amax_out = scale_.get()},
                           nullptr);
-        gpu::quantize(gpu::lazy_norm(norm_), {{t_.codes, t_.scale, t_.rows, t_.cols, E4M3_TENSOR}}, nullptr,
+        gpu::quantize(gpu::lazy_norm(norm_), {{t_.codes, t_.rows, t_.cols, E4M3_TENSOR, t_.scale}}, nullptr,
                       nullptr);
     }
     gpu::TensorRef view_of(const Buffer<uint16_t>& x) const {
-        return {x.get(), nullptr, static_cast<int64_t>(x_.size() / weight_.size()),
+        return {x.get(), static_cast<int64_t>(x_.size() / weight_.size()),
                 static_cast<int64_t>(weight_.size()), PLAIN_BF16};
     }
     const bf16* weight_on_device() const { return reinterpret_cast<const bf16*>(device_weight_.get()); }

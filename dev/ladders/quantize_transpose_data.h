@@ -28,8 +28,7 @@ public:
                                                   .codes = codes_.get(),
                                                   .transposed = transposed_.get()} {
         scale_.fill(0);
-        gpu::compute_amax(gpu::lazy_stored({x_.get(), nullptr, rows, cols, PLAIN_BF16}), scale_.get(),
-                          nullptr);
+        gpu::compute_amax(gpu::lazy_stored({x_.get(), rows, cols, PLAIN_BF16}), scale_.get(), nullptr);
     }
     void run(const Rung& rung) const {
         if (rung.launch) rung.launch(m);
@@ -69,8 +68,8 @@ private:
     const Matrix m;
 
     void run_as_in_training() const {
-        const gpu::TensorRef x{x_.get(), nullptr, m.rows, m.cols, PLAIN_BF16};
-        gpu::quantize(gpu::lazy_stored(x), {{m.codes, m.scale, m.rows, m.cols, E5M2_TENSOR}, m.transposed},
+        const gpu::TensorRef x{x_.get(), m.rows, m.cols, PLAIN_BF16};
+        gpu::quantize(gpu::lazy_stored(x), {{m.codes, m.rows, m.cols, E5M2_TENSOR, m.scale}, m.transposed},
                       nullptr, nullptr);
     }
 };

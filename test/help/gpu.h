@@ -171,13 +171,17 @@ public:
     bool for_gemm() const { return storage.fp8() && storage.granularity != PER_1x16; }
     bool transposes() const { return for_gemm() && rows % 16 == 0; }
     TensorRef ref() const {
-        return {codes.get(), per_tensor() ? static_cast<void*>(amax_and_scale.get()) : scales.get(), rows,
-                cols, storage};
+        TensorRef t{.data = codes.get(), .rows = rows, .cols = cols, .storage = storage};
+        if (for_gemm()) t.amax_and_scale = amax_and_scale.get();
+        if (storage == E4M3_1x16) t.group_scales = reinterpret_cast<uint16_t*>(scales.get());
+        return t;
     }
     Operand operand() const {
-        Operand out{.tensor = ref(), .amax_out = amax_and_scale.get(), .delayed = delayed_scaling};
+        Operand out{.tensor = ref(), .delayed = delayed_scaling};
         if (transposes()) out.transposed = transposed.get();
-        if (transposes() && !per_tensor()) out.transposed_scales = transposed_scales.get();
+        if (!for_gemm() || per_tensor()) return out;
+        out.block_scales = reinterpret_cast<float*>(scales.get());
+        if (transposes()) out.transposed_block_scales = reinterpret_cast<float*>(transposed_scales.get());
         return out;
     }
     float amax() const { return amax_and_scale.read()[0].amax; }
@@ -336,9 +340,8 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
         const Tensor both(s, q), row_major(s, q), column_major(s, q);
         for (const Tensor* t : {&both, &row_major, &column_major}) {
             Operand out = t->operand();
-            if (t == &row_major) out.transposed = out.transposed_scales = nullptr;
+            if (t == &row_major) out.transposed = nullptr;
             if (t == &column_major) out.tensor.data = nullptr;
-            if (t == &column_major && !per_tensor) out.tensor.scales = nullptr;
             if (per_tensor) gpu::compute_amax(x, t->amax_and_scale.get(), 0);
             gpu::quantize(x, out, nullptr, 0);
         }

@@ -1,0 +1,71 @@
+// gpu/column_sums.cu - sums over the rows of a tensor: the gradients of biases and of the weights of norms
+// (interface: gpu/operators.h, part 3).
+#include "device.cuh"
+
+namespace coat::gpu {
+
+// Stage one: partial sums. Block y of a column of tiles adds up the tiles y, y + COLUMN_PARTIALS, ... A thread
+// adds up its own rows of these; store_column_sums() (gpu/device.cuh) adds the sums of the threads. The block
+// also finds the amax.
+template <class Producer>
+static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
+    add_column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* amax_out) {
+    constexpr int PLANES = Producer::PLANES;
+    __shared__ ColumnSums columns;
+    Values sum[PLANES] = {};
+    float largest = 0;
+    for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS)
+        for_each_row(x, TilePlace(tile), rows, [&](int, const Values(&v)[PLANES], bool live) {
+            for (int p = 0; p < PLANES; p++)
+                for (int j = 0; j < CHUNK; j++) {
+                    if (live) sum[p][j] += v[p][j];
+                    largest = larger_magnitude(largest, v[p][j]);
+                }
+        });
+    if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(largest));
+    store_column_sums(x, sum, columns, partials);
+}
+
+// Stage two: the partial sums are added up, in a fixed order. A block has 32 columns. Thread (x, y) adds the
+// rows y, y + 16, y + 32, ... of column x of the partial sums; then the 16 sums of a column are added.
+// blockIdx.y is the number of the gradient: there are one or two.
+constexpr int REDUCE_ROWS = 16;
+static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFloat gradient,
+                           Bf16OrFloat second) {
+    __shared__ float sums[REDUCE_ROWS][32];
+    const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+    const float* const column = partials + blockIdx.y * rows * cols + col;
+    float sum = 0;
+    if (col < cols)
+#pragma unroll 8
+        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += column[i * cols];
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0 || col >= cols) return;
+    float total = 0;
+    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
+    (blockIdx.y == 0 ? gradient : second).with([&](auto sum_so_far) {
+        const float before = sum_so_far.data[col];
+        sum_so_far.data[col] = static_cast<typename decltype(sum_so_far)::Compute>(before + total);
+    });
+}
+
+void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
+                     const TensorRef& second) {
+    const int64_t n = gradient.rows * gradient.cols;
+    launch("reduce_partials", reduce_partials_kernel, dim3(blocks(n, 32), second.data ? 2 : 1),
+           dim3(32, REDUCE_ROWS), 0, stream, partials, rows, n, bf16_or_float(gradient),
+           bf16_or_float(second));
+}
+
+void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,
+                     cudaStream_t stream) {
+    with_producer(x, [&](auto producer) {
+        launch("add_column_sums", add_column_sums_kernel<decltype(producer)>, column_grid(producer.width),
+               TILE_THREADS, 0, stream, producer, x.rows, workspace, amax_out);
+    });
+    reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
+}
+
+}  // namespace coat::gpu
