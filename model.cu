@@ -21,9 +21,9 @@
 //     Parameters::update()           AdamW (gpu/state.cpp)
 //
 // Linear layers have their own file, gpu/linear.h, which also says when operands are quantized. A function
-// stands after the one that calls it. What several functions call stands in three sections before forward():
-// where tensors are, the arguments of kernels, and the gradients of a bucket. After the step come the other
-// things that one asks of a model.
+// stands after the one that calls it. What several functions call stands before the first of them: two
+// sections before forward(), where tensors are and the arguments of kernels; and one before the head, the
+// gradients of a bucket. After the step come the other things that one asks of a model.
 //
 // Who comes here from step 1 of README's way through the GPU kernels reads mlp_block_forward() now, and no
 // more. Who comes back in step 7 reads the structs before the class GpuModel, its section "Where tensors
@@ -188,25 +188,26 @@ private:
     // Layer l: its parameters, its linear layers, and the places of what it saves.
     Layer make_layer(int64_t l) {
         const int64_t N = padded_tokens(setup_);
-        auto index = [&](const char* of) { return parameters_.index(concat("layers.", l, ".", of)); };
-        auto linear = [&](const char* of) { return LinearLayer(linear_context_, index(of)); };
+        auto index = [&](const char* param) { return parameters_.index(concat("layers.", l, ".", param)); };
+        auto linear_layer = [&](const char* weight) { return LinearLayer(linear_context_, index(weight)); };
         Layer layer{.norm1_index = index("norm1.weight"),
                     .norm2_index = index("norm2.weight"),
                     .qk_norm_index = {},
-                    .qkv_proj = linear("qkv"),
-                    .attention_out_proj = linear("attention_out"),
-                    .gate_up_proj = linear("gate_up"),
-                    .down_proj = linear("down"),
+                    .qkv_proj = linear_layer("qkv"),
+                    .attention_out_proj = linear_layer("attention_out"),
+                    .gate_up_proj = linear_layer("gate_up"),
+                    .down_proj = linear_layer("down"),
                     .saved_tensors = {}};
         if (qk_norms_) layer.qk_norm_index = index("qk_norm.weight");
-        uint8_t* here = memory_.saved_activations + l * saved_layer_bytes(setup_);
-        for (const SavedTensor& t : saved_per_layer(setup_.config, setup_.recipe)) {
-            TensorRef tensor{.data = here, .rows = N, .cols = t.cols, .storage = t.storage};
+        uint8_t* data = memory_.saved_activations + l * saved_layer_bytes(setup_);
+        for (const SavedTensor& saved : saved_per_layer(config_, recipe_)) {
+            TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .storage = saved.storage};
             // The scales of groups lie right after the codes
-            if (t.storage.fp8())
-                tensor.group_scales = reinterpret_cast<uint16_t*>(here + t.storage.code_bytes(N, t.cols));
+            if (saved.storage.fp8())
+                tensor.group_scales =
+                    reinterpret_cast<uint16_t*>(data + saved.storage.code_bytes(N, saved.cols));
             layer.saved_tensors.push_back(tensor);
-            here += round_up(t.bytes(N), GPU_ALIGNMENT);
+            data += round_up(saved.bytes(N), GPU_ALIGNMENT);
         }
         return layer;
     }
@@ -230,20 +231,20 @@ public:
             run_micro_batch(pass, tokens + i * pass.N, targets + i * pass.N);
             // Look now, because the next micro-batch may clear the amaxes: they alone show whether FP8 codes
             // hide infinity or NaN
-            if (setup_.keep_gradients) store_loss_or_nan(&outcome()->loss_or_nan);
+            if (setup_.keep_gradients) store_loss_or_nan(&device_outcome()->loss_or_nan);
         }
         sharding_->wait_for_transfers();
         if (setup_.keep_gradients)
             parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *sharding_);
         after_weight_change();
-        amax_table_.update_histories(outcome());  // for delayed scaling
+        amax_table_.update_histories(device_outcome());  // for delayed scaling
 
-        const StepOutcome found = fetch_outcome();
-        const bool skipped = found.gradients.skip != 0;
-        if (!skipped && found.empty_histories == 0) amax_table_.any_empty_history = false;
+        const StepOutcome outcome = fetch_outcome();
+        const bool skipped = outcome.gradients.skip != 0;
+        if (!skipped && outcome.empty_histories == 0) amax_table_.any_empty_history = false;
         first_step_done_ = true;
-        return {.loss = sum_of_ranks(found.loss),
-                .grad_norm = found.gradients.norm,
+        return {.loss = sum_of_ranks(outcome.loss),
+                .grad_norm = outcome.gradients.norm,
                 .skipped = skipped,
                 .target_count = target_count};
     }
@@ -256,12 +257,12 @@ private:
         for (const Value& theirs : setup_.communicator->all_gather(mine)) sum += theirs;
         return sum;
     }
-    StepOutcome* outcome() const { return &memory_.scalars->outcome; }  // on the device
+    StepOutcome* device_outcome() const { return &memory_.scalars->outcome; }
     // Waits until the step has run.
     StepOutcome fetch_outcome() const {
-        StepOutcome found{};
-        context_.copy_to_host(&found, outcome(), sizeof found);
-        return found;
+        StepOutcome outcome{};
+        context_.copy_to_host(&outcome, device_outcome(), sizeof outcome);
+        return outcome;
     }
 
     // Begins a step, or one of evaluate(), next_logits() and measure_quantization(): clears the StepOutcome,
@@ -270,7 +271,7 @@ private:
     void begin_step_or_evaluation(double target_count, QuantReport* report = nullptr) {
         loss_weight_ = 1.0 / target_count;
         context_.wait_then_start_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
-        clear_async(outcome(), sizeof(StepOutcome), stream_);
+        clear_async(device_outcome(), sizeof(StepOutcome), stream_);
         context_.quant_report = report;
         context_.quant_stats = report ? memory_.scalars->quant_stats : nullptr;
         if (amax_table_.delayed()) begin_delayed_scaling();
@@ -287,9 +288,9 @@ private:
     void write_cached_weights() {
         if (cached_weights_are_valid_ && !context_.quant_stats) return;
         for (Layer& layer : layers_)
-            for (LinearLayer* linear :
+            for (LinearLayer* linear_layer :
                  {&layer.qkv_proj, &layer.attention_out_proj, &layer.gate_up_proj, &layer.down_proj})
-                linear->write_cached_w_operand();
+                linear_layer->write_cached_w_operand();
         cached_weights_are_valid_ = true;
     }
     void after_weight_change() {
@@ -329,11 +330,12 @@ private:
     }
 
     // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step does this before
-    // Parameters::update(), which reads outcome()->loss_or_nan and updates no weight if it is NaN.
+    // Parameters::update(), which reads device_outcome()->loss_or_nan and updates no weight if it is NaN.
     void store_loss_or_nan(double* loss_or_nan) {
-        write_loss_or_nan(amax_table_.all(), amax_table_.count(), &outcome()->loss, loss_or_nan, stream_);
+        write_loss_or_nan(amax_table_.all(), amax_table_.count(), &device_outcome()->loss, loss_or_nan,
+                          stream_);
     }
-    // Adds the losses to outcome()->loss, and computes all gradients but the embedding's.
+    // Adds the losses to device_outcome()->loss, and computes all gradients but the embedding's.
     void forward_and_backward(const Pass& pass) {
         forward(pass);
         loss_and_head_backward(pass);
@@ -374,9 +376,9 @@ private:
 
     // What a layer has saved, or is to save: the rows of this pass.
     TensorRef saved_tensor(const Pass& pass, const Layer& layer, SavedKind which) const {
-        TensorRef v = layer.saved_tensors[static_cast<size_t>(which)];
-        v.rows = pass.N;
-        return v;
+        TensorRef tensor = layer.saved_tensors[static_cast<size_t>(which)];
+        tensor.rows = pass.N;
+        return tensor;
     }
     float* saved_log_sum_exp(const Pass& pass, const Layer& layer) const {
         return static_cast<float*>(saved_tensor(pass, layer, SavedKind::LogSumExp).data);
@@ -412,16 +414,17 @@ private:
     TensorRef attention_buffer(const TensorRef& saved) {
         return saved.storage.fp8() ? allocate_tensor(saved.rows, saved.cols) : saved;
     }
-    // Saves x. Afterwards x holds what was saved. (If x is `saved` itself, there is nothing to do.)
-    void save_and_reload(const TensorRef& x, const TensorRef& saved) {
+    // Saves what is in a buffer. Afterwards the buffer holds what was saved. (If it is `saved` itself, there
+    // is nothing to do.)
+    void save_and_reload(const TensorRef& buffer, const TensorRef& saved) {
         if (!saved.storage.fp8()) return;
-        quantize_groups(x, saved, /*write_back=*/true, context_.quant_stats_of(ReportKind::Attention),
+        quantize_groups(buffer, saved, /*write_back=*/true, context_.quant_stats_of(ReportKind::Attention),
                         stream_);
     }
     TensorRef load_saved(const TensorRef& saved) {
-        const TensorRef x = attention_buffer(saved);
-        if (saved.storage.fp8()) convert(saved, x, stream_);
-        return x;
+        const TensorRef buffer = attention_buffer(saved);
+        if (saved.storage.fp8()) convert(saved, buffer, stream_);
+        return buffer;
     }
     // q, k, v as attention reads them. qkv: as they are saved. RoPE, in forward, comes right after the q, k,
     // v projection, and q and k are saved with it. But in Qwen3 norms of the heads come first, whose backward
@@ -430,9 +433,9 @@ private:
     // belongs to qkv_to_save().)
     TensorRef attention_input(const Pass& pass, const Layer& layer, const TensorRef& qkv) {
         if (!qk_norms_) return qkv;
-        const TensorRef x = allocate_tensor(pass.N, qkv.cols);
-        qk_norm_and_rope(qk_norm_args(layer), rope_args(pass), qkv, x, stream_);
-        return x;
+        const TensorRef normed_and_rotated = allocate_tensor(pass.N, qkv.cols);
+        qk_norm_and_rope(qk_norm_args(layer), rope_args(pass), qkv, normed_and_rotated, stream_);
+        return normed_and_rotated;
     }
     bool rope_at_projection() const { return rotary_ && !qk_norms_; }
 
@@ -463,45 +466,6 @@ private:
     }
     AttentionShape attention_shape_args(const Pass& pass) const {
         return attention_shape(config_, pass.B, pass.T, recipe_.compute);
-    }
-
-    // -------------------------------------------------------------------------------------------------------
-    // The gradients of a bucket (gpu/memory_layout.h)
-
-    // To be called before the first kernel that adds to the gradients of a bucket.
-    void begin_bucket(const Pass& pass, int64_t bucket) {
-        sharding_->wait_for_gradient_buffer(bucket);
-        if (pass.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
-    }
-    // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to theirs: so
-    // these begin at zero. The gradient of the head's weight does not: a GEMM has written it before, even if
-    // the weight is a tied embedding.
-    void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
-        const BucketRange& range = parameters_.buckets[bucket];
-        for (size_t i = range.first; i < range.last; i++) {
-            const Param& p = parameters_.params[i];
-            if (!p.role.quantized_linear && i != head_index_)
-                clear_async(sharding_->gradient_to_write(i).data,
-                            p.padded_size() * parameters_.gradient_bytes, stream_);
-        }
-    }
-    // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
-    // that reads its weights. What follows depends on the pass:
-    //   measure_quantization()   the gradients serve only to measure what storing the moments would lose
-    //   a step                   with several ranks, each rank sends the gradients to those that own them,
-    //                            where they are added; with one rank they are where they must be
-    //   with --gradients none    the weights of the bucket are updated
-    void finish_bucket(const Pass& pass, int64_t bucket) {
-        if (context_.quant_report) {
-            parameters_.measure_moment_quant_errors_of(bucket, *sharding_, *context_.quant_report);
-            return;
-        }
-        sharding_->reduce_gradients(bucket, pass.first_micro_batch);
-        if (pass.update_in_backward) update_bucket(bucket, *pass.update_in_backward);
-    }
-    void update_bucket(int64_t bucket, const AdamWOptions& adamw) {
-        store_loss_or_nan(&outcome()->loss_or_nan);
-        parameters_.update(adamw, bucket, bucket + 1, *sharding_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -594,9 +558,9 @@ private:
             // coat. The projection's output is the widest tensor of a layer: it exists until its groups are
             // saved
             const Arena::Scope until_saved(arena_);
-            const TensorRef values = allocate_tensor(pass.N, gate_up.cols);
-            layer.gate_up_proj.fprop(x, values);
-            save_gate_up_in_groups(layer, values, saved_gate_up);
+            const TensorRef before_groups = allocate_tensor(pass.N, gate_up.cols);
+            layer.gate_up_proj.fprop(x, before_groups);
+            save_gate_up_in_groups(layer, before_groups, saved_gate_up);
         } else {
             // coat-saved, where only backward is to read the groups: the output stays until this block ends
             gate_up = allocate_tensor(pass.N, gate_up.cols);
@@ -633,6 +597,45 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
+    // The gradients of a bucket (gpu/memory_layout.h)
+
+    // To be called before the first kernel that adds to the gradients of a bucket.
+    void begin_bucket(const Pass& pass, int64_t bucket) {
+        sharding_->wait_for_gradient_buffer(bucket);
+        if (pass.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
+    }
+    // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to theirs: so
+    // these begin at zero. The gradient of the head's weight does not: a GEMM has written it before, even if
+    // the weight is a tied embedding.
+    void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
+        const BucketRange& range = parameters_.buckets[bucket];
+        for (size_t i = range.first; i < range.last; i++) {
+            const Param& p = parameters_.params[i];
+            if (!p.role.quantized_linear && i != head_index_)
+                clear_async(sharding_->gradient_to_write(i).data,
+                            p.padded_size() * parameters_.gradient_bytes, stream_);
+        }
+    }
+    // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
+    // that reads its weights. What follows depends on the pass:
+    //   measure_quantization()   the gradients serve only to measure what storing the moments would lose
+    //   a step                   with several ranks, each rank sends the gradients to those that own them,
+    //                            where they are added; with one rank they are where they must be
+    //   with --gradients none    the weights of the bucket are updated
+    void finish_bucket(const Pass& pass, int64_t bucket) {
+        if (context_.quant_report) {
+            parameters_.measure_moment_quant_errors_of(bucket, *sharding_, *context_.quant_report);
+            return;
+        }
+        sharding_->reduce_gradients(bucket, pass.first_micro_batch);
+        if (pass.update_in_backward) update_bucket(bucket, *pass.update_in_backward);
+    }
+    void update_bucket(int64_t bucket, const AdamWOptions& adamw) {
+        store_loss_or_nan(&device_outcome()->loss_or_nan);
+        parameters_.update(adamw, bucket, bucket + 1, *sharding_);
+    }
+
+    // -------------------------------------------------------------------------------------------------------
     // Head and loss. The logits of all tokens would be the largest tensor of a step: they exist for a slice
     // of HEAD_SLICE_TOKENS tokens at a time.
 
@@ -642,22 +645,22 @@ private:
         const TensorRef dweight = sharding_->gradient_to_write(head_index_);
         const TensorRef dy = allocate_tensor(pass.N, config_.C);  // y: the final norm's output
         // Where BF16 would be rounded too often, the slices add to an FP32 sum (gpu/memory_layout.h)
-        const bool in_fp32 = head_sum_in_fp32(setup_);
-        TensorRef sum = dweight;
-        if (in_fp32) {
-            sum.data = arena_.allocate<float>(sum.rows * sum.cols);
-            sum.storage = PLAIN_FP32;
+        const bool sums_in_fp32 = head_sum_in_fp32(setup_);
+        TensorRef dweight_sum = dweight;
+        if (sums_in_fp32) {
+            dweight_sum.data = arena_.allocate<float>(dweight.rows * dweight.cols);
+            dweight_sum.storage = PLAIN_FP32;
         }
         // Direction::Backward: the weights that are gathered ahead are those of the last layer
         sharding_->gather_weights(sharding_->head_module(), Direction::Backward);
         // The GEMMs of the slices run before begin_bucket(), so wait here for the place of this gradient
         sharding_->wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
         // Earlier micro-batches have added to the gradient: the sum begins with what they left
-        if (in_fp32 && !pass.overwrites_gradients) convert(dweight, sum, stream_);
+        if (sums_in_fp32 && !pass.overwrites_gradients) convert(dweight, dweight_sum, stream_);
         for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS)
-            head_slice_backward(pass, first, dy, sum);
+            head_slice_backward(pass, first, dy, dweight_sum);
         add_up_losses(pass);
-        if (in_fp32) convert(sum, dweight, stream_);
+        if (sums_in_fp32) convert(dweight_sum, dweight, stream_);
         // final norm: the gradient of the residual stream begins. If the head is not tied, it shares this
         // bucket, and its gradient is complete
         const int64_t bucket = parameters_.params[final_norm_index_].bucket;
@@ -685,11 +688,11 @@ private:
     // the caller's scope. It writes the final norm's output to y (n, C).
     TensorRef compute_logits(const Pass& pass, int64_t first, const TensorRef& y) {
         const TensorRef logits = allocate_tensor(y.rows, config_.padded_V());
-        Norm slice = final_norm(pass).norm;
-        slice.in = row_slice(slice.in, first, y.rows);
-        slice.row_statistics += first;
+        Norm norm_of_slice = final_norm(pass).norm;
+        norm_of_slice.in = row_slice(norm_of_slice.in, first, y.rows);
+        norm_of_slice.row_statistics += first;
         // y = the norm in the compute dtype, in which the head is in all recipes
-        store_values(lazy_norm(slice), y, stream_);
+        store_values(lazy_norm(norm_of_slice), y, stream_);
         gemms_.run(WhichGemm::Fprop, {y}, {sharding_->weight(head_index_)}, logits, stream_);
         return logits;
     }
@@ -697,9 +700,9 @@ private:
         return std::min(HEAD_SLICE_TOKENS, pass.N - first);
     }
 
-    // outcome()->loss += the sum of the losses * Scalars::loss_weight.
+    // device_outcome()->loss += the sum of the losses * Scalars::loss_weight.
     void add_up_losses(const Pass& pass) {
-        add_loss_sum(memory_.losses, pass.N, &memory_.scalars->loss_weight, &outcome()->loss, stream_);
+        add_loss_sum(memory_.losses, pass.N, &memory_.scalars->loss_weight, &device_outcome()->loss, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -713,7 +716,8 @@ private:
     // Gradients of parameters are computed by bucket, between begin_bucket() and finish_bucket().
     //
     // Memory is given back as early as possible, which can be in the middle of a bucket: there a Scope is
-    // ended by end(). What must outlive a Scope is allocated before it, because memory is a stack.
+    // ended by end(). A Scope with the name until_x holds what is needed until x is computed. What must
+    // outlive a Scope is allocated before it, because memory is a stack.
     //
     // Who computes the amaxes of the operands, if they are needed before the operands are made:
     //
@@ -770,9 +774,9 @@ private:
     // first layer.
     void attention_block_backward(const Pass& pass, Layer& layer, AmaxAndScale* dresidual_amax_out) {
         const Arena::Scope scope(arena_);
-        void* const gate_up = saved_tensor(pass, layer, SavedKind::GateUp).data;
+        void* const place_of_gate_up = saved_tensor(pass, layer, SavedKind::GateUp).data;
         // dqkv takes the place of the layer's gate and up, if it fits: nobody reads that place any more
-        const TensorRef dqkv = dqkv_in_place_ ? tensor_at(gate_up, pass.N, config_.qkv_cols())
+        const TensorRef dqkv = dqkv_in_place_ ? tensor_at(place_of_gate_up, pass.N, config_.qkv_cols())
                                               : allocate_tensor(pass.N, config_.qkv_cols());
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from: dout, q, k, v, ...
         // attention output projection: wgrad and dgrad -> dout (N, q_cols), where attention's output is out
@@ -862,17 +866,17 @@ private:
     // wait_then_start_copy_to_gpu() waits for the GPU.
     void add_embedding_gradients(const Pass& pass, const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, pass.N);
-        const int64_t distinct = static_cast<int64_t>(embedding_order_.tokens.size());
+        const int64_t distinct_tokens = static_cast<int64_t>(embedding_order_.tokens.size());
         context_.wait_then_start_copy_to_gpu(memory_.token_order, embedding_order_.order.data(),
                                              pass.N * INT32_BYTES);
         context_.wait_then_start_copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
-                                             distinct * static_cast<int64_t>(sizeof(TokenRows)));
+                                             distinct_tokens * static_cast<int64_t>(sizeof(TokenRows)));
         const int64_t bucket = parameters_.params[embedding_index_].bucket;
         begin_bucket(pass, bucket);
         embedding_backward(dresidual(pass),
                            {.order = memory_.token_order,
                             .tokens = memory_.token_rows,
-                            .count = distinct,
+                            .count = distinct_tokens,
                             .frequent = embedding_order_.frequent},
                            sharding_->gradient_to_write(embedding_index_), stream_);
         if (!rotary_)
@@ -892,7 +896,7 @@ public:
         load_targets(pass, targets);
         forward(pass);
         loss_without_gradients(pass);
-        store_loss_or_nan(&outcome()->loss);
+        store_loss_or_nan(&device_outcome()->loss);
         return fetch_outcome().loss;
     }
 
@@ -902,7 +906,7 @@ private:
         const Arena::Scope scope(arena_);
         sharding_->gather_weights(sharding_->head_module(), Direction::Forward);
         for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS) {
-            const Arena::Scope slice(arena_);
+            const Arena::Scope slice_scope(arena_);
             const TensorRef y = allocate_tensor(slice_tokens(pass, first), config_.C);
             const TensorRef logits = compute_logits(pass, first, /*out*/ y);
             cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
@@ -920,11 +924,12 @@ public:
         sharding_->gather_weights(sharding_->head_module(), Direction::Forward);
         const Arena::Scope scope(arena_);
         const TensorRef y = allocate_tensor(1, config_.C);
-        const TensorRef last = compute_logits(pass, /*first=*/n - 1, /*out*/ y);
+        const TensorRef device_logits = compute_logits(pass, /*first=*/n - 1, /*out*/ y);
         // The scratch memory of GEMMs is free between them, and has room for a row of logits
-        const TensorRef in_fp32{.data = gemms_.scratch, .rows = 1, .cols = last.cols, .storage = PLAIN_FP32};
-        convert(last, in_fp32, stream_);
-        context_.copy_to_host(logits, in_fp32.data, config_.V * info(Format::FP32).bytes);
+        const TensorRef fp32_logits{
+            .data = gemms_.scratch, .rows = 1, .cols = device_logits.cols, .storage = PLAIN_FP32};
+        convert(device_logits, fp32_logits, stream_);
+        context_.copy_to_host(logits, fp32_logits.data, config_.V * info(Format::FP32).bytes);
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
@@ -976,9 +981,9 @@ std::unique_ptr<Model> make_gpu_model_of_size(const Setup& s, int64_t bytes, boo
 }
 
 int64_t arena_bytes(const Setup& s, bool cache_weights) {
-    Setup alone = s;
-    alone.communicator = nullptr;  // the ranks do not meet in a dry run
-    return GpuModel(alone, 0, cache_weights, nullptr).dry_step();
+    Setup without_communicator = s;
+    without_communicator.communicator = nullptr;  // the ranks do not meet in a dry run
+    return GpuModel(without_communicator, 0, cache_weights, nullptr).dry_step();
 }
 
 }  // namespace coat

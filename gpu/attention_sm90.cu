@@ -211,9 +211,10 @@ struct Work {
     // so that it wastes least.
     template <class F> __device__ Item find(const Dims& d, int number) const {
         if (number >= total()) return {};
-        const int before = number / (section * tiles) * section, here = min(section, heads - before);
-        const int i = number - before * tiles, head = before + i % here;
-        const int end = (d.T + 63) / 64 * 64 - i / here * F::QUERIES;
+        const int heads_before = number / (section * tiles) * section;
+        const int heads_of_section = min(section, heads - heads_before);
+        const int i = number - heads_before * tiles, head = heads_before + i % heads_of_section;
+        const int end = (d.T + 63) / 64 * 64 - i / heads_of_section * F::QUERIES;
         return {head / d.NH, head % d.NH, max(end - F::QUERIES, 0), min(end, d.T)};
     }
 };
@@ -277,7 +278,7 @@ template <class F> struct ForwardConsumer {
     // Named barriers: one for the turn of each warpgroup, then one for each warpgroup by itself.
     const int my_turn = 1 + warpgroup, next_turn = 1 + (warpgroup + 1) % F::CONSUMERS;
     const int own_barrier = 1 + F::CONSUMERS + warpgroup;
-    const uint32_t staged = smem.base + F::O + warpgroup * BOX_BYTES;
+    const uint32_t output_buffer = smem.base + F::O + warpgroup * BOX_BYTES;
 
     float s[F::KEYS / 2];                                // scores, then p
     uint32_t p[F::KEYS / 16][4];                         // p as the operand of the GEMM for the output
@@ -286,15 +287,15 @@ template <class F> struct ForwardConsumer {
     float shrink[2], factor[2];  // what multiplies the output before the next tile's part is added
     float largest = 0;           // the largest magnitude of finished outputs, before they are rounded
     Ring<F::STAGES> q_ring, k_ring, v_ring;
-    Item item{}, old{};  // the item of the scores, and that of the output
-    int n = 0;           // the tile of keys of the scores
-    bool add = false;    // whether start_output() adds to o, or overwrites it
+    Item item{}, output_item{};   // the item of the scores, and that of the output
+    int key_tile = 0;             // the tile of keys of the scores
+    bool adds_to_output = false;  // whether start_output() adds to o, or overwrites it
 
     // Fetches the next item. Returns whether there is one.
     __device__ bool begin_item() {
         smem.barrier(F::Q_FULL, q_ring.stage).wait(q_ring.parity);
         item = shared<Item>(smem.item(q_ring.stage));
-        n = (item.end - 1) / F::KEYS;
+        key_tile = (item.end - 1) / F::KEYS;
         return item.end > 0;
     }
     __device__ void end_item() {
@@ -311,13 +312,14 @@ template <class F> struct ForwardConsumer {
         const int first_row = item.first + warpgroup * 64;
         release(smem.barrier(F::K_EMPTY, k_ring.stage));
         k_ring.next();
-        if ((n + 1) * F::KEYS - 1 > first_row) mask(s, n * F::KEYS - first_row - fragment_row());
+        if ((key_tile + 1) * F::KEYS - 1 > first_row)
+            mask(s, key_tile * F::KEYS - first_row - fragment_row());
         softmax(s, max, sum, shrink, d.scale * LOG2_E);
         pin(s);  // else the compiler waits for the output before it computes the exponentials
     }
     __device__ void start_output() {  // o += p v
         smem.barrier(F::V_FULL, v_ring.stage).wait(v_ring.parity);
-        start_accumulate<F::KEYS>(o, p, smem.v(v_ring.stage), add);
+        start_accumulate<F::KEYS>(o, p, smem.v(v_ring.stage), adds_to_output);
     }
     __device__ void finish_output() {
         wgmma_wait<0>(o, p);
@@ -340,19 +342,19 @@ template <class F> struct ForwardConsumer {
         }
     }
     __device__ void write_output() {
-        const int first_row = old.first + warpgroup * 64, row = first_row + fragment_row();
+        const int first_row = output_item.first + warpgroup * 64, row = first_row + fragment_row();
         if (amax_out)
             for (int i = 0; i < HS / 2; i++)
-                if (row + i / 2 % 2 * 8 < old.end) largest = larger_magnitude(largest, o[i]);
+                if (row + i / 2 % 2 * 8 < output_item.end) largest = larger_magnitude(largest, o[i]);
         uint32_t result[HS / 16][4];
         to_operand(result, o);
         if (leader) bulk_wait_read();  // the output of the item before has left shared memory
         sync_named(own_barrier, WARPGROUP);
-        store_tile<F::QUERIES>(staged, result);
+        store_tile<F::QUERIES>(output_buffer, result);
         fence_async_shared();
         sync_named(own_barrier, WARPGROUP);
-        if (!leader || first_row >= old.end) return;
-        store_rows<HS, F::QUERIES>(out, staged, old.h * HS, first_row, old.b);
+        if (!leader || first_row >= output_item.end) return;
+        store_rows<HS, F::QUERIES>(out, output_buffer, output_item.h * HS, first_row, output_item.b);
         bulk_commit();
     }
 
@@ -365,14 +367,14 @@ template <class F> struct ForwardConsumer {
         finish_scores();
         to_operand(p, s);
         for (;;) {
-            const bool last = n == 0;  // the scores are those of the last tile of their item
-            old = item;
+            const bool last = key_tile == 0;  // the scores are those of the last tile of their item
+            output_item = item;
             if (last) {
                 end_item();
                 finish_statistics();
                 if (!begin_item()) break;
             } else {
-                n--;
+                key_tile--;
             }
             start_item_scores();
             start_output();
@@ -387,7 +389,7 @@ template <class F> struct ForwardConsumer {
             }
             scale_output();
             if (last) write_output();
-            add = !last;
+            adds_to_output = !last;
         }
         start_output();
         finish_output();
@@ -554,29 +556,33 @@ template <int HS_> struct Backward {
     }
 };
 
-// The order in which blocks start, and by which they are numbered. A unit is one query or key/value head of
-// one sequence. It has a block for each tile of keys.
-//   Most units follow each other. In each of them the last keys come first, and walks begin at the
+// The order in which blocks start, and by which they are numbered. The query heads that a block goes through
+// are a head set: one query head, or all that share a key/value head (ONE_HEAD says which). Each head set of
+// each sequence has a block for each tile of keys.
+//   Most head sets follow each other. In each of them the last keys come first, and walks begin at the
 //     diagonal: a walk is then later than that of the next keys, for whose part of dq its own must wait.
-//   The last `spread` units start side by side. Their first keys come first, and walks end at the diagonal.
-//     So the longest blocks come first, and all multiprocessors end at about the same time: that is 1% to 6%
-//     faster at 8,192 tokens and more.
+//   The last head sets start side by side. Their first keys come first, and walks end at the diagonal. So the
+//     longest blocks come first, and all multiprocessors end at about the same time: that is 1% to 6% faster
+//     at 8,192 tokens and more.
 struct Order {
-    // How many blocks the last units have together: about one for each multiprocessor. With 256 of them, 16 x
-    // 2048 tokens (32 heads of 64, 4 heads of keys) take 4% longer, and other shapes the same time.
+    // How many blocks the last head sets have together: about one for each multiprocessor. With 256 of them,
+    // 16 x 2048 tokens (32 heads of 64, 4 heads of keys) take 4% longer, and other shapes the same time.
     static constexpr int64_t LAST_BLOCKS = 128;
-    int units, key_tiles, spread;
-    // summed: whether dk and dv are summed over units. Units side by side then wait for each other at the
-    // same keys. Where walks are short, that takes longer than it saves (1% at 4 x 2048).
-    Order(int64_t units_, int64_t key_tiles_, bool summed) : units(int(units_)), key_tiles(int(key_tiles_)) {
+    int head_sets;       // of all sequences
+    int key_tiles;       // of a sequence
+    int last_head_sets;  // how many of them start side by side
+    // summed: whether dk and dv are summed over head sets. Head sets side by side then wait for each other at
+    // the same keys. Where walks are short, that takes longer than it saves (1% at 4 x 2048).
+    Order(int64_t head_sets_, int64_t key_tiles_, bool summed)
+        : head_sets(int(head_sets_)), key_tiles(int(key_tiles_)) {
         const bool worthwhile = !summed || key_tiles > 16;
-        spread = worthwhile ? int(std::min(units_ / 2, ceil_div(LAST_BLOCKS, key_tiles_))) : 0;
+        last_head_sets = worthwhile ? int(std::min(head_sets_ / 2, ceil_div(LAST_BLOCKS, key_tiles_))) : 0;
     }
-    __host__ __device__ int blocks() const { return units * key_tiles; }
+    __host__ __device__ int blocks() const { return head_sets * key_tiles; }
 };
 
 // The workspace of a backward pass. A tile has Backward::QUERIES queries of one head.
-struct Scratch {
+struct BackwardWorkspace {
     QueryStatistics statistics;
     float* dq;  // (tiles, queries, HS), not multiplied by the scale yet; store_dq() has permuted the columns
     float* head_sum;  // (slots, 2 warpgroups, ...): sums of dk and dv over query heads: see sum_heads()
@@ -589,11 +595,11 @@ struct Scratch {
     size_t bytes;      // the size of the workspace
 
     template <class F>
-    Scratch(const AttentionShape& s, void* workspace, F) : statistics(s, F::QUERIES, workspace) {
+    BackwardWorkspace(const AttentionShape& s, void* workspace, F) : statistics(s, F::QUERIES, workspace) {
         const int64_t tiles = statistics.all_tiles(s), key_tiles = ceil_div(s.T, F::KEYS);
         // There are so many slots that a block hardly ever waits for one. There are at least as many as a
-        // unit has blocks, or the last units have: so blocks that use a slot before another block have lower
-        // numbers.
+        // head set has blocks, or the last head sets have: so blocks that use a slot before another block
+        // have lower numbers.
         const bool sums = F::ONE_HEAD && s.NH > s.NKV;
         slots = sums ? int(std::min(s.B * s.NKV * key_tiles, 2 * Order::LAST_BLOCKS + key_tiles)) : 0;
         dq = statistics.data + tiles * 2 * F::QUERIES;
@@ -609,71 +615,78 @@ struct Scratch {
 // What one block does: its tile of keys, and a walk over its query heads and, in each, the tiles of queries
 // that see these keys. Each role of the block has its own copy. The block's number says which tile.
 struct Walk {
-    int n, b, kv;     // the tile of keys, the sequence, the key/value head
-    int tiles;        // tiles of queries of a head
-    bool back;        // whether the walk over a head ends at the diagonal
-    int first, last;  // the tiles of queries where the walk over a head starts and ends
-    int way;          // from one tile to the next: 1 or -1
-    int m, h;         // where the walk is now: tile of queries, query head
-    int end;          // the head after the last
+    int key_tile, b, kv_head;    // the block's tile of keys, sequence and key/value head
+    int query_tiles;             // of a head
+    bool ends_at_diagonal;       // else the walk over a head begins there
+    int first_tile, last_tile;   // the tiles of queries where the walk over a head begins and ends
+    int step;                    // from one tile of queries to the next: 1 or -1
+    int query_tile, query_head;  // where the walk is now
+    int end_head;                // the query head after the last
     template <class F>
-    __device__ Walk(const Dims& d, int number, const Order& order, int query_tiles, F) : tiles(query_tiles) {
-        const int heads = F::ONE_HEAD ? 1 : d.heads_per_kv(), before = order.units - order.spread;
-        const int among_last = number - before * order.key_tiles;
-        back = among_last >= 0;
-        int unit = number / order.key_tiles;
-        n = order.key_tiles - 1 - number % order.key_tiles;
-        if (back) {
-            unit = before + among_last % order.spread;
-            n = among_last / order.spread;
+    __device__ Walk(const Dims& d, int block_number, const Order& order, int query_tiles_, F)
+        : query_tiles(query_tiles_) {
+        const int heads = F::ONE_HEAD ? 1 : d.heads_per_kv();
+        const int sets_before = order.head_sets - order.last_head_sets;
+        const int among_last = block_number - sets_before * order.key_tiles;
+        ends_at_diagonal = among_last >= 0;
+        int head_set = block_number / order.key_tiles;
+        key_tile = order.key_tiles - 1 - block_number % order.key_tiles;
+        if (ends_at_diagonal) {
+            head_set = sets_before + among_last % order.last_head_sets;
+            key_tile = among_last / order.last_head_sets;
         }
-        const int first_head = unit * heads;  // its number among the heads of all sequences
+        const int first_head = head_set * heads;  // its number among the heads of all sequences
         b = first_head / d.NH;
-        h = first_head % d.NH;
-        kv = h / d.heads_per_kv();
-        end = h + heads;
-        const int diagonal = n * F::KEYS / F::QUERIES;
-        first = back ? tiles - 1 : diagonal;
-        last = back ? diagonal : tiles - 1;
-        way = back ? -1 : 1;
-        m = first;
+        query_head = first_head % d.NH;
+        kv_head = query_head / d.heads_per_kv();
+        end_head = query_head + heads;
+        const int diagonal = key_tile * F::KEYS / F::QUERIES;
+        first_tile = ends_at_diagonal ? query_tiles - 1 : diagonal;
+        last_tile = ends_at_diagonal ? diagonal : query_tiles - 1;
+        step = ends_at_diagonal ? -1 : 1;
+        query_tile = first_tile;
     }
-    __device__ bool done() const { return h == end; }
+    __device__ bool done() const { return query_head == end_head; }
     __device__ void next() {
-        const bool head_ends = m == last;
-        m = head_ends ? first : m + way;
-        h += head_ends;
+        const bool head_ends = query_tile == last_tile;
+        query_tile = head_ends ? first_tile : query_tile + step;
+        query_head += head_ends;
     }
-    // The number of the tile in Scratch.
-    __device__ int64_t tile(const Dims& d) const { return int64_t(b * d.NH + h) * tiles + m; }
+    // The number of the tile of queries in BackwardWorkspace.
+    __device__ int64_t tile(const Dims& d) const {
+        return int64_t(b * d.NH + query_head) * query_tiles + query_tile;
+    }
     // How many blocks add their part of dq of this tile before this one does.
-    template <class F> __device__ int turn(F) const { return back ? n : m * F::QUERIES / F::KEYS - n; }
+    template <class F> __device__ int turn(F) const {
+        return ends_at_diagonal ? key_tile : query_tile * F::QUERIES / F::KEYS - key_tile;
+    }
 };
 
 // What the first producer thread does: it loads k and v once, then q, dout and their statistics tile by tile.
 template <class F>
 __device__ void backward_loader(const CUtensorMap& qkv, const CUtensorMap& dout, const F& smem, const Dims& d,
-                                Walk walk, const Scratch& scratch) {
+                                Walk walk, const BackwardWorkspace& workspace) {
     constexpr int HS = F::HS;
-    const int b = walk.b, first_key = walk.n * F::KEYS;
+    const int b = walk.b, first_key = walk.key_tile * F::KEYS;
     const Barrier kv_full = smem.barrier(F::KV_FULL);
     kv_full.arrive_and_expect(2 * F::KV_BYTES);
-    load_tile<HS, F::KEYS>(smem.k(), qkv, kv_full, (d.NH + walk.kv) * HS, first_key, b);
-    load_tile<HS, F::KEYS>(smem.v(), qkv, kv_full, (d.NH + d.NKV + walk.kv) * HS, first_key, b);
+    load_tile<HS, F::KEYS>(smem.k(), qkv, kv_full, (d.NH + walk.kv_head) * HS, first_key, b);
+    load_tile<HS, F::KEYS>(smem.v(), qkv, kv_full, (d.NH + d.NKV + walk.kv_head) * HS, first_key, b);
     Ring<F::STAGES> ring;
 #pragma unroll 1  // if it were unrolled, registers would spill: a producer has few
     for (; !walk.done(); walk.next(), ring.next()) {
         const Barrier q_full = smem.barrier(F::Q_FULL, ring.stage);
         const Barrier dout_full = smem.barrier(F::DOUT_FULL, ring.stage);
-        const float* stats = scratch.statistics.data + walk.tile(d) * 2 * F::QUERIES;
-        const int first_query = walk.m * F::QUERIES;
+        const float* stats = workspace.statistics.data + walk.tile(d) * 2 * F::QUERIES;
+        const int first_query = walk.query_tile * F::QUERIES;
         smem.barrier(F::Q_EMPTY, ring.stage).wait(ring.parity ^ 1);
         q_full.arrive_and_expect(F::Q_BYTES + F::STATS_BYTES);
-        load_tile<HS, F::QUERIES>(smem.q(ring.stage), qkv, q_full, walk.h * HS, first_query, b);
+        load_tile<HS, F::QUERIES>(smem.q(ring.stage), qkv, q_full, walk.query_head * HS, first_query, b);
         bulk_load(smem.stats(ring.stage), stats, F::STATS_BYTES, q_full);
         smem.barrier(F::DOUT_EMPTY, ring.stage).wait(ring.parity ^ 1);
         dout_full.arrive_and_expect(F::Q_BYTES);
-        load_tile<HS, F::QUERIES>(smem.dout(ring.stage), dout, dout_full, walk.h * HS, first_query, b);
+        load_tile<HS, F::QUERIES>(smem.dout(ring.stage), dout, dout_full, walk.query_head * HS, first_query,
+                                  b);
     }
 }
 
@@ -681,15 +694,16 @@ __device__ void backward_loader(const CUtensorMap& qkv, const CUtensorMap& dout,
 // dq of a tile of queries is a sum over all blocks with keys that these queries see. The block that comes
 // before this one in the sum has a lower number, so it has started already: see attention_backward_kernel().
 template <class F>
-__device__ void dq_writer(const F& smem, const Dims& d, Walk walk, const Scratch& scratch, int writer) {
+__device__ void dq_writer(const F& smem, const Dims& d, Walk walk, const BackwardWorkspace& workspace,
+                          int writer) {
 #pragma unroll 1
     for (int step = 0; !walk.done(); walk.next(), step++) {
         if (step % F::WRITERS != writer) continue;
         const int turn = walk.turn(smem);
         const int64_t tile = walk.tile(d);
-        float* sum = scratch.dq + tile * F::QUERIES * F::HS;
+        float* sum = workspace.dq + tile * F::QUERIES * F::HS;
         if (turn > 0) {
-            wait_for_turn(scratch.dq_parts + tile, turn);
+            wait_for_turn(workspace.dq_parts + tile, turn);
             fence_async();
         }
         smem.dq_full(step).wait(step / F::WRITERS & 1);
@@ -700,7 +714,7 @@ __device__ void dq_writer(const F& smem, const Dims& d, Walk walk, const Scratch
         smem.barrier(F::DQ_EMPTY).arrive();
         bulk_wait();
         fence_async();
-        end_turn(scratch.dq_parts + tile, turn);
+        end_turn(workspace.dq_parts + tile, turn);
     }
 }
 
@@ -752,29 +766,29 @@ template <int R> __device__ void make_ds(float (&dp)[R], const uint32_t (&p)[R /
 }
 
 // Sums dk and dv of this warpgroup's keys over the query heads that share them, in the order of the heads.
-// The block of each head but the last adds its part to a slot of Scratch::head_sum, where each thread adds
-// what it holds. The block of the last head adds what it finds there to its own part. A slot serves one sum
-// after another. All threads of a warpgroup call it. Returns whether this is the last head, whose dk and dv
-// are then complete.
+// The block of each head but the last adds its part to a slot of BackwardWorkspace::head_sum, where each
+// thread adds what it holds. The block of the last head adds what it finds there to its own part. A slot
+// serves one sum after another. All threads of a warpgroup call it. Returns whether this is the last head,
+// whose dk and dv are then complete.
 template <class F, int R>
 __device__ bool sum_heads(float (&dk)[R], float (&dv)[R], const Dims& d, const Walk& walk,
-                          const Scratch& scratch) {
-    const int key_tiles = (d.T + F::KEYS - 1) / F::KEYS, head = walk.h % d.heads_per_kv(),
-              last = d.heads_per_kv() - 1;
-    const int sum = (walk.b * d.NKV + walk.kv) * key_tiles + key_tiles - 1 - walk.n;  // the number of the sum
-    const int turn = sum / scratch.slots * d.heads_per_kv() + head;
-    const int part = sum % scratch.slots * 2 + this_warpgroup(), barrier = 2 + this_warpgroup();
+                          const BackwardWorkspace& workspace) {
+    const int key_tiles = (d.T + F::KEYS - 1) / F::KEYS;
+    const int head = walk.query_head % d.heads_per_kv(), last = d.heads_per_kv() - 1;
+    const int sum_number = (walk.b * d.NKV + walk.kv_head) * key_tiles + key_tiles - 1 - walk.key_tile;
+    const int turn = sum_number / workspace.slots * d.heads_per_kv() + head;
+    const int part = sum_number % workspace.slots * 2 + this_warpgroup(), barrier = 2 + this_warpgroup();
     const int thread = threadIdx.x % WARPGROUP;
-    int* const counter = scratch.head_parts + part;
-    float4* const sums =
-        reinterpret_cast<float4*>(scratch.head_sum) + int64_t(part) * (R / 2) * WARPGROUP + thread;
+    int* const counter = workspace.head_parts + part;
+    float4* const in_slot =
+        reinterpret_cast<float4*>(workspace.head_sum) + int64_t(part) * (R / 2) * WARPGROUP + thread;
     // Calls action(to, x) for each four values: `to` is their place in the slot, x the first of them in dk or
     // dv.
     auto for_each_four = [&](auto action) {
 #pragma unroll
         for (int i = 0; i < R / 4; i++) {
-            action(sums + 2 * i * WARPGROUP, dk + 4 * i);
-            action(sums + (2 * i + 1) * WARPGROUP, dv + 4 * i);
+            action(in_slot + 2 * i * WARPGROUP, dk + 4 * i);
+            action(in_slot + (2 * i + 1) * WARPGROUP, dv + 4 * i);
         }
     };
     if (thread == 0) wait_for_turn(counter, turn);
@@ -811,10 +825,10 @@ template <class F> struct BackwardConsumer {
     const CUtensorMap& dqkv;
     const F& smem;
     const Dims& d;
-    const Scratch& scratch;
+    const BackwardWorkspace& workspace;
     const Epilogue& epilogue;
     Walk walk;
-    const int warpgroup = this_warpgroup(), first_key = walk.n * F::KEYS + warpgroup * 64;
+    const int warpgroup = this_warpgroup(), first_key = walk.key_tile * F::KEYS + warpgroup * 64;
     const uint32_t own_k = smem.k() + warpgroup * BOX_BYTES, own_v = smem.v() + warpgroup * BOX_BYTES;
     const int dq_row = F::QUERIES == 64 ? 0 : warpgroup * 64;  // where this warpgroup's part of dq starts
     const int dq_col = F::QUERIES == 64 ? warpgroup * F::DQ_COLS : 0;
@@ -865,7 +879,7 @@ template <class F> struct BackwardConsumer {
     __device__ void step(int number) {
         const int stage = ring.stage;
         const uint32_t lse = smem.stats(stage), delta = lse + F::QUERIES * 4, ds = smem.ds(number & 1);
-        const int ahead = first_key + fragment_row() - walk.m * F::QUERIES;
+        const int ahead = first_key + fragment_row() - walk.query_tile * F::QUERIES;
         start_dp();
 #pragma unroll
         for (int part = 0; part < F::P_PARTS; part++) {
@@ -909,7 +923,7 @@ template <class F> struct BackwardConsumer {
         for (int number = 0; !walk.done(); number++) step(number);
 
         if constexpr (F::ONE_HEAD)
-            if (d.heads_per_kv() > 1 && !sum_heads<F>(dk, dv, d, start, scratch)) return;
+            if (d.heads_per_kv() > 1 && !sum_heads<F>(dk, dv, d, start, workspace)) return;
         // k and v are no longer needed: dk and dv take their place in shared memory. TMA stores them from
         // there.
         sync_named(1, BOTH);
@@ -921,8 +935,8 @@ template <class F> struct BackwardConsumer {
         sync_named(2 + warpgroup, WARPGROUP);
         const bool stores = threadIdx.x % WARPGROUP == 0 && first_key < d.T;
         if (stores) {
-            store_rows<HS, F::KEYS>(dqkv, own_k, (d.NH + start.kv) * HS, first_key, start.b);
-            store_rows<HS, F::KEYS>(dqkv, own_v, (d.NH + d.NKV + start.kv) * HS, first_key, start.b);
+            store_rows<HS, F::KEYS>(dqkv, own_k, (d.NH + start.kv_head) * HS, first_key, start.b);
+            store_rows<HS, F::KEYS>(dqkv, own_v, (d.NH + d.NKV + start.kv_head) * HS, first_key, start.b);
             bulk_commit();
         }
         if (epilogue.amax_out) update_bf16_amax(epilogue.amax_out, largest_magnitude_of_dk_and_dv());
@@ -932,24 +946,26 @@ template <class F> struct BackwardConsumer {
 
 // What a block at the end of the grid does: it multiplies the sums dq of FINISH_TILES tiles by the scale,
 // undoes RoPE, and writes them in BF16, once all blocks have added their parts. `number` counts such blocks;
-// `all` is the number of tiles of all heads. A thread has four columns of the first half of a head, and their
-// partners in RoPE, which are the same columns of the second half.
+// all_tiles is the number of tiles of queries of all heads. A thread has four columns of the first half of a
+// head, and their partners in RoPE, which are the same columns of the second half.
 constexpr int FINISH_TILES = 8;
 template <class F>
-__device__ void finish_dq(const Dims& d, const Scratch& scratch, const Epilogue& epilogue, bf16* dqkv,
-                          int number, int all) {
+__device__ void finish_dq(const Dims& d, const BackwardWorkspace& workspace, const Epilogue& epilogue,
+                          bf16* dqkv, int number, int all_tiles) {
     constexpr int HALF = F::HS / 2, LANES = HALF / 4, STEP = F::THREADS / LANES;
     constexpr int ROWS = (F::QUERIES + STEP - 1) / STEP;
-    const int tiles = scratch.statistics.tiles, lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
-    const int first = number * FINISH_TILES, end = min(first + FINISH_TILES, all);
-    const int mine = first + int(threadIdx.x);
-    if (mine < end) wait_for_turn(scratch.dq_parts + mine, mine % tiles * F::QUERIES / F::KEYS + 1);
+    const int tiles = workspace.statistics.tiles, lane = threadIdx.x % LANES, first_row = threadIdx.x / LANES;
+    const int first = number * FINISH_TILES, end = min(first + FINISH_TILES, all_tiles);
+    // Each of the first threads waits for one of the tiles.
+    const int my_tile = first + int(threadIdx.x);
+    if (my_tile < end)
+        wait_for_turn(workspace.dq_parts + my_tile, my_tile % tiles * F::QUERIES / F::KEYS + 1);
     __syncthreads();
     float largest = 0;
 #pragma unroll 1
     for (int tile = first; tile < end; tile++) {
         const int head = tile / tiles, m = tile % tiles, b = head / d.NH, h = head % d.NH;
-        const float* from = scratch.dq + int64_t(tile) * F::QUERIES * F::HS;
+        const float* from = workspace.dq + int64_t(tile) * F::QUERIES * F::HS;
         float4 sums[ROWS][2];
         float2 angles[ROWS][4];
 #pragma unroll
@@ -983,57 +999,59 @@ __device__ void finish_dq(const Dims& d, const Scratch& scratch, const Epilogue&
     if (epilogue.amax_out) update_bf16_amax(epilogue.amax_out, largest);
 }
 
-// The grid has a block for each tile of keys of each unit (see Order), and then the blocks that finish dq.
-// CUDA may start blocks in any order, so they take their numbers from a counter as they start. A block waits
-// only for blocks with lower numbers. These have started before it, so there is no deadlock.
+// The grid has a block for each tile of keys of each head set (see Order), and then the blocks that finish
+// dq. CUDA may start blocks in any order, so they take their numbers from a counter as they start. A block
+// waits only for blocks with lower numbers. These have started before it, so there is no deadlock.
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     attention_backward_kernel(const __grid_constant__ CUtensorMap qkv,
                               const __grid_constant__ CUtensorMap dout,
-                              const __grid_constant__ CUtensorMap dqkv, Dims d, Scratch scratch,
+                              const __grid_constant__ CUtensorMap dqkv, Dims d, BackwardWorkspace workspace,
                               Epilogue epilogue, Order order, int dq_tiles, bf16* dqkv_data) {
     if (!HOPPER) return __trap();
     const F smem{dynamic_shared_memory(1024)};  // the period of the swizzle
-    __shared__ int number;
+    __shared__ int block_number;
     if (threadIdx.x == 0) {
-        number = atomicAdd(scratch.next, 1);
+        block_number = atomicAdd(workspace.next, 1);
         smem.init_barriers();
     }
     __syncthreads();
-    if (number >= order.blocks())
-        return finish_dq<F>(d, scratch, epilogue, dqkv_data, number - order.blocks(), dq_tiles);
-    const Walk walk(d, number, order, scratch.statistics.tiles, F{});
+    if (block_number >= order.blocks())
+        return finish_dq<F>(d, workspace, epilogue, dqkv_data, block_number - order.blocks(), dq_tiles);
+    const Walk walk(d, block_number, order, workspace.statistics.tiles, F{});
     if (threadIdx.x >= F::CONSUMERS * WARPGROUP) {
         decrease_registers<24>();
         const int thread = threadIdx.x - F::CONSUMERS * WARPGROUP, writer = thread / WARP - 1;
-        if (thread == 0) backward_loader<F>(qkv, dout, smem, d, walk, scratch);
+        if (thread == 0) backward_loader<F>(qkv, dout, smem, d, walk, workspace);
         if (thread % WARP == 0 && writer >= 0 && writer < F::WRITERS)
-            dq_writer<F>(smem, d, walk, scratch, writer);
+            dq_writer<F>(smem, d, walk, workspace, writer);
     } else {
         increase_registers<240>();
-        BackwardConsumer<F>{dqkv, smem, d, scratch, epilogue, walk}.run();
+        BackwardConsumer<F>{dqkv, smem, d, workspace, epilogue, walk}.run();
     }
 }
 
 template <class F>
 void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {
-    const Scratch scratch(s, tensors.workspace, F{});
+    const BackwardWorkspace workspace(s, tensors.workspace, F{});
     const Epilogue epilogue{tensors.rope_table, tensors.dqkv_amax_out};
-    const QueryStatistics& statistics = scratch.statistics;
+    const QueryStatistics& statistics = workspace.statistics;
     launch("attention_backward", attention_prepare_kernel<bf16, F::HS, F::QUERIES>, statistics.grid(s),
            PREPARE_THREADS, 0, stream, s, statistics, tensors.out, tensors.dout, tensors.lse,
-           scratch.dq_parts, scratch.counters);
+           workspace.dq_parts, workspace.counters);
     const Order order(s.B * (F::ONE_HEAD ? s.NH : s.NKV), ceil_div(s.T, F::KEYS),
                       F::ONE_HEAD && s.NH > s.NKV);
     const int64_t dq_tiles = statistics.all_tiles(s);
     launch("attention_backward", attention_backward_kernel<F>,
            unsigned(order.blocks() + ceil_div(dq_tiles, FINISH_TILES)), F::THREADS, F::SHARED, stream,
            tensor_map(s, tensors.qkv, s.qkv_cols()), tensor_map(s, tensors.dout, s.NH * F::HS),
-           tensor_map(s, tensors.dqkv, s.qkv_cols()), s, scratch, epilogue, order, int(dq_tiles),
+           tensor_map(s, tensors.dqkv, s.qkv_cols()), s, workspace, epilogue, order, int(dq_tiles),
            static_cast<bf16*>(tensors.dqkv));
 }
 
-template <class F> size_t workspace(const AttentionShape& s) { return Scratch(s, nullptr, F{}).bytes; }
+template <class F> size_t workspace(const AttentionShape& s) {
+    return BackwardWorkspace(s, nullptr, F{}).bytes;
+}
 
 template <int HS>
 constexpr AttentionKernels KERNELS{.forward = forward<Forward<HS>>,
