@@ -624,7 +624,7 @@ private:
     //   with --gradients none    the weights of the bucket are updated
     void finish_bucket(const Pass& pass, int64_t bucket) {
         if (context_.quant_report) {
-            parameters_.measure_moment_quant_errors_of(bucket, *sharding_, *context_.quant_report);
+            parameters_.measure_moment_errors_of(bucket, *sharding_, *context_.quant_report);
             return;
         }
         sharding_->reduce_gradients(bucket, pass.first_micro_batch);

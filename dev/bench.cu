@@ -80,18 +80,20 @@ public:
         taken_.push_back(p);
         return static_cast<T*>(p);
     }
-    TensorRef random(int64_t rows, int64_t cols, Format stream, float std = 1.0f) {
-        const TensorRef v{take(rows * cols * info(stream).bytes), rows, cols, Storage{stream}};
-        if (stream == Format::FP32)
-            fill_kernel<<<4096, 256>>>(static_cast<float*>(v.data), rows * cols, taken_.size(), std);
-        else fill_kernel<<<4096, 256>>>(static_cast<__nv_bfloat16*>(v.data), rows * cols, taken_.size(), std);
+    TensorRef random(int64_t rows, int64_t cols, Format format, float std = 1.0f) {
+        const TensorRef tensor{take(rows * cols * info(format).bytes), rows, cols, Storage{format}};
+        if (format == Format::FP32)
+            fill_kernel<<<4096, 256>>>(static_cast<float*>(tensor.data), rows * cols, taken_.size(), std);
+        else
+            fill_kernel<<<4096, 256>>>(static_cast<__nv_bfloat16*>(tensor.data), rows * cols, taken_.size(),
+                                       std);
         check(cudaGetLastError(), "Filling memory failed");
-        return v;
+        return tensor;
     }
-    // Room for a tensor in any format, in the orientations that are asked for.
-    Operand place(int64_t rows, int64_t cols, const Storage& q, bool plain, bool transposed) {
+    // Room for a tensor in any format, in the forms that are asked for.
+    Operand allocate_operand(int64_t rows, int64_t cols, const Storage& q, bool row_major, bool transposed) {
         const int64_t bytes = q.code_bytes(rows, cols);
-        Operand out{.tensor = {.data = plain ? take(bytes) : nullptr,
+        Operand out{.tensor = {.data = row_major ? take(bytes) : nullptr,
                                .rows = rows,
                                .cols = cols,
                                .storage = q,
@@ -116,17 +118,18 @@ private:
 
 class Clock {
 public:
-    AmaxAndScale* slot() const { return slot_.get(); }  // zero at the beginning of every timed operation
+    // Zero at the beginning of every timed operation.
+    AmaxAndScale* amax_out() const { return amax_out_.get(); }
 
     // The median time of an operation that does not wait for the GPU.
     double seconds(const std::function<void()>& run) const {
         // A GPU is slower after long GEMMs: all operations start after the same light work.
         for (int i = 0; i < REST; i++) dev::flush_cache();
-        return dev::median_seconds(run, [&] { clear_async(slot(), sizeof(AmaxAndScale), nullptr); });
+        return dev::median_seconds(run, [&] { clear_async(amax_out(), sizeof(AmaxAndScale), nullptr); });
     }
 
 private:
-    dev::Buffer<AmaxAndScale> slot_{1};
+    dev::Buffer<AmaxAndScale> amax_out_{1};
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -136,11 +139,11 @@ using Ceilings = std::map<std::string, double>;  // name -> bytes or FLOPs per s
 constexpr const char *COPY = "copy", *FAST = "fp8 GEMM, fast accumulation",
                      *EXACT = "fp8 GEMM, exact accumulation";
 
-Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Storage& q, Format stream) {
-    const TensorRef x = memory.random(rows, cols, stream);
+Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Storage& q, Format compute) {
+    const TensorRef x = memory.random(rows, cols, compute);
     if (!q.fp8()) return {x};
     const bool groups = q == E4M3_1x16;
-    const Operand out = memory.place(rows, cols, q, /*row-major*/ true, /*transposed*/ !groups);
+    const Operand out = memory.allocate_operand(rows, cols, q, /*row_major=*/true, /*transposed=*/!groups);
     if (groups) {
         quantize_groups(x, out.tensor, /*write_back=*/false, nullptr, nullptr);
         return out;
@@ -165,11 +168,11 @@ double gemm_rate(Clock& clock, const std::string& name) {
     constexpr int64_t SIDE = 8192;
     Memory memory;
     CublasGemms gemms(memory.take(CublasGemms::SCRATCH), {true, false, false});  // fast sums in fprop alone
-    const Format stream = name == "fp32 GEMM" ? Format::FP32 : Format::BF16;
-    const Storage a = name == FAST ? E4M3_TENSOR : name == EXACT ? E5M2_TENSOR : Storage{stream};
-    const Operand x = random_operand(memory, SIDE, SIDE, a, stream),
-                  w = random_operand(memory, SIDE, SIDE, a.fp8() ? E4M3_TENSOR : a, stream);
-    const TensorRef out = memory.random(SIDE, SIDE, stream);
+    const Format compute = name == "fp32 GEMM" ? Format::FP32 : Format::BF16;
+    const Storage a = name == FAST ? E4M3_TENSOR : name == EXACT ? E5M2_TENSOR : Storage{compute};
+    const Operand x = random_operand(memory, SIDE, SIDE, a, compute),
+                  w = random_operand(memory, SIDE, SIDE, a.fp8() ? E4M3_TENSOR : a, compute);
+    const TensorRef out = memory.random(SIDE, SIDE, compute);
     const WhichGemm kind = name == EXACT ? WhichGemm::Dgrad : WhichGemm::Fprop;
     return 2.0 * SIDE * SIDE * SIDE / clock.seconds([&] { gemms.run(kind, x, w, out, nullptr); });
 }
@@ -193,8 +196,8 @@ ordered_json measure_sizes(Clock& clock) {
         const TensorRef x = memory.random(side, side, Format::BF16),
                         w = memory.random(side, side, Format::BF16),
                         out = memory.random(side, side, Format::BF16);
-        const Operand x8 = memory.place(side, side, E4M3_TENSOR, true, false),
-                      w8 = memory.place(side, side, E4M3_TENSOR, true, false);
+        const Operand x8 = memory.allocate_operand(side, side, E4M3_TENSOR, true, false),
+                      w8 = memory.allocate_operand(side, side, E4M3_TENSOR, true, false);
         auto quantized = [&](const TensorRef& from, const Operand& to) {
             compute_amax(lazy_stored(from), to.tensor.amax_and_scale, nullptr);
             quantize(lazy_stored(from), to, nullptr, nullptr);
@@ -251,13 +254,13 @@ private:
     const Ceilings& ceilings_;
     const std::string only_;
     const ModelConfig& c_ = setup_.config;
-    const Format stream_ = r_.compute;
+    const Format compute_ = r_.compute;
     const bool fp8_ = r_.x.fp8(), groups_ = r_.saved_inputs.fp8();
     const int64_t N_ = setup_.B * setup_.T;
     const double batches_ = double(setup_.micro_batches_per_rank);  // micro-batches per step
     const double layers_ = batches_ * double(c_.L);                 // layer passes per step
     const bool needs_amax_ = fp8_ && r_.x.granularity == PER_TENSOR && r_.scaling == Scaling::JustInTime;
-    AmaxAndScale* const slot_ = needs_amax_ ? clock_.slot() : nullptr;
+    AmaxAndScale* const amax_out_ = needs_amax_ ? clock_.amax_out() : nullptr;
     Memory scratch_, memory_;
     CublasGemms gemms_{scratch_.take(CublasGemms::SCRATCH), r_.fast_accumulation};
 
@@ -279,46 +282,47 @@ private:
     static double reads(const LazyTensor& x) {
         return size(x.input) + size(x.dact) + 8.0 * double(x.norm.in.rows);
     }
-    TensorRef random(int64_t rows, int64_t cols) { return memory_.random(rows, cols, stream_); }
+    TensorRef random(int64_t rows, int64_t cols) { return memory_.random(rows, cols, compute_); }
     TensorRef random(int64_t rows, int64_t cols, const Storage& q) {
-        return random_operand(memory_, rows, cols, q, stream_).tensor;
+        return random_operand(memory_, rows, cols, q, compute_).tensor;
     }
     float* floats(int64_t n) { return memory_.take<float>(n * 4); }
 
     // --- amax, quantize and column sums of coat.cu ---------------------------------------------------------
     void amax_pass(const std::string& name, double count, const LazyTensor& x) {
-        if (slot_) pass(BETWEEN, name + ": amax", count, reads(x), [&] { compute_amax(x, slot_, nullptr); });
+        if (amax_out_)
+            pass(BETWEEN, name + ": amax", count, reads(x), [&] { compute_amax(x, amax_out_, nullptr); });
     }
     // amax: no earlier kernel has computed the amax of x
     void bias_pass(const std::string& name, double count, const LazyTensor& x, bool bias, bool amax) {
         if (!bias) return amax ? amax_pass(name, count, x) : void();
         const TensorRef gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
-        AmaxAndScale* slot = amax ? slot_ : nullptr;
-        pass(BETWEEN, name + (slot ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
-             [&] { add_column_sums(x, gradient, workspace, slot, nullptr); });
+        AmaxAndScale* amax_out = amax ? amax_out_ : nullptr;
+        pass(BETWEEN, name + (amax_out ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
+             [&] { add_column_sums(x, gradient, workspace, amax_out, nullptr); });
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const LazyTensor& x, const Operand& out) const {
         if (!out.tensor.storage.fp8() || out.tensor.storage.granularity != PER_TENSOR) return;
-        AmaxAndScale* slot = out.tensor.amax_and_scale;
-        compute_amax(x, slot, nullptr);
+        AmaxAndScale* amax_and_scale = out.tensor.amax_and_scale;
+        compute_amax(x, amax_and_scale, nullptr);
         quantize(x, out, nullptr, nullptr);
         if (r_.scaling == Scaling::Delayed)
-            check(
-                cudaMemcpyAsync(&slot->delayed_scale, &slot->scale, sizeof(float), cudaMemcpyDeviceToDevice),
-                "Copying a scale failed");
+            check(cudaMemcpyAsync(&amax_and_scale->delayed_scale, &amax_and_scale->scale, sizeof(float),
+                                  cudaMemcpyDeviceToDevice),
+                  "Copying a scale failed");
     }
     void quantize_pass(const std::string& name, double count, const LazyTensor& x, const Storage& q,
                        Use use) {
         if (x.op == LazyOp::Stored && !q.fp8()) return;  // used without a copy
         const bool transposed = q.fp8() && q.granularity != PER_1x16 && use != Use::Fprop;
-        const bool plain = !transposed || use == Use::Both;
-        Operand out = memory_.place(x.rows, x.cols, q, plain, transposed);
+        const bool row_major = !transposed || use == Use::Both;
+        Operand out = memory_.allocate_operand(x.rows, x.cols, q, row_major, transposed);
         out.delayed = r_.scaling == Scaling::Delayed;
         find_scale(x, out);
-        const double bytes = reads(x) + (plain + transposed) * double(q.bytes(x.rows, x.cols));
-        const char* what = plain && transposed ? ", and transposed" : transposed ? ", transposed" : "";
+        const double bytes = reads(x) + (row_major + transposed) * double(q.bytes(x.rows, x.cols));
+        const char* what = row_major && transposed ? ", and transposed" : transposed ? ", transposed" : "";
         pass(BETWEEN, name + ": to " + q.text() + what, count, bytes,
              [&] { write_operand(x, out, nullptr, nullptr); });
     }
@@ -326,7 +330,7 @@ private:
     // Both in one pass: a gradient whose amax is known.
     void write_operand_and_add_column_sums_pass(const std::string& name, double count, const LazyTensor& x,
                                                 const Storage& q) {
-        const Operand out = memory_.place(x.rows, x.cols, q, true, true);
+        const Operand out = memory_.allocate_operand(x.rows, x.cols, q, true, true);
         const TensorRef gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
         find_scale(x, out);
@@ -349,9 +353,9 @@ private:
         run.recipe = r_;
         const LinearFormats q = linear_formats(run);
         const double flops = 2.0 * double(N_ * out * in);
-        const Operand w = random_operand(memory_, out, in, q.w, stream_),
-                      x = random_operand(memory_, N_, in, q.x, stream_),
-                      g = random_operand(memory_, N_, out, q.g, stream_);
+        const Operand w = random_operand(memory_, out, in, q.w, compute_),
+                      x = random_operand(memory_, N_, in, q.x, compute_),
+                      g = random_operand(memory_, N_, out, q.g, compute_);
         const void* bias = biased ? random(1, out).data : nullptr;
         gemm(LINEAR_LAYERS, name + " fprop", layers_, WhichGemm::Fprop, x, w, random(N_, out), flops, bias,
              false);
@@ -374,7 +378,7 @@ private:
         return {table, setup_.T, c_.HS(), c_.q_cols() + c_.kv_cols()};
     }
     void attention() {
-        const AttentionShape shape = attention_shape(c_, setup_.B, setup_.T, stream_);
+        const AttentionShape shape = attention_shape(c_, setup_.B, setup_.T, compute_);
         const TensorRef qkv = random(N_, c_.qkv_cols()), dqkv = random(N_, c_.qkv_cols());
         const TensorRef out = random(N_, c_.q_cols()), dout = random(N_, c_.q_cols());
         float* lse = floats(N_ * c_.NH);
@@ -382,7 +386,7 @@ private:
         // 4 N T C, half of which is masked
         const double flops = 2.0 * double(N_ * setup_.T * c_.q_cols());
         const double logs = 4.0 * double(N_ * c_.NH);
-        const char* ceiling = gemm_ceiling(WhichGemm::Fprop, Storage{stream_}, r_);
+        const char* ceiling = gemm_ceiling(WhichGemm::Fprop, Storage{compute_}, r_);
         auto both_passes = [&](const char* group, double count, const float2* rope_table,
                                AmaxAndScale* amax_out) {
             add(group, "attention forward", count, size(qkv) + size(out) + logs, flops, ceiling,
@@ -400,7 +404,7 @@ private:
         };
         // In a step attention takes amaxes, and undoes RoPE. What other libraries call attention does not
         // (dev/peers.py compares it); its rows count for nothing in a step.
-        both_passes(ATTENTION, layers_, c_.arch.rope ? rope_of_model().table : nullptr, slot_);
+        both_passes(ATTENTION, layers_, c_.arch.rope ? rope_of_model().table : nullptr, amax_out_);
         both_passes(ATTENTION_ALONE, 0, nullptr, nullptr);
     }
 
@@ -422,13 +426,13 @@ private:
         const NormGradients gradients{.dy = x,
                                       .residual_in = a,
                                       .residual_out = out,
-                                      .residual_amax_out = slot_,
+                                      .residual_amax_out = amax_out_,
                                       .dweight = dweight,
                                       .dbias = dbias};
         float* workspace = memory_.take<float>(int64_t(sizeof(float)) * norm_backward_workspace_floats(c_.C));
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
              [&] {
-                 residual_add(x, a, {groups_ ? out : TensorRef{}, n, true, slot_}, nullptr);
+                 residual_add(x, a, {groups_ ? out : TensorRef{}, n, true, amax_out_}, nullptr);
              });
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
@@ -470,24 +474,28 @@ private:
     }
     void feed_forward() {
         const std::string name = c_.arch.gated ? "SiLU x up" : "GELU";
-        const TensorRef up = random(N_, c_.gate_up_cols(), r_.saved_inputs), dh = random(N_, c_.F);
-        const LazyTensor h = lazy_activation(c_.arch.gated, up),
-                         du = lazy_activation_backward(c_.arch.gated, up, dh);
+        const TensorRef gate_up = random(N_, c_.gate_up_cols(), r_.saved_inputs), dact = random(N_, c_.F);
+        const LazyTensor activation = lazy_activation(c_.arch.gated, gate_up);
+        const LazyTensor dgate_up = lazy_activation_backward(c_.arch.gated, gate_up, dact);
         if (groups_) {
-            const TensorRef u = random(N_, c_.gate_up_cols()),
-                            saved = memory_.place(N_, c_.gate_up_cols(), r_.saved_inputs, true, false).tensor;
+            const TensorRef values = random(N_, c_.gate_up_cols()),
+                            saved =
+                                memory_.allocate_operand(N_, c_.gate_up_cols(), r_.saved_inputs, true, false)
+                                    .tensor;
             pass(BETWEEN, "up: to " + r_.saved_inputs.text() + ", and the amax of " + name, layers_,
-                 size(u) + size(saved),
-                 [&] { quantize_activation_input(c_.arch.gated, u, saved, true, slot_, nullptr, nullptr); });
+                 size(values) + size(saved), [&] {
+                     quantize_activation_input(c_.arch.gated, values, saved, true, amax_out_, nullptr,
+                                               nullptr);
+                 });
         } else {
-            amax_pass(name, layers_, h);
+            amax_pass(name, layers_, activation);
         }
-        quantize_pass(name, layers_, h, r_.x, Use::Fprop);
-        quantize_pass(name, layers_, h, r_.x, Use::Wgrad);
+        quantize_pass(name, layers_, activation, r_.x, Use::Fprop);
+        quantize_pass(name, layers_, activation, r_.x, Use::Wgrad);
         // Without FP8 the gradient is already stored
-        const LazyTensor gradient = fp8_ ? du : lazy_stored(random(N_, c_.gate_up_cols()));
+        const LazyTensor gradient = fp8_ ? dgate_up : lazy_stored(random(N_, c_.gate_up_cols()));
         bias_pass(name + " backward", layers_, gradient, c_.arch.other_biases, true);
-        quantize_pass(name + " backward", layers_, du, r_.g, Use::Both);
+        quantize_pass(name + " backward", layers_, dgate_up, r_.g, Use::Both);
     }
     // The four weights of a layer. With several micro-batches, a step quantizes them once.
     void weights() {
@@ -498,14 +506,14 @@ private:
              {std::pair{c_.qkv_cols(), c_.C}, {c_.C, c_.q_cols()}, {c_.gate_up_cols(), c_.C}, {c_.C, c_.F}})
             w.push_back(random(out, in));
         for (const Use use : keep ? std::vector<Use>{Use::Both} : std::vector<Use>{Use::Fprop, Use::Wgrad}) {
-            const bool plain = use != Use::Wgrad, transposed = use != Use::Fprop;
+            const bool row_major = use != Use::Wgrad, transposed = use != Use::Fprop;
             std::vector<Operand> to;
             double bytes = 0;
             for (const TensorRef& v : w) {
-                to.push_back(memory_.place(v.rows, v.cols, r_.w, plain, transposed));
+                to.push_back(memory_.allocate_operand(v.rows, v.cols, r_.w, row_major, transposed));
                 to.back().delayed = r_.scaling == Scaling::Delayed;
                 find_scale(lazy_stored(v), to.back());
-                bytes += size(v) + (plain + transposed) * size({v.data, v.rows, v.cols, r_.w});
+                bytes += size(v) + (row_major + transposed) * size({v.data, v.rows, v.cols, r_.w});
             }
             const char* what = keep ? ", and transposed" : transposed ? ", transposed" : "";
             pass(BETWEEN, "a layer's weights: to " + r_.w.text() + what, double(c_.L) * (keep ? 1 : batches_),
@@ -532,14 +540,14 @@ private:
         const EmbeddingOrder order = embedding_order(tokens.data(), N_);
         const int64_t distinct = int64_t(order.tokens.size());
         const int32_t *on_device = upload(tokens), *rows = upload(order.order);
-        const TokenRows* pieces = upload(order.tokens);
+        const TokenRows* token_rows = upload(order.tokens);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
-            embed(table, positions, on_device, setup_.T, {groups_ ? x : TensorRef{}, first, true, slot_},
+            embed(table, positions, on_device, setup_.T, {groups_ ? x : TensorRef{}, first, true, amax_out_},
                   nullptr);
         });
         pass(HEAD, "embedding backward", batches_,
-             size(x) + 2.0 * double(distinct * c_.C * info(stream_).bytes), [&] {
-                 gpu::embedding_backward(x, {rows, pieces, distinct, order.frequent}, table, nullptr);
+             size(x) + 2.0 * double(distinct * c_.C * info(compute_).bytes), [&] {
+                 gpu::embedding_backward(x, {rows, token_rows, distinct, order.frequent}, table, nullptr);
              });
         if (!c_.arch.rope)
             pass(HEAD, "positions backward", batches_, size(x),
@@ -569,9 +577,9 @@ private:
         size_t free = 0, all = 0;
         check(cudaMemGetInfo(&free, &all), "Asking for the GPU's memory failed");
         const int64_t fitting = int64_t(free) / 32;
-        const int64_t groups = std::min<int64_t>({total, 1000000000, fitting}) / MOMENT_GROUP_SIZE,
-                      n = groups * MOMENT_GROUP_SIZE;
-        const std::vector<float> ones(size_t(groups), 1.0f);
+        const int64_t moment_groups = std::min<int64_t>({total, 1000000000, fitting}) / MOMENT_GROUP_SIZE,
+                      n = moment_groups * MOMENT_GROUP_SIZE;
+        const std::vector<float> ones(size_t(moment_groups), 1.0f);
         auto moment = [&](Format f) -> MomentRef {
             void* codes = memory_.take(n * info(f).bytes);
             return {
@@ -579,11 +587,11 @@ private:
                 moments_need_scaling(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
                 o.uses_expansion(f) ? upload(ones) : nullptr, f};
         };
-        const bool remainder = stream_ != Format::FP32;
-        const Weights w{random(1, n).data, remainder ? memory_.take<int16_t>(n * 2) : nullptr, stream_};
+        const bool remainder = compute_ != Format::FP32;
+        const Weights w{random(1, n).data, remainder ? memory_.take<int16_t>(n * 2) : nullptr, compute_};
         const TensorRef gradient = random(1, n);
         const Shard* shard =
-            upload(std::vector<Shard>{{0, n, moment(o.m), moment(o.v), true, clock_.slot()}});
+            upload(std::vector<Shard>{{0, n, moment(o.m), moment(o.v), true, clock_.amax_out()}});
         GradientState* state = memory_.take<GradientState>(sizeof(GradientState));
         const int64_t units = ceil_div(n, SHARD_UNIT);
         double* sums = memory_.take<double>((1 + units) * 8);
@@ -595,10 +603,10 @@ private:
                                       : 0;
             return info(f).bytes + scales;
         };
-        const double weight = info(stream_).bytes + (remainder ? 2 : 0),
-                     each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(stream_).bytes;
+        const double weight = info(compute_).bytes + (remainder ? 2 : 0),
+                     each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(compute_).bytes;
         const ShardGradients g{
-            .shards = shard, .count = 1, .elements = {0, n}, .gradients = gradient.data, .format = stream_};
+            .shards = shard, .count = 1, .elements = {0, n}, .gradients = gradient.data, .format = compute_};
         auto norm = [&] {
             compute_gradient_squares(g, {0, units}, nullptr, sums, nullptr);
             update_gradient_state(sums, units, 1, 1, state, nullptr);

@@ -75,10 +75,11 @@ __device__ void cp_async16(uint32_t to, const void* from, bool live) {
 }
 
 // Starts to copy a tile whose first row is row `first` of the head.
-template <class T> __device__ void load_tile(T tile, const Dims& d, Head<typename T::Real> head, int first) {
-    constexpr int CHUNKS = T::COLS / T::CHUNK;
-    for (int i = threadIdx.x; i < T::ROWS * CHUNKS; i += T::THREADS) {
-        const int row = i / CHUNKS, col = i % CHUNKS * T::CHUNK;
+template <class TileType>
+__device__ void load_tile(TileType tile, const Dims& d, Head<typename TileType::Real> head, int first) {
+    constexpr int CHUNKS = TileType::COLS / TileType::CHUNK;
+    for (int i = threadIdx.x; i < TileType::ROWS * CHUNKS; i += TileType::THREADS) {
+        const int row = i / CHUNKS, col = i % CHUNKS * TileType::CHUNK;
         const bool live = first + row < d.T && col < d.HS;
         cp_async16(tile.address(row, col), live ? head.address(first + row, col) : head.data, live);
     }
@@ -111,12 +112,12 @@ template <bool TRANSPOSED> __device__ Fragment ldmatrix(uint32_t address) {
     return x;
 }
 // A left operand or, transposed, a right one from a tile (k, n).
-template <bool TRANSPOSED, class T> __device__ Fragment load(T tile, int row, int col) {
+template <bool TRANSPOSED, class TileType> __device__ Fragment load(TileType tile, int row, int col) {
     const int lane = threadIdx.x % WARP;
     return ldmatrix<TRANSPOSED>(tile.address(row + lane % 16, col + lane / 16 * 8));
 }
 // A right operand from a tile (n, k).
-template <class T> __device__ Fragment load_right(T tile, int n, int k) {
+template <class TileType> __device__ Fragment load_right(TileType tile, int n, int k) {
     const int lane = threadIdx.x % WARP;
     return ldmatrix<false>(tile.address(n + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
 }
@@ -209,40 +210,41 @@ __device__ void write(const Dims& d, Head<Real> head, int row, const float (&acc
 // The grid is (NH, B, tiles of queries). The last tile, which sees the most keys, goes first. Rows past T are
 // zeros in shared memory. What follows from them is zero or is not written, so the causal mask is the only
 // mask.
-template <class T>
-__global__ void __launch_bounds__(T::THREADS)
-    attention_forward_kernel(Heads<typename T::Real> d, const void* qkv, void* out, float* lse) {
+template <class TileType>
+__global__ void __launch_bounds__(TileType::THREADS)
+    attention_forward_kernel(Heads<typename TileType::Real> d, const void* qkv, void* out, float* lse) {
     const uint32_t base = dynamic_shared_memory(1);
-    const T keys{base}, values{base + T::BYTES}, queries{base + 2 * T::BYTES};
+    const TileType keys{base}, values{base + TileType::BYTES}, queries{base + 2 * TileType::BYTES};
     const int h = blockIdx.x, b = blockIdx.y, kv = h / d.heads_per_kv();
-    const int first = (gridDim.z - 1 - blockIdx.z) * T::ROWS, warp_row = threadIdx.x / WARP * 16;
-    const int lane = threadIdx.x % WARP, row = first + warp_row + lane / 4;
+    const int first_query = (gridDim.z - 1 - blockIdx.z) * TileType::ROWS, warp_row = threadIdx.x / WARP * 16;
+    const int lane = threadIdx.x % WARP, row = first_query + warp_row + lane / 4;
     const auto k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
     const float scale = d.scale * LOG2_E;
 
     // The loop goes from the last tile of keys that these queries see back to the first.
-    int column = (min(first + T::ROWS, d.T) - 1) / T::ROWS * T::ROWS;
-    load_tile(queries, d, d.q(qkv, b, h), first);
-    load_tile(keys, d, k, column);
+    int first_key = (min(first_query + TileType::ROWS, d.T) - 1) / TileType::ROWS * TileType::ROWS;
+    load_tile(queries, d, d.q(qkv, b, h), first_query);
+    load_tile(keys, d, k, first_key);
     __pipeline_commit();
-    float acc[T::COLS / 2] = {}, max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, shrink[2];
-    for (; column >= 0; column -= T::ROWS) {
-        const bool live = column < first + warp_row + 16;  // whether this warp sees some of these keys
+    float acc[TileType::COLS / 2] = {}, max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, shrink[2];
+    for (; first_key >= 0; first_key -= TileType::ROWS) {
+        // Whether this warp sees some of the keys of the tile.
+        const bool sees_keys = first_key < first_query + warp_row + 16;
         __pipeline_wait_prior(0);
         __syncthreads();  // keys have arrived, values may be overwritten
-        load_tile(values, d, v, column);
+        load_tile(values, d, v, first_key);
         __pipeline_commit();
-        float s[T::ROWS / 2] = {};
-        if (live) scores(queries, warp_row, keys, s);
+        float s[TileType::ROWS / 2] = {};
+        if (sees_keys) scores(queries, warp_row, keys, s);
         __pipeline_wait_prior(0);
         __syncthreads();  // values have arrived, keys may be overwritten
-        if (column > 0) load_tile(keys, d, k, column - T::ROWS);
+        if (first_key > 0) load_tile(keys, d, k, first_key - TileType::ROWS);
         __pipeline_commit();
-        if (!live) continue;
-        if (column + T::ROWS - 1 > first + warp_row) mask(s, column - row);
+        if (!sees_keys) continue;
+        if (first_key + TileType::ROWS - 1 > first_query + warp_row) mask(s, first_key - row);
         softmax(s, max, sum, shrink, scale);
 #pragma unroll
-        for (int i = 0; i < T::COLS / 2; i++) acc[i] *= shrink[i / 2 % 2];
+        for (int i = 0; i < TileType::COLS / 2; i++) acc[i] *= shrink[i / 2 % 2];
         accumulate(s, values, acc);
     }
     for (int r = 0; r < 2; r++) {
@@ -251,7 +253,7 @@ __global__ void __launch_bounds__(T::THREADS)
         if (lane % 4 == 0 && query < d.T)
             lse[(int64_t(b) * d.NH + h) * d.T + query] = max[r] * d.scale + logf(sum[r]);
     }
-    write(d, d.out(out, b, h), first + warp_row, acc, 1.0f / sum[0], 1.0f / sum[1]);
+    write(d, d.out(out, b, h), first_query + warp_row, acc, 1.0f / sum[0], 1.0f / sum[1]);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -264,13 +266,15 @@ __device__ float element(float2 two, int i) { return i == 0 ? two.x : two.y; }
 //
 // Each step loads a tile of the other side into a stage: q and dout (parts 0 and 1) and their QueryStatistics
 // (part 2), or k and v. There are two stages: one is loaded while the other is used.
-template <class T, bool KEYS>
-__global__ void __launch_bounds__(T::THREADS)
-    attention_backward_kernel(Heads<typename T::Real> d, const void* qkv, const void* gradient, void* dqkv,
-                              QueryStatistics statistics) {
+template <class TileType, bool KEYS>
+__global__ void __launch_bounds__(TileType::THREADS)
+    attention_backward_kernel(Heads<typename TileType::Real> d, const void* qkv, const void* gradient,
+                              void* dqkv, QueryStatistics statistics) {
     const uint32_t base = dynamic_shared_memory(1);
-    const T own1{base}, own2{base + T::BYTES};  // the owned k and v, or q and dout
-    auto stage_part = [&](int s, int part) { return base + (2 + part) * T::BYTES + s % 2 * T::STAGE_BYTES; };
+    const TileType own1{base}, own2{base + TileType::BYTES};  // the owned k and v, or q and dout
+    auto stage_part = [&](int s, int part) {
+        return base + (2 + part) * TileType::BYTES + s % 2 * TileType::STAGE_BYTES;
+    };
     const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.heads_per_kv();
     const int first_head = KEYS ? kv * d.heads_per_kv() : blockIdx.x;
     const int tile = KEYS ? blockIdx.z : gridDim.z - 1 - blockIdx.z;  // the longest first
@@ -279,7 +283,8 @@ __global__ void __launch_bounds__(T::THREADS)
     const auto k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
     const float scale = d.scale * LOG2_E;
     auto statistics_of = [&](int h, int query_tile) {
-        return statistics.data + ((int64_t(b) * d.NH + h) * statistics.tiles + query_tile) * 2 * T::ROWS;
+        return statistics.data +
+               ((int64_t(b) * d.NH + h) * statistics.tiles + query_tile) * 2 * TileType::ROWS;
     };
 
     // A step has one tile of the other side that the mask leaves, in one query head. If the block owns keys,
@@ -288,44 +293,45 @@ __global__ void __launch_bounds__(T::THREADS)
     const int steps = count * (KEYS ? d.heads_per_kv() : 1);
     auto load_stage = [&](int step) {
         if (step >= steps) return;
-        const int h = first_head + step / count, from = begin + step % count;
-        load_tile(T{stage_part(step, 0)}, d, KEYS ? d.q(qkv, b, h) : k, from * T::ROWS);
-        load_tile(T{stage_part(step, 1)}, d, KEYS ? d.out(gradient, b, h) : v, from * T::ROWS);
+        const int h = first_head + step / count, other_tile = begin + step % count;
+        load_tile(TileType{stage_part(step, 0)}, d, KEYS ? d.q(qkv, b, h) : k, other_tile * TileType::ROWS);
+        load_tile(TileType{stage_part(step, 1)}, d, KEYS ? d.out(gradient, b, h) : v,
+                  other_tile * TileType::ROWS);
         float* const to = &shared<float>(stage_part(step, 2) + threadIdx.x * 4);
-        if (KEYS) __pipeline_memcpy_async(to, statistics_of(h, from) + threadIdx.x, 4);
+        if (KEYS) __pipeline_memcpy_async(to, statistics_of(h, other_tile) + threadIdx.x, 4);
     };
-    load_tile(own1, d, KEYS ? k : d.q(qkv, b, first_head), tile * T::ROWS);
-    load_tile(own2, d, KEYS ? v : d.out(gradient, b, first_head), tile * T::ROWS);
+    load_tile(own1, d, KEYS ? k : d.q(qkv, b, first_head), tile * TileType::ROWS);
+    load_tile(own2, d, KEYS ? v : d.out(gradient, b, first_head), tile * TileType::ROWS);
     load_stage(0);
     __pipeline_commit();
 
     float own_lse[2] = {}, own_delta[2] = {};  // those of this lane, if queries are owned
     for (int r = 0; !KEYS && r < 2; r++) {
         own_lse[r] = statistics_of(first_head, tile)[row + 8 * r];
-        own_delta[r] = statistics_of(first_head, tile)[T::ROWS + row + 8 * r];
+        own_delta[r] = statistics_of(first_head, tile)[TileType::ROWS + row + 8 * r];
     }
-    float acc1[T::COLS / 2] = {}, acc2[T::COLS / 2] = {};  // dk and dv, or dq alone
+    float acc1[TileType::COLS / 2] = {}, acc2[TileType::COLS / 2] = {};  // dk and dv, or dq alone
     for (int step = 0; step < steps; step++) {
         load_stage(step + 1);
         __pipeline_commit();
         __pipeline_wait_prior(1);
         __syncthreads();
-        const T in1{stage_part(step, 0)}, in2{stage_part(step, 1)};
+        const TileType in1{stage_part(step, 0)}, in2{stage_part(step, 1)};
         const bool diagonal = begin + step % count == tile;
-        float p[T::ROWS / 2] = {}, ds[T::ROWS / 2] = {};
+        float p[TileType::ROWS / 2] = {}, ds[TileType::ROWS / 2] = {};
         scores(own1, warp_row, in1, p);
         scores(own2, warp_row, in2, ds);  // dp
         // The statistics of the queries in this lane's columns. (Loaded in the next loop, registers would
         // spill.)
-        float2 lse[T::ROWS / 8], delta[T::ROWS / 8];
+        float2 lse[TileType::ROWS / 8], delta[TileType::ROWS / 8];
 #pragma unroll
-        for (int n = 0; KEYS && n < T::ROWS / 8; n++) {
+        for (int n = 0; KEYS && n < TileType::ROWS / 8; n++) {
             const uint32_t address = stage_part(step, 2) + (n * 8 + fragment_col()) * 4;
             lse[n] = shared<float2>(address);
-            delta[n] = shared<float2>(address + T::ROWS * 4);
+            delta[n] = shared<float2>(address + TileType::ROWS * 4);
         }
 #pragma unroll
-        for (int n = 0; n < T::ROWS / 8; n++) {
+        for (int n = 0; n < TileType::ROWS / 8; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float lse_i = KEYS ? element(lse[n], i % 2) : own_lse[i / 2];
@@ -341,34 +347,36 @@ __global__ void __launch_bounds__(T::THREADS)
         accumulate(ds, in1, acc1);
         __syncthreads();  // from here on the stage may be overwritten
     }
-    const int first_row = tile * T::ROWS + warp_row;
+    const int first_row = tile * TileType::ROWS + warp_row;
     write(d, KEYS ? d.k(dqkv, b, kv) : d.q(dqkv, b, first_head), first_row, acc1, d.scale, d.scale);
     if (KEYS) write(d, d.v(dqkv, b, kv), first_row, acc2, 1, 1);
 }
 
-template <class T>
+template <class TileType>
 void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, AmaxAndScale* amax_out,
              cudaStream_t stream) {
-    const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, T::ROWS));
-    launch("attention_forward", attention_forward_kernel<T>, grid, T::THREADS, 3 * T::BYTES, stream, s, qkv,
-           out, lse);
+    const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, TileType::ROWS));
+    launch("attention_forward", attention_forward_kernel<TileType>, grid, TileType::THREADS,
+           3 * TileType::BYTES, stream, s, qkv, out, lse);
     const TensorRef result{out, s.B * s.T, s.NH * s.HS, Storage{s.format}};
     if (amax_out) compute_amax(lazy_stored(result), amax_out, stream);
 }
 
-template <class T>
+template <class TileType>
 void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {
-    const QueryStatistics statistics(s, T::ROWS, tensors.workspace);
-    launch("attention_backward", attention_prepare_kernel<typename T::Real, T::COLS, T::ROWS>,
+    const QueryStatistics statistics(s, TileType::ROWS, tensors.workspace);
+    launch("attention_backward",
+           attention_prepare_kernel<typename TileType::Real, TileType::COLS, TileType::ROWS>,
            statistics.grid(s), PREPARE_THREADS, 0, stream, s, statistics, tensors.out, tensors.dout,
            tensors.lse, nullptr, 0);
     auto launch_pass = [&](auto kernel, int64_t heads) {
         const dim3 grid(unsigned(heads), unsigned(s.B), unsigned(statistics.tiles));
-        launch("attention_backward", kernel, grid, T::THREADS, 2 * T::BYTES + 2 * T::STAGE_BYTES, stream, s,
-               tensors.qkv, tensors.dout, tensors.dqkv, statistics);
+        launch("attention_backward", kernel, grid, TileType::THREADS,
+               2 * TileType::BYTES + 2 * TileType::STAGE_BYTES, stream, s, tensors.qkv, tensors.dout,
+               tensors.dqkv, statistics);
     };
-    launch_pass(attention_backward_kernel<T, true>, s.NKV);
-    launch_pass(attention_backward_kernel<T, false>, s.NH);
+    launch_pass(attention_backward_kernel<TileType, true>, s.NKV);
+    launch_pass(attention_backward_kernel<TileType, false>, s.NH);
     // On Hopper the kernel itself undoes RoPE and finds the amax; here a pass over dqkv does.
     const TensorRef dqkv{tensors.dqkv, s.B * s.T, s.qkv_cols(), Storage{s.format}};
     const Rope positions{tensors.rope_table, s.T, s.HS, /*rotated_cols=*/(s.NH + s.NKV) * s.HS};
@@ -376,8 +384,8 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
     else if (tensors.dqkv_amax_out) compute_amax(lazy_stored(dqkv), tensors.dqkv_amax_out, stream);
 }
 
-template <class T> size_t workspace(const AttentionShape& s) {
-    return QueryStatistics(s, T::ROWS, nullptr).all_tiles(s) * 2 * T::ROWS * sizeof(float);
+template <class TileType> size_t workspace(const AttentionShape& s) {
+    return QueryStatistics(s, TileType::ROWS, nullptr).all_tiles(s) * 2 * TileType::ROWS * sizeof(float);
 }
 
 // -----------------------------------------------------------------------------------------------------------

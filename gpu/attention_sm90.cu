@@ -737,7 +737,7 @@ __device__ void store_dq(uint32_t tile, const float (&dq)[R], int first_row, int
 template <int PARTS, int R>
 __device__ void make_p(float (&s)[R], int part, uint32_t stats, float scale, int ahead) {
     constexpr int STEP = R / PARTS;
-    const bool masked = ahead + 64 > 0;
+    const bool masked = ahead + 64 > 0;  // else the keys come before all queries of the tile
 #pragma unroll
     for (int i = part * STEP; i < (part + 1) * STEP; i += 4) {
         const int col = i * 2 + fragment_col();

@@ -54,30 +54,32 @@ struct Matrix {
 
 }  // namespace
 
-// The Matrix of an operand. over_rows: the GEMM reduces over the operand's rows, else over its columns.
-// contiguous: the value of `transpose` with which cuBLAS reduces over the contiguous dimension, as FP8 needs.
-// It is true for A and false for B.
-static Matrix matrix(const Operand& operand, bool over_rows, bool contiguous) {
-    const TensorRef& v = operand.tensor;
-    if (!v.storage.fp8())
-        return {.data = v.data,
+// The Matrix of an operand, which is A of cuBLAS if is_a, else B. over_rows: the GEMM reduces over the
+// operand's rows, else over its columns. cuBLAS reduces over the contiguous dimension, as FP8 needs, if A is
+// transposed and B is not.
+static Matrix matrix_of(const Operand& operand, bool is_a, bool over_rows) {
+    const TensorRef& tensor = operand.tensor;
+    const Storage& storage = tensor.storage;
+    if (!storage.fp8())
+        return {.data = tensor.data,
                 .scales = nullptr,
-                .rows = v.cols,
-                .cols = v.rows,
-                .transpose = over_rows != contiguous,
-                .format = v.storage.format};
+                .rows = tensor.cols,
+                .cols = tensor.rows,
+                .transpose = over_rows != is_a,
+                .format = storage.format};
     const float* scales = over_rows ? operand.transposed_block_scales : operand.block_scales;
-    if (v.storage.granularity == PER_TENSOR) scales = v.amax_and_scale ? &v.amax_and_scale->scale : nullptr;
-    const Matrix m{.data = over_rows ? operand.transposed : v.data,
-                   .scales = scales,
-                   .rows = over_rows ? v.rows : v.cols,
-                   .cols = over_rows ? v.cols : v.rows,
-                   .transpose = contiguous,
-                   .format = v.storage.format,
-                   .scale_mode = scale_mode(v.storage.granularity)};
-    require(m.data && m.scales,
+    if (storage.granularity == PER_TENSOR)
+        scales = tensor.amax_and_scale ? &tensor.amax_and_scale->scale : nullptr;
+    const Matrix matrix{.data = over_rows ? operand.transposed : tensor.data,
+                        .scales = scales,
+                        .rows = over_rows ? tensor.rows : tensor.cols,
+                        .cols = over_rows ? tensor.cols : tensor.rows,
+                        .transpose = is_a,
+                        .format = storage.format,
+                        .scale_mode = scale_mode(storage.granularity)};
+    require(matrix.data && matrix.scales,
             "an FP8 operand lacks the codes, row-major or transposed, that this GEMM reads, or their scales");
-    return m;
+    return matrix;
 }
 
 static cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols) {
@@ -94,17 +96,17 @@ constexpr int CANDIDATES = 16;
 // sums while the other multiplies. On an H100 the first of these tiles takes 4 to 18% less time than
 // cuBLASLt's first choice for large outputs of fprop and BF16 dgrad (in 3 of 19 shapes the same time). It
 // does not for wgrad, nor without fast accumulation in FP8.
-constexpr uint32_t FAST_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_128x160,
-                                   CUBLASLT_MATMUL_TILE_176x128};
+constexpr uint32_t PREFERRED_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_128x160,
+                                        CUBLASLT_MATMUL_TILE_176x128};
 // An output is large from this many elements on: at least 2.8 tiles for each multiprocessor.
 constexpr int64_t LARGE = 1 << 23;
 
-// The place of an algorithm's tile in FAST_TILES, or their number if the tile is not among them.
+// The place of an algorithm's tile in PREFERRED_TILES, or their number if the tile is not among them.
 static size_t place_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
     uint32_t tile = 0;
     cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile,
                                          nullptr);
-    return size_t(std::find(std::begin(FAST_TILES), std::end(FAST_TILES), tile) - FAST_TILES);
+    return size_t(std::find(std::begin(PREFERRED_TILES), std::end(PREFERRED_TILES), tile) - PREFERRED_TILES);
 }
 
 namespace {
@@ -137,18 +139,20 @@ struct Problem {
         check_description(cublasLtMatmulDescSetAttribute(&operation, name, &value, sizeof value));
     }
 
-    // The algorithms that cuBLASLt proposes, in its own order or, with by_tile, those with FAST_TILES first.
-    // Excluded are algorithms that store partial sums in the output's format. With by_tile all algorithms
-    // that split the sums are excluded, so that the order of additions does not depend on the choice.
-    std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, bool by_tile) {
+    // The algorithms that cuBLASLt proposes, in its own order or, with prefer_tiles, those with
+    // PREFERRED_TILES first. Excluded are algorithms that store partial sums in the output's format. With
+    // prefer_tiles all algorithms that split the sums are excluded, so that the order of additions does not
+    // depend on the choice.
+    std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, bool prefer_tiles) {
         cublasLtMatmulPreferenceOpaque_t preference;
         check_description(cublasLtMatmulPreferenceInit(&preference));
         auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
             check_description(cublasLtMatmulPreferenceSetAttribute(&preference, name, &value, sizeof value));
         };
         prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{CublasGemms::SCRATCH});
-        prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-               uint32_t(by_tile ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+        prefer(
+            CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+            uint32_t(prefer_tiles ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
         for (auto name :
              {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
               CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
@@ -160,7 +164,7 @@ struct Problem {
         std::vector<cublasLtMatmulAlgo_t> algorithms;
         for (int i = 0; i < n; i++)
             if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
-        if (by_tile)
+        if (prefer_tiles)
             std::stable_sort(algorithms.begin(), algorithms.end(), [](const auto& one, const auto& other) {
                 return place_of_tile(one) < place_of_tile(other);
             });
@@ -176,8 +180,8 @@ CublasGemms::~CublasGemms() {
 
 void CublasGemms::run(WhichGemm kind, const Operand& left, const Operand& right, const TensorRef& out,
                       cudaStream_t stream, const GemmOptions& options) {
-    const Matrix a = matrix(right, kind != WhichGemm::Fprop, true),
-                 b = matrix(left, kind == WhichGemm::Wgrad, false);
+    const Matrix a = matrix_of(right, /*is_a=*/true, /*over_rows=*/kind != WhichGemm::Fprop);
+    const Matrix b = matrix_of(left, /*is_a=*/false, /*over_rows=*/kind == WhichGemm::Wgrad);
     const int64_t depth = a.factor_cols();
     require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,
             "the shapes of a GEMM do not fit");
@@ -209,12 +213,12 @@ void CublasGemms::run(WhichGemm kind, const Operand& left, const Operand& right,
         if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {
             launch(chosen->second);
         } else {  // the first GEMM with this key: the first algorithm that can be launched is chosen
-            const bool by_tile = (fast || a.format == Format::BF16) && kind != WhichGemm::Wgrad &&
-                                 out.rows * out.cols >= LARGE &&
-                                 device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
-            const std::vector<cublasLtMatmulAlgo_t> all = problem.candidates(handle_, by_tile);
-            const auto first = std::find_if(all.begin(), all.end(), launch);
-            if (first != all.end()) algorithms_[key] = *first;
+            const bool prefer_tiles = (fast || a.format == Format::BF16) && kind != WhichGemm::Wgrad &&
+                                      out.rows * out.cols >= LARGE &&
+                                      device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+            const std::vector<cublasLtMatmulAlgo_t> candidates = problem.candidates(handle_, prefer_tiles);
+            const auto launched = std::find_if(candidates.begin(), candidates.end(), launch);
+            if (launched != candidates.end()) algorithms_[key] = *launched;
         }
         check_cublas(status, "A GEMM failed");
     });

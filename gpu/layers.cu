@@ -51,18 +51,18 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
                 AmaxAndScale* amax_out) {
     const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
-    const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, angle = i % quads * 4;
-    const uint32_t first = blockIdx.y * ROPE_HEADS;
+    const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, pair = i % quads * 4;
+    const uint32_t first_head = blockIdx.y * ROPE_HEADS;
     float largest = 0;
     if (row < rows) {
-        const Plain<Element, 4> pairs = qkv.starting_at(row * cols + first * rope.HS + angle);
+        const Plain<Element, 4> pairs = qkv.starting_at(row * cols + first_head * rope.HS + pair);
         typename Plain<Element, 4>::StoredChunk raw[ROPE_HEADS][2] = {};
         for (int h = 0; h < ROPE_HEADS; h++) {
-            if (first + h >= heads) continue;
+            if (first_head + h >= heads) continue;
             raw[h][0] = pairs.load(h * rope.HS);
             raw[h][1] = pairs.load(h * rope.HS + half);
         }
-        const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
+        const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + pair;
         float cosines[4], sines[4];
         for (int j = 0; j < 4; j += 2) {
             const float4 two = reinterpret_cast<const float4*>(table)[j / 2];
@@ -72,11 +72,11 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
             sines[j + 1] = sign * two.w;
         }
         for (int h = 0; h < ROPE_HEADS; h++) {
-            if (first + h >= heads) break;
+            if (first_head + h >= heads) break;
             float x[4], y[4];
             pairs.unpack(raw[h][0], x);
             pairs.unpack(raw[h][1], y);
-            if (first + h < rotated_heads) {
+            if (first_head + h < rotated_heads) {
                 for (int j = 0; j < 4; j++) rotate(x[j], y[j], cosines[j], sines[j]);
                 pairs.round_in_place_and_store(h * rope.HS, x, true);
                 pairs.round_in_place_and_store(h * rope.HS + half, y, true);
@@ -178,12 +178,12 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     __syncwarp();
     for (int i = 0; i < HEAD_QUADS; i++) {
         if (!live(i)) continue;
-        const bool first = quad_column(i) < half;  // whether the quad has the first columns of its pairs
-        const int angle = first ? quad_column(i) : quad_column(i) - half;
-        const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + angle;
-        const float* const others = normed[head_of_block()] + (first ? angle + half : angle);
+        const bool in_first_half = quad_column(i) < half;
+        const int pair = in_first_half ? quad_column(i) : quad_column(i) - half;  // the quad's first pair
+        const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + pair;
+        const float* const others = normed[head_of_block()] + (in_first_half ? pair + half : pair);
         for (int j = 0; j < QUAD && !is_v; j++) {  // (x, y) -> (x cos - y sin, y cos + x sin)
-            const float sine = first ? -table[j].y : table[j].y;
+            const float sine = in_first_half ? -table[j].y : table[j].y;
             x[i][j] = __fmaf_rn(x[i][j], table[j].x, __fmul_rn(others[j], sine));
         }
         to.round_in_place_and_store(quad_column(i), x[i], true);
@@ -280,15 +280,15 @@ void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dq
 
 namespace {
 
-// What a part of a row contributes to the softmax's denominator, computed in one pass: the part's largest
-// value, `most`, and the sum of exp(x - most). merge() adds another part: the sum with the smaller maximum is
+// What a part of a row contributes to the softmax's denominator, computed in one pass: the maximum of the
+// part, and its sum of exp(x - maximum). merge() adds another part: the sum with the smaller maximum is
 // rescaled.
 struct Softmax {
-    float most, sum;
+    float maximum, sum;
     __device__ void merge(const Softmax& other) {
-        const float most_of_both = fmaxf(most, other.most);
-        sum = sum * factor(most, most_of_both) + other.sum * factor(other.most, most_of_both);
-        most = most_of_both;
+        const float maximum_of_both = fmaxf(maximum, other.maximum);
+        sum = sum * factor(maximum, maximum_of_both) + other.sum * factor(other.maximum, maximum_of_both);
+        maximum = maximum_of_both;
     }
     static __device__ float factor(float from, float to) {
         return from == to ? 1.0f : fast_exp2((from - to) * LOG2_E);
@@ -303,7 +303,7 @@ constexpr int LOSS_THREADS = 512;
 // may still be reading the first when another thread writes the second.
 static __device__ Softmax softmax_of_block(Softmax mine, Softmax (&parts)[LOSS_THREADS / 32]) {
     for (int lanes = 16; lanes > 0; lanes /= 2)
-        mine.merge({__shfl_down_sync(~0u, mine.most, lanes), __shfl_down_sync(~0u, mine.sum, lanes)});
+        mine.merge({__shfl_down_sync(~0u, mine.maximum, lanes), __shfl_down_sync(~0u, mine.sum, lanes)});
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
     __syncthreads();
     Softmax all{-INFINITY, 0};
@@ -312,30 +312,30 @@ static __device__ Softmax softmax_of_block(Softmax mine, Softmax (&parts)[LOSS_T
 }
 
 // The losses of rows of logits and, if `gradients`, the gradients, which take the place of the logits. Block
-// b has the rows b, b + gridDim.x, ... It reads a row twice: for the loss, and for the gradients. PLACES is
-// the number of rows for which the block has shared memory:
+// b has the rows b, b + gridDim.x, ... It reads a row twice: for the loss, and for the gradients. CACHED_ROWS
+// says how many rows it caches in shared memory, each in a slot:
 //   2   Both times the block reads the row from shared memory. Meanwhile it copies the next row to the other
-//       place. A thread copies what it will read itself, so it need not wait for the copies of others.
+//       slot. A thread copies what it will read itself, so it need not wait for the copies of others.
 //   1   For the loss the block reads the row from memory and copies it to shared memory. For the gradients it
 //       reads the row from there. It has only this row.
 //   0   Both times the block reads the row from memory, or from the L2 cache. It has only this row.
-constexpr int loss_blocks_per_sm(int places, size_t element_bytes) {
-    if (places == 2) return 1;
+constexpr int loss_blocks_per_sm(int cached_rows, size_t element_bytes) {
+    if (cached_rows == 2) return 1;
     return element_bytes < 4 ? 3 : 2;
 }
-template <class Element, int PLACES>
-static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES, sizeof(Element)))
+template <class Element, int CACHED_ROWS>
+static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED_ROWS, sizeof(Element)))
     cross_entropy_kernel(Plain<Element> logits, int64_t rows, int stride, int V, const int32_t* targets,
                          bool gradients, const double* loss_weight, float* losses) {
     using StoredChunk = typename Plain<Element>::StoredChunk;
     constexpr int COLS_OF_BLOCK = LOSS_THREADS * CHUNK, IN_FLIGHT = 4;
-    extern __shared__ __align__(16) unsigned char shared[];  // (PLACES, stride) Element
+    extern __shared__ __align__(16) unsigned char shared[];  // (CACHED_ROWS, stride) Element
     __shared__ Softmax parts[2][LOSS_THREADS / 32];
     const int first_col = threadIdx.x * CHUNK;
     const float weight = gradients ? static_cast<float>(*loss_weight) : 0.0f;
     Element* const cached = reinterpret_cast<Element*>(shared);
     auto start_copy = [&](int64_t row, Element* to) {
-        if (PLACES < 2 || row >= rows) return;
+        if (CACHED_ROWS < 2 || row >= rows) return;
         const Element* const from = logits.data + row * stride;
         constexpr int COLS_OF_COPY = 16 / sizeof(Element);
         for (int col = first_col; col < stride; col += COLS_OF_BLOCK)
@@ -346,10 +346,10 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
 
     start_copy(blockIdx.x, cached);
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        const int place = PLACES == 2 ? static_cast<uint32_t>(row) / gridDim.x % 2 : 0;
-        const Plain<Element> in_memory = logits.starting_at(row * stride), in_place{cached + place * stride};
-        const Plain<Element> for_loss = PLACES == 2 ? in_place : in_memory;
-        const Plain<Element> for_gradients = PLACES == 0 ? in_memory : in_place;
+        const int slot = CACHED_ROWS == 2 ? static_cast<uint32_t>(row) / gridDim.x % 2 : 0;
+        const Plain<Element> in_memory = logits.starting_at(row * stride), in_cache{cached + slot * stride};
+        const Plain<Element> for_loss = CACHED_ROWS == 2 ? in_cache : in_memory;
+        const Plain<Element> for_gradients = CACHED_ROWS == 0 ? in_memory : in_cache;
         const int32_t target = targets[row];
         const float correct = in_memory.data[max(target, 0)];
         // The number of columns that count: none in a row without a target, whose loss and gradients are 0.
@@ -359,8 +359,8 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
             if (col + CHUNK <= live_cols) return;
             for (int j = 0; j < CHUNK; j++) x[j] = col + j < live_cols ? x[j] : with;
         };
-        if (PLACES == 2) __pipeline_wait_prior(0);
-        start_copy(row + gridDim.x, cached + (1 - place) * stride);
+        if (CACHED_ROWS == 2) __pipeline_wait_prior(0);
+        start_copy(row + gridDim.x, cached + (1 - slot) * stride);
 
         Softmax mine{-INFINITY, 0};
         for (int begin = first_col; begin < live_cols; begin += IN_FLIGHT * COLS_OF_BLOCK) {
@@ -370,19 +370,19 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(PLACES
             for (int i = 0; i < IN_FLIGHT; i++) {
                 const int col = begin + i * COLS_OF_BLOCK;
                 if (col >= live_cols) break;
-                if (PLACES == 1) *reinterpret_cast<StoredChunk*>(in_place.data + col) = raw[i];
+                if (CACHED_ROWS == 1) *reinterpret_cast<StoredChunk*>(in_cache.data + col) = raw[i];
                 Values x;
                 logits.unpack(raw[i], x);
                 replace_dead(col, x, -INFINITY);
-                float most = x[0];
-                for (int j = 1; j < CHUNK; j++) most = fmaxf(most, x[j]);
-                if (most > mine.most) mine.merge({most, 0.0f});
-                const float offset = -mine.most * LOG2_E;
+                float maximum = x[0];
+                for (int j = 1; j < CHUNK; j++) maximum = fmaxf(maximum, x[j]);
+                if (maximum > mine.maximum) mine.merge({maximum, 0.0f});
+                const float offset = -mine.maximum * LOG2_E;
                 for (int j = 0; j < CHUNK; j++) mine.sum += fast_exp2(__fmaf_rn(x[j], LOG2_E, offset));
             }
         }
-        const Softmax all = softmax_of_block(mine, parts[place]);
-        const float lse = all.most + logf(all.sum), offset = -lse * LOG2_E;
+        const Softmax all = softmax_of_block(mine, parts[slot]);
+        const float lse = all.maximum + logf(all.sum), offset = -lse * LOG2_E;
         if (threadIdx.x == 0) losses[row] = live_cols > 0 ? lse - correct : 0.0f;
         if (!gradients) continue;
             // The gradients: (softmax - one_hot(target)) * weight
@@ -415,16 +415,17 @@ static void launch_cross_entropy(const TensorRef& logits, int64_t V, const int32
         using Element = typename decltype(x)::Compute;
         const int64_t row_bytes = logits.cols * static_cast<int64_t>(sizeof(Element));
         const int64_t shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10) - 1024;
-        // Where three rows fit, three blocks with a place each are faster than one block with two places.
+        // Where three rows fit, three blocks with a slot each are faster than one block with two slots.
         const int64_t fitting = shared / row_bytes;
-        const int64_t places = fitting == 2 ? 2 : std::min<int64_t>(fitting, 1);
+        const int64_t cached_rows = fitting == 2 ? 2 : std::min<int64_t>(fitting, 1);
         auto kernel = cross_entropy_kernel<Element, 0>;
-        if (places == 1) kernel = cross_entropy_kernel<Element, 1>;
-        if (places == 2) kernel = cross_entropy_kernel<Element, 2>;
-        const int64_t grid = places == 2 ? std::min<int64_t>(logits.rows, multiprocessors()) : logits.rows;
+        if (cached_rows == 1) kernel = cross_entropy_kernel<Element, 1>;
+        if (cached_rows == 2) kernel = cross_entropy_kernel<Element, 2>;
+        const int64_t grid =
+            cached_rows == 2 ? std::min<int64_t>(logits.rows, multiprocessors()) : logits.rows;
         launch("cross_entropy", kernel, static_cast<unsigned>(grid), LOSS_THREADS,
-               static_cast<int>(places * row_bytes), stream, x, logits.rows, static_cast<int>(logits.cols),
-               static_cast<int>(V), targets, gradients, loss_weight, losses);
+               static_cast<int>(cached_rows * row_bytes), stream, x, logits.rows,
+               static_cast<int>(logits.cols), static_cast<int>(V), targets, gradients, loss_weight, losses);
     });
 }
 void cross_entropy_forward(const TensorRef& logits, int64_t V, const int32_t* targets, float* losses,
@@ -452,21 +453,21 @@ void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, dou
 constexpr int RUN_ROWS = 32;
 
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
-    EmbeddingOrder out;
-    out.order.resize(N);
-    std::iota(out.order.begin(), out.order.end(), 0);
-    std::stable_sort(out.order.begin(), out.order.end(),
+    EmbeddingOrder result;
+    result.order.resize(N);
+    std::iota(result.order.begin(), result.order.end(), 0);
+    std::stable_sort(result.order.begin(), result.order.end(),
                      [&](int32_t a, int32_t b) { return tokens[a] < tokens[b]; });
     for (int32_t i = 0; i < N; i++) {
-        const int32_t token = tokens[out.order[i]];
-        if (i == 0 || token != out.tokens.back().token) out.tokens.push_back({token, i, 0});
-        out.tokens.back().count++;
+        const int32_t token = tokens[result.order[i]];
+        if (i == 0 || token != result.tokens.back().token) result.tokens.push_back({token, i, 0});
+        result.tokens.back().count++;
     }
     // The longest sums start first.
-    std::stable_sort(out.tokens.begin(), out.tokens.end(),
+    std::stable_sort(result.tokens.begin(), result.tokens.end(),
                      [](const TokenRows& a, const TokenRows& b) { return a.count > b.count; });
-    for (const TokenRows& t : out.tokens) out.frequent += t.count > RUN_ROWS ? 1 : 0;
-    return out;
+    for (const TokenRows& t : result.tokens) result.frequent += t.count > RUN_ROWS ? 1 : 0;
+    return result;
 }
 
 // sum becomes the sum of the rows row_of(begin), ..., row_of(end - 1) of g, added in this order, in the

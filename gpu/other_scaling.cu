@@ -201,19 +201,19 @@ static __global__ void update_delayed_scales_kernel(AmaxAndScale* scales, int64_
                                                     uint32_t* empty) {
     const int64_t i = thread_of_grid();
     if (i >= n || *skipped) return;
-    AmaxAndScale& mine = scales[i];
+    AmaxAndScale& entry = scales[i];
     float* const history = histories + i * length;
-    uint32_t most = 0;
+    uint32_t largest_bits = 0;
     for (int j = length - 1; j >= 0; j--) {
-        history[j] = j == 0 ? mine.amax : history[j - 1];
-        most = max(most, magnitude_bits(history[j]));
+        history[j] = j == 0 ? entry.amax : history[j - 1];
+        largest_bits = max(largest_bits, magnitude_bits(history[j]));
     }
-    const float wanted = __uint_as_float(most);
-    if (wanted > 0 && wanted < INFINITY) mine.delayed_scale = scale_of(fmax, wanted);
-    if (!(mine.delayed_scale > 0)) atomicAdd(empty, 1u);
+    const float largest = __uint_as_float(largest_bits);
+    if (largest > 0 && largest < INFINITY) entry.delayed_scale = scale_of(fmax, largest);
+    if (!(entry.delayed_scale > 0)) atomicAdd(empty, 1u);
     else
         // For a rank that owns no part of this weight and receives its codes
-        mine.scale = mine.delayed_scale;
+        entry.scale = entry.delayed_scale;
 }
 
 void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped, uint32_t* empty,

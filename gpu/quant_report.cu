@@ -12,12 +12,12 @@ namespace coat::gpu {
 constexpr float HALF_STEP_E4M3 = 16, HALF_STEP_E5M2 = 4096;
 
 // Adds to quant_stats what x loses if it is quantized. The scale of an element is that of the tensor, if
-// amax_and_scale is not null; that of its scale block, if block_scales.scales is not null; else that of its
-// 1x16 group, which is computed here.
+// amax_and_scale is not null; that of its scale block, if block_scale_grid.scales is not null; else that of
+// its 1x16 group, which is computed here.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
     measure_quant_errors_kernel(Producer x, int64_t rows, const AmaxAndScale* amax_and_scale,
-                                ScaleGrid block_scales, bool e5m2, float fmax, QuantStats* quant_stats) {
+                                ScaleGrid block_scale_grid, bool e5m2, float fmax, QuantStats* quant_stats) {
     const TilePlace place;
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
@@ -31,8 +31,8 @@ static __global__ void __launch_bounds__(TILE_THREADS)
 #pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
                 const float value = v[p][j];
-                if (block_scales.scales)
-                    scale = *block_scales.address(place.row + i, p * x.width + place.col + j);
+                if (block_scale_grid.scales)
+                    scale = *block_scale_grid.address(place.row + i, p * x.width + place.col + j);
                 const uint32_t code = encode2(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
                 const float back = decode2(e5m2, code).x * scale;
                 const float half_step = e5m2 ? HALF_STEP_E5M2 : HALF_STEP_E4M3;
@@ -61,61 +61,65 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
                           cudaStream_t stream) {
     if (!quant_stats) return;
     const Storage& q = out.tensor.storage;
-    auto with_scales = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& block_scales) {
+    auto launch_with = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& block_scale_grid) {
         with_producer_for_fp8(x, [&](auto producer) {
             launch("measure_quant_errors", measure_quant_errors_kernel<decltype(producer)>,
                    tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows,
-                   amax_and_scale, block_scales, q.format == Format::E5M2, info(q.format).fmax, quant_stats);
+                   amax_and_scale, block_scale_grid, q.format == Format::E5M2, info(q.format).fmax,
+                   quant_stats);
         });
     };
-    if (q == E4M3_1x16) return with_scales(nullptr, {});
-    if (q.granularity == PER_TENSOR) return with_scales(out.tensor.amax_and_scale, {});
+    if (q == E4M3_1x16) return launch_with(nullptr, {});
+    if (q.granularity == PER_TENSOR) return launch_with(out.tensor.amax_and_scale, {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
         // Row-major and transposed codes have the same 128x128 blocks, so one of them is enough.
         const bool same = transposed && out.tensor.data && q.granularity.symmetric();
-        if (grid.scales && !same) with_scales(nullptr, grid);
+        if (grid.scales && !same) launch_with(nullptr, grid);
     }
 }
 
-// The CPU reference computes and stores the moments. Of a parameter with more than MEASURED elements it gets
-// only PIECES pieces of equal length, which are evenly spread. If there is one scale per tensor, the
+// The CPU reference computes and stores the moments. Of a parameter with more than MOST_MEASURED elements it
+// gets only PIECES pieces of equal length, which are evenly spread. If there is one scale per tensor, the
 // reference makes one for these pieces.
-void measure_moment_quant_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v,
-                                 const void* gradient, Format format, int64_t count, QuantReport& report,
-                                 cudaStream_t stream) {
-    constexpr int64_t MEASURED = 1 << 18, PIECES = 128;
-    static_assert(MEASURED / PIECES % MOMENT_GROUP_SIZE == 0, "a piece consists of whole groups");
+void measure_moment_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v, const void* gradient,
+                           Format format, int64_t count, QuantReport& report, cudaStream_t stream) {
+    constexpr int64_t MOST_MEASURED = 1 << 18, PIECES = 128;
+    static_assert(MOST_MEASURED / PIECES % MOMENT_GROUP_SIZE == 0, "a piece consists of whole moment groups");
     if (count == 0 || (!moments_need_scaling(m.format) && !moments_need_scaling(v.format))) return;
-    const int64_t pieces = count > MEASURED ? PIECES : 1, length = std::min(count, MEASURED) / pieces;
-    const int64_t n = pieces * length, apart = count / pieces / MOMENT_GROUP_SIZE * MOMENT_GROUP_SIZE;
+    const int64_t pieces = count > MOST_MEASURED ? PIECES : 1;
+    const int64_t length = std::min(count, MOST_MEASURED) / pieces;                   // of a piece
+    const int64_t distance = count / pieces / MOMENT_GROUP_SIZE * MOMENT_GROUP_SIZE;  // from piece to piece
+    const int64_t n = pieces * length;
     report.part_of_moments |= n < count;
-    // Copies the pieces of a tensor to the host. It has `bytes` bytes for each `unit` elements.
-    auto fetch_pieces = [&](auto& to, const void* from, int64_t unit, int64_t bytes) {
-        const int64_t width = ceil_div(length, unit) * bytes, pitch = std::max(width, apart / unit * bytes);
+    // Copies the pieces of a tensor to the host. It has `bytes` bytes for each `shared_by` elements of the
+    // parameter.
+    auto fetch_pieces = [&](auto& to, const void* from, int64_t shared_by, int64_t bytes) {
+        const int64_t width = ceil_div(length, shared_by) * bytes;
+        const int64_t pitch = std::max(width, distance / shared_by * bytes);
         check(cudaMemcpy2DAsync(to.data(), width, from, pitch, width, pieces, cudaMemcpyDeviceToHost, stream),
               "Reading the moments failed");
     };
     auto moment_on_host = [&](const void* data, Format f, const float* max, const float* k) {
-        reference::Moment x;
-        x.init(o, f, n);
-        fetch_pieces(x.codes, data, 1, info(f).bytes);
-        if (max && o.per_tensor) copy_async(x.max.data(), max, sizeof(float), stream);
-        else if (max) fetch_pieces(x.max, max, MOMENT_GROUP_SIZE, sizeof(float));
-        if (k) fetch_pieces(x.k, k, MOMENT_GROUP_SIZE, sizeof(float));
+        reference::Moment moment;
+        moment.init(o, f, n);
+        fetch_pieces(moment.codes, data, 1, info(f).bytes);
+        if (max && o.per_tensor) copy_async(moment.max.data(), max, sizeof(float), stream);
+        else if (max) fetch_pieces(moment.max, max, MOMENT_GROUP_SIZE, sizeof(float));
+        if (k) fetch_pieces(moment.k, k, MOMENT_GROUP_SIZE, sizeof(float));
         check(cudaStreamSynchronize(stream), "Reading the moments failed");
-        return x;
+        return moment;
     };
-    reference::Moment old_m = moment_on_host(m.data, m.format, m.max, m.k);
-    reference::Moment old_v = moment_on_host(v.data, v.format, v.max, v.k);
+    reference::Moment stored_m = moment_on_host(m.data, m.format, m.max, m.k);
+    reference::Moment stored_v = moment_on_host(v.data, v.format, v.max, v.k);
     std::vector<float> g(n), w(n), new_m(n), new_v(n);
     moment_on_host(gradient, format, nullptr, nullptr).load(g.data());
-    old_m.load(new_m.data());
-    old_v.load(new_v.data());
+    stored_m.load(new_m.data());  // adamw() makes new ones of them
+    stored_v.load(new_v.data());
     reference::adamw(reference::adamw_constants({1, 0.0f}, false, 0), n, g.data(), w.data(), new_m.data(),
                      new_v.data());
-    old_m.store(new_m.data(), false, &report.kinds[static_cast<int>(ReportKind::Moment1)]);
-    old_v.store(new_v.data(), true, &report.kinds[static_cast<int>(ReportKind::Moment2)]);
+    stored_m.store(new_m.data(), false, &report.kinds[static_cast<int>(ReportKind::Moment1)]);
+    stored_v.store(new_v.data(), true, &report.kinds[static_cast<int>(ReportKind::Moment2)]);
 }
 
 }  // namespace coat::gpu

@@ -17,8 +17,7 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
 // new moments. Adds to the report what storing these moments would lose. The CPU reference (reference.h)
 // computes and stores them; only this report calls it. Of a large parameter only a part is measured; the
 // report then says so. Waits for the stream.
-void measure_moment_quant_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v,
-                                 const void* gradient, Format format, int64_t count, QuantReport& report,
-                                 cudaStream_t stream);
+void measure_moment_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v, const void* gradient,
+                           Format format, int64_t count, QuantReport& report, cudaStream_t stream);
 
 }  // namespace coat::gpu

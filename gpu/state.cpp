@@ -325,17 +325,17 @@ void Parameters::update(const AdamWOptions& a, int64_t first, int64_t last, Shar
           state, stream_);
 }
 
-// measure_moment_quant_errors() copies the moments to the host, without context_: it would not notice that
+// measure_moment_errors() copies the moments to the host, without context_: it would not notice that
 // another rank has ended, for which the stream may wait. So context_.wait() comes first.
-void Parameters::measure_moment_quant_errors_of(int64_t bucket, const Sharding& sharding,
-                                                QuantReport& report) const {
+void Parameters::measure_moment_errors_of(int64_t bucket, const Sharding& sharding,
+                                          QuantReport& report) const {
     context_.wait();
     for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
         const Range& owned = places[i].owned;
         const uint8_t* const gradient = static_cast<const uint8_t*>(sharding.gradient_to_write(i).data);
-        measure_moment_quant_errors(setup.optimizer, memory_.moments[0][i], memory_.moments[1][i],
-                                    gradient + owned.first * gradient_bytes, gradient_storage.format,
-                                    owned.count, report, stream_);
+        measure_moment_errors(setup.optimizer, memory_.moments[0][i], memory_.moments[1][i],
+                              gradient + owned.first * gradient_bytes, gradient_storage.format, owned.count,
+                              report, stream_);
     }
 }
 

@@ -314,7 +314,7 @@ public:
 
     // For the quantization report: the errors of storing the moments of a bucket; and the expansion factors
     // of all moment groups.
-    void measure_moment_quant_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
+    void measure_moment_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
     std::vector<float> expansion_factors(bool second) const;
 
     // Copy a tensor of the state, which has this name, to or from the host: for Model::read() and write().

@@ -57,10 +57,10 @@ GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its w
     }
 }
 
-// measure_moment_quant_errors() copies the old moments and the gradient from the GPU, and the reference measures
+// measure_moment_errors() copies the old moments and the gradient from the GPU, and the reference measures
 // them: so the errors are exactly the reference's. Of a large parameter it measures 128 pieces of 2048
 // elements, evenly spread.
-GPU_TEST_CASE("measure_moment_quant_errors: errors of the moments equal the reference's") {
+GPU_TEST_CASE("measure_moment_errors: errors of the moments equal the reference's") {
     FRESH_RANDOM(rng);
     for (const char* name : {"coat", "fp8", "fp8lm"}) {
         const Optimizer& o = find_row(optimizers(), name, "--optimizer");
@@ -72,7 +72,7 @@ GPU_TEST_CASE("measure_moment_quant_errors: errors of the moments equal the refe
             const DeviceMoment m(p.m, p.padded()), v(p.v, p.padded());
             const Tensor g(run.gradient, Format::BF16);
             QuantReport report;
-            gpu::measure_moment_quant_errors(o, m.ref(), v.ref(), g.codes.get(), Format::BF16, n, report, 0);
+            gpu::measure_moment_errors(o, m.ref(), v.ref(), g.codes.get(), Format::BF16, n, report, 0);
 
             Floats x[2] = {load(p.m), load(p.v)};  // the moments after the step
             Floats weights(n);
