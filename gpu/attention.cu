@@ -75,11 +75,11 @@ __device__ void cp_async16(uint32_t to, const void* from, bool live) {
 }
 
 // Starts to copy a tile whose first row is row `first` of the head.
-template <class TileType>
-__device__ void load_tile(TileType tile, const Dims& d, Head<typename TileType::Real> head, int first) {
-    constexpr int CHUNKS = TileType::COLS / TileType::CHUNK;
-    for (int i = threadIdx.x; i < TileType::ROWS * CHUNKS; i += TileType::THREADS) {
-        const int row = i / CHUNKS, col = i % CHUNKS * TileType::CHUNK;
+template <class TileT>
+__device__ void load_tile(TileT tile, const Dims& d, Head<typename TileT::Real> head, int first) {
+    constexpr int CHUNKS = TileT::COLS / TileT::CHUNK;
+    for (int i = threadIdx.x; i < TileT::ROWS * CHUNKS; i += TileT::THREADS) {
+        const int row = i / CHUNKS, col = i % CHUNKS * TileT::CHUNK;
         const bool live = first + row < d.T && col < d.HS;
         cp_async16(tile.address(row, col), live ? head.address(first + row, col) : head.data, live);
     }
@@ -112,12 +112,12 @@ template <bool TRANSPOSED> __device__ Fragment ldmatrix(uint32_t address) {
     return x;
 }
 // A left operand or, transposed, a right one from a tile (k, n).
-template <bool TRANSPOSED, class TileType> __device__ Fragment load(TileType tile, int row, int col) {
+template <bool TRANSPOSED, class TileT> __device__ Fragment load(TileT tile, int row, int col) {
     const int lane = threadIdx.x % WARP;
     return ldmatrix<TRANSPOSED>(tile.address(row + lane % 16, col + lane / 16 * 8));
 }
 // A right operand from a tile (n, k).
-template <class TileType> __device__ Fragment load_right(TileType tile, int n, int k) {
+template <class TileT> __device__ Fragment load_right(TileT tile, int n, int k) {
     const int lane = threadIdx.x % WARP;
     return ldmatrix<false>(tile.address(n + lane % 8 + lane / 16 * 8, k + lane / 8 % 2 * 8));
 }
@@ -210,41 +210,41 @@ __device__ void write(const Dims& d, Head<Real> head, int row, const float (&acc
 // The grid is (NH, B, tiles of queries). The last tile, which sees the most keys, goes first. Rows past T are
 // zeros in shared memory. What follows from them is zero or is not written, so the causal mask is the only
 // mask.
-template <class TileType>
-__global__ void __launch_bounds__(TileType::THREADS)
-    attention_forward_kernel(Heads<typename TileType::Real> d, const void* qkv, void* out, float* lse) {
+template <class TileT>
+__global__ void __launch_bounds__(TileT::THREADS)
+    attention_forward_kernel(Heads<typename TileT::Real> d, const void* qkv, void* out, float* lse) {
     const uint32_t base = dynamic_shared_memory(1);
-    const TileType keys{base}, values{base + TileType::BYTES}, queries{base + 2 * TileType::BYTES};
+    const TileT keys{base}, values{base + TileT::BYTES}, queries{base + 2 * TileT::BYTES};
     const int h = blockIdx.x, b = blockIdx.y, kv = h / d.heads_per_kv();
-    const int first_query = (gridDim.z - 1 - blockIdx.z) * TileType::ROWS, warp_row = threadIdx.x / WARP * 16;
+    const int first_query = (gridDim.z - 1 - blockIdx.z) * TileT::ROWS, warp_row = threadIdx.x / WARP * 16;
     const int lane = threadIdx.x % WARP, row = first_query + warp_row + lane / 4;
     const auto k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
     const float scale = d.scale * LOG2_E;
 
     // The loop goes from the last tile of keys that these queries see back to the first.
-    int first_key = (min(first_query + TileType::ROWS, d.T) - 1) / TileType::ROWS * TileType::ROWS;
+    int first_key = (min(first_query + TileT::ROWS, d.T) - 1) / TileT::ROWS * TileT::ROWS;
     load_tile(queries, d, d.q(qkv, b, h), first_query);
     load_tile(keys, d, k, first_key);
     __pipeline_commit();
-    float acc[TileType::COLS / 2] = {}, max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, shrink[2];
-    for (; first_key >= 0; first_key -= TileType::ROWS) {
+    float acc[TileT::COLS / 2] = {}, max[2] = {-INFINITY, -INFINITY}, sum[2] = {}, shrink[2];
+    for (; first_key >= 0; first_key -= TileT::ROWS) {
         // Whether this warp sees some of the keys of the tile.
         const bool sees_keys = first_key < first_query + warp_row + 16;
         __pipeline_wait_prior(0);
         __syncthreads();  // keys have arrived, values may be overwritten
         load_tile(values, d, v, first_key);
         __pipeline_commit();
-        float s[TileType::ROWS / 2] = {};
+        float s[TileT::ROWS / 2] = {};
         if (sees_keys) scores(queries, warp_row, keys, s);
         __pipeline_wait_prior(0);
         __syncthreads();  // values have arrived, keys may be overwritten
-        if (first_key > 0) load_tile(keys, d, k, first_key - TileType::ROWS);
+        if (first_key > 0) load_tile(keys, d, k, first_key - TileT::ROWS);
         __pipeline_commit();
         if (!sees_keys) continue;
-        if (first_key + TileType::ROWS - 1 > first_query + warp_row) mask(s, first_key - row);
+        if (first_key + TileT::ROWS - 1 > first_query + warp_row) mask(s, first_key - row);
         softmax(s, max, sum, shrink, scale);
 #pragma unroll
-        for (int i = 0; i < TileType::COLS / 2; i++) acc[i] *= shrink[i / 2 % 2];
+        for (int i = 0; i < TileT::COLS / 2; i++) acc[i] *= shrink[i / 2 % 2];
         accumulate(s, values, acc);
     }
     for (int r = 0; r < 2; r++) {
@@ -266,15 +266,13 @@ __device__ float element(float2 two, int i) { return i == 0 ? two.x : two.y; }
 //
 // Each step loads a tile of the other side into a stage: q and dout (parts 0 and 1) and their QueryStatistics
 // (part 2), or k and v. There are two stages: one is loaded while the other is used.
-template <class TileType, bool KEYS>
-__global__ void __launch_bounds__(TileType::THREADS)
-    attention_backward_kernel(Heads<typename TileType::Real> d, const void* qkv, const void* gradient,
+template <class TileT, bool KEYS>
+__global__ void __launch_bounds__(TileT::THREADS)
+    attention_backward_kernel(Heads<typename TileT::Real> d, const void* qkv, const void* gradient,
                               void* dqkv, QueryStatistics statistics) {
     const uint32_t base = dynamic_shared_memory(1);
-    const TileType own1{base}, own2{base + TileType::BYTES};  // the owned k and v, or q and dout
-    auto stage_part = [&](int s, int part) {
-        return base + (2 + part) * TileType::BYTES + s % 2 * TileType::STAGE_BYTES;
-    };
+    const TileT own1{base}, own2{base + TileT::BYTES};  // the owned k and v, or q and dout
+    auto part = [&](int s, int i) { return base + (2 + i) * TileT::BYTES + s % 2 * TileT::STAGE_BYTES; };
     const int b = blockIdx.y, kv = KEYS ? blockIdx.x : blockIdx.x / d.heads_per_kv();
     const int first_head = KEYS ? kv * d.heads_per_kv() : blockIdx.x;
     const int tile = KEYS ? blockIdx.z : gridDim.z - 1 - blockIdx.z;  // the longest first
@@ -283,8 +281,7 @@ __global__ void __launch_bounds__(TileType::THREADS)
     const auto k = d.k(qkv, b, kv), v = d.v(qkv, b, kv);
     const float scale = d.scale * LOG2_E;
     auto statistics_of = [&](int h, int query_tile) {
-        return statistics.data +
-               ((int64_t(b) * d.NH + h) * statistics.tiles + query_tile) * 2 * TileType::ROWS;
+        return statistics.data + ((int64_t(b) * d.NH + h) * statistics.tiles + query_tile) * 2 * TileT::ROWS;
     };
 
     // A step has one tile of the other side that the mask leaves, in one query head. If the block owns keys,
@@ -294,44 +291,43 @@ __global__ void __launch_bounds__(TileType::THREADS)
     auto load_stage = [&](int step) {
         if (step >= steps) return;
         const int h = first_head + step / count, other_tile = begin + step % count;
-        load_tile(TileType{stage_part(step, 0)}, d, KEYS ? d.q(qkv, b, h) : k, other_tile * TileType::ROWS);
-        load_tile(TileType{stage_part(step, 1)}, d, KEYS ? d.out(gradient, b, h) : v,
-                  other_tile * TileType::ROWS);
-        float* const to = &shared<float>(stage_part(step, 2) + threadIdx.x * 4);
+        load_tile(TileT{part(step, 0)}, d, KEYS ? d.q(qkv, b, h) : k, other_tile * TileT::ROWS);
+        load_tile(TileT{part(step, 1)}, d, KEYS ? d.out(gradient, b, h) : v, other_tile * TileT::ROWS);
+        float* const to = &shared<float>(part(step, 2) + threadIdx.x * 4);
         if (KEYS) __pipeline_memcpy_async(to, statistics_of(h, other_tile) + threadIdx.x, 4);
     };
-    load_tile(own1, d, KEYS ? k : d.q(qkv, b, first_head), tile * TileType::ROWS);
-    load_tile(own2, d, KEYS ? v : d.out(gradient, b, first_head), tile * TileType::ROWS);
+    load_tile(own1, d, KEYS ? k : d.q(qkv, b, first_head), tile * TileT::ROWS);
+    load_tile(own2, d, KEYS ? v : d.out(gradient, b, first_head), tile * TileT::ROWS);
     load_stage(0);
     __pipeline_commit();
 
     float own_lse[2] = {}, own_delta[2] = {};  // those of this lane, if queries are owned
     for (int r = 0; !KEYS && r < 2; r++) {
         own_lse[r] = statistics_of(first_head, tile)[row + 8 * r];
-        own_delta[r] = statistics_of(first_head, tile)[TileType::ROWS + row + 8 * r];
+        own_delta[r] = statistics_of(first_head, tile)[TileT::ROWS + row + 8 * r];
     }
-    float acc1[TileType::COLS / 2] = {}, acc2[TileType::COLS / 2] = {};  // dk and dv, or dq alone
+    float acc1[TileT::COLS / 2] = {}, acc2[TileT::COLS / 2] = {};  // dk and dv, or dq alone
     for (int step = 0; step < steps; step++) {
         load_stage(step + 1);
         __pipeline_commit();
         __pipeline_wait_prior(1);
         __syncthreads();
-        const TileType in1{stage_part(step, 0)}, in2{stage_part(step, 1)};
+        const TileT in1{part(step, 0)}, in2{part(step, 1)};
         const bool diagonal = begin + step % count == tile;
-        float p[TileType::ROWS / 2] = {}, ds[TileType::ROWS / 2] = {};
+        float p[TileT::ROWS / 2] = {}, ds[TileT::ROWS / 2] = {};
         scores(own1, warp_row, in1, p);
         scores(own2, warp_row, in2, ds);  // dp
         // The statistics of the queries in this lane's columns. (Loaded in the next loop, registers would
         // spill.)
-        float2 lse[TileType::ROWS / 8], delta[TileType::ROWS / 8];
+        float2 lse[TileT::ROWS / 8], delta[TileT::ROWS / 8];
 #pragma unroll
-        for (int n = 0; KEYS && n < TileType::ROWS / 8; n++) {
-            const uint32_t address = stage_part(step, 2) + (n * 8 + fragment_col()) * 4;
+        for (int n = 0; KEYS && n < TileT::ROWS / 8; n++) {
+            const uint32_t address = part(step, 2) + (n * 8 + fragment_col()) * 4;
             lse[n] = shared<float2>(address);
-            delta[n] = shared<float2>(address + TileType::ROWS * 4);
+            delta[n] = shared<float2>(address + TileT::ROWS * 4);
         }
 #pragma unroll
-        for (int n = 0; n < TileType::ROWS / 8; n++) {
+        for (int n = 0; n < TileT::ROWS / 8; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const float lse_i = KEYS ? element(lse[n], i % 2) : own_lse[i / 2];
@@ -347,36 +343,34 @@ __global__ void __launch_bounds__(TileType::THREADS)
         accumulate(ds, in1, acc1);
         __syncthreads();  // from here on the stage may be overwritten
     }
-    const int first_row = tile * TileType::ROWS + warp_row;
+    const int first_row = tile * TileT::ROWS + warp_row;
     write(d, KEYS ? d.k(dqkv, b, kv) : d.q(dqkv, b, first_head), first_row, acc1, d.scale, d.scale);
     if (KEYS) write(d, d.v(dqkv, b, kv), first_row, acc2, 1, 1);
 }
 
-template <class TileType>
+template <class TileT>
 void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, AmaxAndScale* amax_out,
              cudaStream_t stream) {
-    const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, TileType::ROWS));
-    launch("attention_forward", attention_forward_kernel<TileType>, grid, TileType::THREADS,
-           3 * TileType::BYTES, stream, s, qkv, out, lse);
+    const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, TileT::ROWS));
+    launch("attention_forward", attention_forward_kernel<TileT>, grid, TileT::THREADS, 3 * TileT::BYTES,
+           stream, s, qkv, out, lse);
     const TensorRef result{out, s.B * s.T, s.NH * s.HS, Storage{s.format}};
     if (amax_out) compute_amax(lazy_stored(result), amax_out, stream);
 }
 
-template <class TileType>
+template <class TileT>
 void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {
-    const QueryStatistics statistics(s, TileType::ROWS, tensors.workspace);
-    launch("attention_backward",
-           attention_prepare_kernel<typename TileType::Real, TileType::COLS, TileType::ROWS>,
+    const QueryStatistics statistics(s, TileT::ROWS, tensors.workspace);
+    launch("attention_backward", attention_prepare_kernel<typename TileT::Real, TileT::COLS, TileT::ROWS>,
            statistics.grid(s), PREPARE_THREADS, 0, stream, s, statistics, tensors.out, tensors.dout,
            tensors.lse, nullptr, 0);
     auto launch_pass = [&](auto kernel, int64_t heads) {
         const dim3 grid(unsigned(heads), unsigned(s.B), unsigned(statistics.tiles));
-        launch("attention_backward", kernel, grid, TileType::THREADS,
-               2 * TileType::BYTES + 2 * TileType::STAGE_BYTES, stream, s, tensors.qkv, tensors.dout,
-               tensors.dqkv, statistics);
+        launch("attention_backward", kernel, grid, TileT::THREADS, 2 * TileT::BYTES + 2 * TileT::STAGE_BYTES,
+               stream, s, tensors.qkv, tensors.dout, tensors.dqkv, statistics);
     };
-    launch_pass(attention_backward_kernel<TileType, true>, s.NKV);
-    launch_pass(attention_backward_kernel<TileType, false>, s.NH);
+    launch_pass(attention_backward_kernel<TileT, true>, s.NKV);
+    launch_pass(attention_backward_kernel<TileT, false>, s.NH);
     // On Hopper the kernel itself undoes RoPE and finds the amax; here a pass over dqkv does.
     const TensorRef dqkv{tensors.dqkv, s.B * s.T, s.qkv_cols(), Storage{s.format}};
     const Rope positions{tensors.rope_table, s.T, s.HS, /*rotated_cols=*/(s.NH + s.NKV) * s.HS};
@@ -384,8 +378,8 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
     else if (tensors.dqkv_amax_out) compute_amax(lazy_stored(dqkv), tensors.dqkv_amax_out, stream);
 }
 
-template <class TileType> size_t workspace(const AttentionShape& s) {
-    return QueryStatistics(s, TileType::ROWS, nullptr).all_tiles(s) * 2 * TileType::ROWS * sizeof(float);
+template <class TileT> size_t workspace(const AttentionShape& s) {
+    return QueryStatistics(s, TileT::ROWS, nullptr).all_tiles(s) * 2 * TileT::ROWS * sizeof(float);
 }
 
 // -----------------------------------------------------------------------------------------------------------

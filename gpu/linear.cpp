@@ -33,9 +33,9 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     context_.sharding.gather_weights(module(), Direction::Forward);
     const Operand w_operand = get_or_make_w_operand(WhichGemm::Fprop);
     const void* const bias = bias_index_ ? context_.sharding.weight(*bias_index_).data : nullptr;
-    TensorRef whole_y = y;
-    whole_y.rows = rows_of_gemm(context_.formats.x, y.rows);
-    context_.gemms.run(WhichGemm::Fprop, x_operand, w_operand, whole_y, stream(), {.bias = bias});
+    TensorRef padded_y = y;
+    padded_y.rows = rows_of_gemm(context_.formats.x, y.rows);
+    context_.gemms.run(WhichGemm::Fprop, x_operand, w_operand, padded_y, stream(), {.bias = bias});
 }
 
 void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {

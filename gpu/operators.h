@@ -260,6 +260,8 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
 //                 groups; the padding stays zero
 //   rank's order  all shards of this rank, one after the other, each padded in the same way. In this order
 //                 lie its weights, masters, moments and sums of gradients
+//   module        a part of the model whose weights several ranks gather at a time: the embeddings, a linear
+//                 layer, or the head (gpu/sharding.h)
 
 // BF16 weights have the int16 remainders of their FP32 masters beside them, in the same order. Without
 // remainders there are no masters, and the optimizer rounds new weights stochastically. In the fp32 recipe
