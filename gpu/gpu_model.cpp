@@ -1,10 +1,21 @@
-// gpu/gpu_model.cpp - which recipes a GPU can run, and whether it caches weights (gpu/gpu_model.h).
+// gpu/gpu_model.cpp - which recipes a GPU can run, whether it caches weights, and which flags would save
+// memory (gpu/gpu_model.h).
 #include "gpu_model.h"
 
 namespace coat {
 
 bool should_cache_weights(const Setup& s) {
     return s.micro_batches_per_rank > 1 && linear_formats(s).w.fp8() && s.ranks == 1;
+}
+
+std::string flags_that_save_memory(const Setup& s) {
+    std::string flags;
+    auto add = [&](const char* flag) { flags += (flags.empty() ? "" : ", ") + std::string(flag); };
+    const bool fp32 = s.recipe.compute == Format::FP32;
+    if (s.keep_masters && !fp32) add("--master none");
+    if (!s.recipe.saved_attention.fp8() && !fp32) add("--attention groups");
+    if (s.keep_gradients && micro_batches_of_step(s) == 1) add("--gradients none --clip 0");
+    return flags;
 }
 
 // Whether cuBLASLt has a GEMM of two such operands.

@@ -22,6 +22,10 @@ bool should_cache_weights(const Setup& s);
 // needs them. The result is 0 in a program without CUDA.
 int64_t arena_bytes(const Setup& s, bool cache_weights);
 
+// The flags that would save memory in this run: those that it can have (require_supported() of model.h), and
+// does not have yet. They are separated by commas.
+std::string flags_that_save_memory(const Setup& s);
+
 // The model (model.cu). bytes: the size of its allocation, at least arena_bytes(). transport: to the other
 // ranks; null with one rank, and in a dry run.
 std::unique_ptr<Model> make_gpu_model_of_size(const Setup& s, int64_t bytes, bool cache_weights,

@@ -57,11 +57,10 @@ static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Tr
         needed = bytes + LOADED_LATER + page_table_bytes(s.ranks, bytes);
         if (needed <= int64_t(free)) return make_gpu_model_of_size(s, bytes, cached, std::move(transport));
     }
+    const std::string flags = flags_that_save_memory(s);
     throw Error("This run needs ", gigabytes(needed), " GB of GPU memory, but ", gigabytes(int64_t(free)),
-                " GB are free; ",
-                "choose a smaller --batch, --seq or --model, or save memory with --master none",
-                s.ranks > 1 ? " and --attention groups."
-                            : ", --attention groups, and --gradients none with --clip 0.");
+                " GB are free; choose a smaller --batch, --seq or --model",
+                flags.empty() ? "." : ", or flags that save memory: " + flags + ".");
 }
 
 std::unique_ptr<Model> make_gpu_model(const Setup& setup) {

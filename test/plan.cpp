@@ -337,6 +337,27 @@ TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows and blocks and other gr
     }
 }
 
+TEST_CASE("flags_that_save_memory: those that this run can have and does not have yet") {
+    const std::tuple<const char*, int, int, const char*> rows[] = {
+        // The run, its ranks, its micro-batches, and the flags
+        {"coat", 1, 1, "--master none, --attention groups, --gradients none --clip 0"},
+        {"coat", 1, 2, "--master none, --attention groups"},
+        {"coat", 2, 1, "--master none, --attention groups"},
+        {"coat master", 1, 1, "--attention groups, --gradients none --clip 0"},
+        {"coat master", 2, 1, "--attention groups"},
+        {"coat attention", 2, 1, "--master none"},
+        {"coat attention", 1, 1, "--master none, --gradients none --clip 0"},
+        {"coat gradients", 1, 1, "--master none, --attention groups"},
+        {"fp32", 1, 1, "--gradients none --clip 0"},
+        {"coat lean", 1, 1, ""}};
+    for (const auto& [run, ranks, micro_batches, flags] : rows) {
+        INFO(std::string(run), " ", ranks, " ", micro_batches);
+        Setup s = setup_of(run, LLAMA_7B, 8, 2048, micro_batches);
+        s.ranks = ranks;
+        CHECK(flags_that_save_memory(s) == flags);
+    }
+}
+
 TEST_CASE("recipe_on_gpu: operands that no GEMM multiplies are refused in a sentence that shows them") {
     constexpr Storage E4M3_32{.format = Format::E4M3, .granularity = {1, 32}};
     struct Row {
