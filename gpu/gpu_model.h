@@ -1,14 +1,14 @@
 // gpu/gpu_model.h - what it takes to make the model on a GPU: the recipe as this GPU can run it, the memory
-// that the model needs, and the model itself. (The rest of the program calls make_gpu_model() of model.h,
-// which stands in gpu/make_gpu_model.cpp and calls these.) A program without CUDA has all of this but
-// make_gpu_model_of_size(), for --plan.
+// that the model needs, the flags that would save some, and the model itself. (The rest of the program calls
+// make_gpu_model() of model.h, which stands in gpu/make_gpu_model.cpp and calls these.) A program without
+// CUDA has all of this but make_gpu_model_of_size(), for --plan.
 #pragma once
 #include "../model.h"
 
 namespace coat {
 
 namespace gpu {
-class Transport;  // gpu/sharding.h: how GPUs send each other bytes
+class Transport;  // gpu/transport.h: how GPUs send each other bytes
 }
 
 // The recipe as a GPU of this compute capability (90 is 9.0) runs it (table: dev/README.md), or an Error.

@@ -182,7 +182,7 @@ void LinearLayer::add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const
 // Amaxes
 
 void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
-    if (place_for_x_amax()) compute_amax(x, place_for_x_amax(), stream());
+    if (AmaxAndScale* const place = place_for_x_amax()) compute_amax(x, place, stream());
 }
 
 // The update leaves the amax of a weight in the parameter's entry (AmaxTable::of_parameter()). Delayed

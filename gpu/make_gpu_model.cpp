@@ -4,8 +4,9 @@
 #include <cstdlib>
 
 #include "gpu_model.h"
+#include "memory_layout.h"
 #include "parameter_kernels.h"
-#include "sharding.h"
+#include "transport.h"
 
 namespace coat {
 
@@ -71,9 +72,10 @@ std::unique_ptr<Model> make_gpu_model(const Setup& setup) {
     check(cudaSetDevice(gpu),
           concat("Choosing GPU number ", gpu, " failed; each rank needs a GPU of its own").c_str());
     const int capability = gpu_capability();
-    for (int theirs : setup.communicator ? setup.communicator->all_gather(capability) : std::vector<int>())
-        if (theirs != capability)
-            throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
+    if (setup.communicator)
+        for (const int theirs : setup.communicator->all_gather(capability))
+            if (theirs != capability)
+                throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
     Setup s = setup;
     s.recipe = recipe_on_gpu(setup.recipe, capability);
     return model_that_fits(s, connect_gpus(s));

@@ -5,22 +5,14 @@ namespace coat {
 
 std::vector<ShardPlace> shard_places(const Setup& s) {
     std::vector<ShardPlace> table;
-    int64_t rank_offset = 0, unit = 0;
+    int64_t rank_offset = 0, units = 0;
     for (const Param& p : parameters(s.config)) {
-        table.push_back({.owned = owned(s, p), .rank_offset = rank_offset, .units_before_parameter = unit});
+        table.push_back({.owned = owned(s, p), .rank_offset = rank_offset, .units_before_parameter = units});
         rank_offset += padded_count(table.back().owned);
-        unit += ceil_div(p.size(), SHARD_UNIT);
+        units += ceil_div(p.size(), SHARD_UNIT);
     }
-    table.push_back({.owned = {}, .rank_offset = rank_offset, .units_before_parameter = unit});
+    table.push_back({.owned = {}, .rank_offset = rank_offset, .units_before_parameter = units});
     return table;
-}
-
-GradientBufferSizes gradient_buffer_sizes(const Setup& s) {
-    GradientBufferSizes e;
-    for (const BucketRange& bucket : bucket_ranges(parameters(s.config)))
-        if (bucket.first == 0 && s.config.tied) e.embedding = bucket.elements;
-        else e.largest = std::max(e.largest, bucket.elements);
-    return e;
 }
 
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
@@ -34,21 +26,38 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
     return table;
 }
 
+GradientBufferSizes gradient_buffer_sizes(const Setup& s) {
+    GradientBufferSizes sizes;
+    for (const BucketRange& bucket : bucket_ranges(parameters(s.config)))
+        if (bucket.first == 0 && s.config.tied) sizes.embedding = bucket.elements;
+        else sizes.largest = std::max(sizes.largest, bucket.elements);
+    return sizes;
+}
+
 ReceivedBytes received_bytes(const Setup& s) {
     ReceivedBytes most;
     if (s.ranks == 1) return most;
     const std::vector<Param> params = parameters(s.config);
     for (const BucketRange& b : bucket_ranges(params)) {
-        int64_t elements = 0, gathered = 0;
+        int64_t elements = 0;  // the most that a rank owns of the bucket
+        // A module's matrices are in one bucket; here its vectors count, too, which are small
+        int64_t gathered = 0;
         for (size_t i = b.first; i < b.last; i++) {
-            const int64_t units = ceil_div(ceil_div(params[i].size(), SHARD_UNIT), s.ranks);
-            elements += params[i].is_vector() ? params[i].padded_size() : units * SHARD_UNIT;
+            const int64_t most_units = ceil_div(ceil_div(params[i].size(), SHARD_UNIT), s.ranks);
+            elements += params[i].is_vector() ? params[i].padded_size() : most_units * SHARD_UNIT;
             gathered += gathered_bytes(s, params[i]);
         }
         most.gradients = std::max(most.gradients, (s.ranks - 1) * elements * info(gradient_format(s)).bytes);
         most.weights = std::max(most.weights, gathered);
     }
     return most;
+}
+
+int64_t saved_layer_bytes(const Setup& s) {
+    int64_t bytes = 0;
+    for (const SavedTensor& t : saved_per_layer(s.config, s.recipe))
+        bytes += round_up(t.bytes(padded_tokens(s)), GPU_ALIGNMENT);
+    return bytes;
 }
 
 // How many layers' activations backward still needs when it writes the gradient of the parameter p. If p
@@ -76,13 +85,6 @@ int64_t gradients_offset(const Setup& s) {
         offset = std::max(offset, needed_bytes - places[i].rank_offset * gradient_bytes);
     }
     return round_up(offset, GPU_ALIGNMENT);
-}
-
-int64_t saved_layer_bytes(const Setup& s) {
-    int64_t bytes = 0;
-    for (const SavedTensor& t : saved_per_layer(s.config, s.recipe))
-        bytes += round_up(t.bytes(padded_tokens(s)), GPU_ALIGNMENT);
-    return bytes;
 }
 
 }  // namespace coat

@@ -28,6 +28,7 @@ struct BucketRange {
     int64_t flat_offset, elements;
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
+
 // Sizes of the buffers into which backward writes gradients, where these are not the sums themselves.
 struct GradientBufferSizes {
     int64_t largest = 0;  // elements of the largest bucket; the bucket of a tied embedding does not count

@@ -11,25 +11,26 @@ constexpr int THREADS = 256;  // threads of a block
 // 1. First values
 
 // Writes the first values of the elements of a parameter that this rank owns. Thread i writes number i of
-// them, which is element first + i of the rank's order. The weight is the master, rounded to nearest. Ties go
-// away from zero, so that the remainder fits into 16 bits.
-static __global__ void initialize_kernel(Weights w, int64_t first, Range own, int64_t padded, float init_std,
-                                         bool ones, int64_t used, uint64_t seed, uint64_t param) {
-    const int64_t i = thread_of_grid(), to = first + i;
+// them, which is element rank_offset + i of the rank's order. The weight is the master, rounded to nearest.
+// Ties go away from zero, so that the remainder fits into 16 bits.
+static __global__ void initialize_kernel(Weights w, int64_t rank_offset, Range owned, int64_t padded,
+                                         float init_std, bool ones, int64_t used, uint64_t seed,
+                                         uint64_t param_index) {
+    const int64_t i = thread_of_grid(), to = rank_offset + i;
     if (i >= padded) return;
     const float value =
-        i < own.count ? initial_value(init_std, ones, used, seed, param, own.first + i) : 0.0f;
+        i < owned.count ? initial_value(init_std, ones, used, seed, param_index, owned.first + i) : 0.0f;
     const uint32_t bits = __float_as_uint(value);
     if (w.format == Format::FP32) static_cast<float*>(w.values)[to] = value;
     else static_cast<uint16_t*>(w.values)[to] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
     if (w.remainders) w.remainders[to] = static_cast<int16_t>(bits & 0xFFFFu);
 }
 
-void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& values,
+void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& a,
                 cudaStream_t stream) {
-    const int64_t n = padded_count(values.owned);
-    launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, stream, w, rank_offset,
-           values.owned, n, p.init_std, p.role.starts_at_one, values.used, values.seed, values.param_index);
+    const int64_t n = padded_count(a.owned);
+    launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, stream, w, rank_offset, a.owned,
+           n, p.init_std, p.role.starts_at_one, a.used, a.seed, a.param_index);
 }
 
 cudaError_t kernel_status() {
@@ -164,7 +165,7 @@ void write_loss_or_nan(const AmaxAndScale* amaxes, int64_t n, const double* loss
 
 // A thread adds the gradients of a chunk, in the order of the ranks.
 static __global__ void __launch_bounds__(THREADS)
-    add_gradients_kernel(Bf16OrFloat sum, bool overwrite, Bf16OrFloat own, Bf16OrFloat received, int64_t n,
+    add_gradients_kernel(Bf16OrFloat sum, bool overwrite, Bf16OrFloat mine, Bf16OrFloat received, int64_t n,
                          int64_t rank, int64_t ranks) {
     const int64_t i = thread_of_grid() * CHUNK;
     if (i >= n) return;
@@ -172,7 +173,7 @@ static __global__ void __launch_bounds__(THREADS)
     if (!overwrite) sum.load_values(i, total);
     for (int64_t r = 0; r < ranks; r++) {
         Values v;
-        if (r == rank) own.load_values(i, v);
+        if (r == rank) mine.load_values(i, v);
         else received.load_values((r < rank ? r : r - 1) * n + i, v);
         for (int j = 0; j < CHUNK; j++) total[j] += v[j];
     }

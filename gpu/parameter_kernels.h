@@ -19,7 +19,7 @@ struct InitializeArguments {
 };
 // Writes the initial values of this rank's shard of the parameter p to w, from element rank_offset of the
 // rank's order on.
-void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& values,
+void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& a,
                 cudaStream_t stream);
 
 // cudaSuccess if this GPU can run the program's kernels, else the reason why it cannot.

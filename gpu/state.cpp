@@ -1,4 +1,4 @@
-// gpu/state.cpp - what one GPU keeps of a training run (gpu/state.h): its memory, scales and parameters.
+// gpu/state.cpp - what one GPU keeps of a training run (gpu/state.h): its memory, amaxes and parameters.
 #include "state.h"
 
 #include <cstring>
@@ -44,22 +44,16 @@ void GpuContext::copy_to_host(void* to_host, const void* from_gpu, int64_t bytes
     wait();
 }
 
-static int64_t count_linear_layers(const std::vector<Param>& params) {
-    return std::count_if(params.begin(), params.end(),
-                         [](const Param& p) { return p.role.quantized_linear; });
-}
-
 // Allocates the moments of what this rank owns. If they have one scale per tensor, there is room for two:
 // while the update encodes with the new scale, the old one still decodes.
-static void allocate_moments(MemoryMap& m, const Setup& s, Arena& arena,
-                             const std::vector<ShardPlace>& places) {
-    const Optimizer& o = s.optimizer;
+static void allocate_moments(MemoryMap& m, GpuContext& context, const std::vector<ShardPlace>& places) {
+    Arena& arena = context.arena;
+    const Optimizer& o = context.setup.optimizer;
     const int64_t maxima = o.per_tensor ? 2 : 1;
     m.moments_begin = arena.allocate(0);
-    const std::vector<Param> params = parameters(s.config);
-    for (size_t i = 0; i < params.size(); i++)
+    for (size_t i = 0; i < context.params.size(); i++)
         for (const bool second : {false, true}) {
-            const Format f = params[i].moment_format(second ? o.v : o.m);
+            const Format f = context.params[i].moment_format(second ? o.v : o.m);
             const int64_t moment_groups = o.moment_group_count(f, places[i].owned.count);
             MomentRef moment{.data = arena.allocate(padded_count(places[i].owned) * info(f).bytes),
                              .max = nullptr,
@@ -75,25 +69,29 @@ static void allocate_moments(MemoryMap& m, const Setup& s, Arena& arena,
 // Buffers for gradients that do not stay where backward writes them: one that all buckets use in turn, or
 // two, for even and odd buckets. The bucket of a tied embedding has another one of its own. Returns the
 // buffer of each bucket.
-static std::vector<uint8_t*> allocate_gradient_buffers(const Setup& s, Arena& arena, bool two) {
+static std::vector<uint8_t*> allocate_gradient_buffers(const Setup& s, Arena& arena, size_t buckets,
+                                                       bool two) {
     const GradientBufferSizes elements = gradient_buffer_sizes(s);
     const int64_t each = info(gradient_format(s)).bytes;
     uint8_t* const even = arena.allocate(elements.largest * each);
     uint8_t* const odd = two ? arena.allocate(elements.largest * each) : even;
-    std::vector<uint8_t*> by_bucket(bucket_ranges(parameters(s.config)).size());
-    for (size_t b = 0; b < by_bucket.size(); b++) by_bucket[b] = b % 2 ? odd : even;
+    std::vector<uint8_t*> by_bucket(buckets);
+    for (size_t b = 0; b < buckets; b++) by_bucket[b] = b % 2 ? odd : even;
     if (s.config.tied) by_bucket[0] = arena.allocate(elements.embedding * each);
     return by_bucket;
 }
 
 // The places of gradients are a table above MemoryMap (gpu/state.h).
-static void allocate_activations_and_gradients(MemoryMap& m, const Setup& s, Arena& arena,
+static void allocate_activations_and_gradients(MemoryMap& m, GpuContext& context,
                                                const std::vector<ShardPlace>& places) {
+    const Setup& s = context.setup;
+    Arena& arena = context.arena;
+    const std::vector<BucketRange> buckets = bucket_ranges(context.params);
     const int64_t activation_bytes = s.config.L * saved_layer_bytes(s);
     if (!s.keep_gradients) {
         // --gradients none, with one rank: the update reads a bucket where backward has written it
         m.saved_activations = arena.allocate(activation_bytes);
-        m.gradients_to_write = allocate_gradient_buffers(s, arena, /*two=*/false);
+        m.gradients_to_write = allocate_gradient_buffers(s, arena, buckets.size(), /*two=*/false);
         m.owned_gradient_sums = m.gradients_to_write;
         return;
     }
@@ -101,25 +99,30 @@ static void allocate_activations_and_gradients(MemoryMap& m, const Setup& s, Are
     const int64_t offset = gradients_offset(s), each = info(gradient_format(s)).bytes;
     m.saved_activations =
         arena.allocate(std::max(activation_bytes, offset + places.back().rank_offset * each));
-    for (const BucketRange& bucket : bucket_ranges(parameters(s.config)))
+    for (const BucketRange& bucket : buckets)
         m.owned_gradient_sums.push_back(m.saved_activations + offset +
                                         places[bucket.first].rank_offset * each);
     if (s.ranks == 1) m.gradients_to_write = m.owned_gradient_sums;
-    else m.gradients_to_write = allocate_gradient_buffers(s, arena, /*two=*/true);
+    else m.gradients_to_write = allocate_gradient_buffers(s, arena, buckets.size(), /*two=*/true);
+}
+
+static int64_t count_linear_layers(const std::vector<Param>& params) {
+    return std::count_if(params.begin(), params.end(),
+                         [](const Param& p) { return p.role.quantized_linear; });
 }
 
 MemoryMap allocate_memory(GpuContext& context) {
     const Setup& s = context.setup;
     Arena& arena = context.arena;
     const ModelConfig& config = s.config;
-    const std::vector<Param> params = parameters(config);
     const std::vector<ShardPlace> places = shard_places(s);
     const int64_t owned = places.back().rank_offset, compute_bytes = info(s.recipe.compute).bytes;
-    const int64_t linear_layers = count_linear_layers(params);
-    const int64_t amax_entries = int64_t(params.size()) + OPERAND_COUNT * linear_layers;
+    const int64_t param_count = int64_t(context.params.size());
+    const int64_t linear_layers = count_linear_layers(context.params);
     const bool delayed = s.recipe.scaling == Scaling::Delayed, several = s.ranks > 1;
 
     MemoryMap m{};
+    m.amax_count = param_count + OPERAND_COUNT * linear_layers;
     m.scalars = arena.allocate<Scalars>(1);
     m.gemm_scratch = arena.allocate(CublasGemms::SCRATCH);
 
@@ -128,17 +131,17 @@ MemoryMap allocate_memory(GpuContext& context) {
     m.received.flags = arena.allocate<uint32_t>(several ? 2 * s.ranks : 0);
     m.received.gradients = arena.allocate(received.gradients);
     for (uint8_t*& module : m.received.weights) module = arena.allocate(received.weights);
-    m.received.amaxes = arena.allocate<AmaxAndScale>(several ? s.ranks * amax_entries : 0);
+    m.received.amaxes = arena.allocate<AmaxAndScale>(several ? s.ranks * m.amax_count : 0);
 
     m.weights.values = arena.allocate(owned * compute_bytes);
     m.weights.format = s.recipe.compute;
     if (s.keep_masters && s.recipe.compute != Format::FP32)
         m.weights.remainders = arena.allocate<int16_t>(owned);
-    m.shards = arena.allocate<Shard>(int64_t(params.size()));
-    m.amax_table = arena.allocate<AmaxAndScale>(amax_entries);
+    m.shards = arena.allocate<Shard>(param_count);
+    m.amax_table = arena.allocate<AmaxAndScale>(m.amax_count);
     m.histories = arena.allocate<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history_steps : 0);
-    allocate_moments(m, s, arena, places);
-    allocate_activations_and_gradients(m, s, arena, places);
+    allocate_moments(m, context, places);
+    allocate_activations_and_gradients(m, context, places);
 
     const int64_t tokens = s.B * s.T;
     m.tokens = arena.allocate<int32_t>(tokens);
@@ -153,21 +156,21 @@ MemoryMap allocate_memory(GpuContext& context) {
     return m;
 }
 
-std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
-    constexpr int64_t MOST_ROWS = 65535 * 128;
-    std::vector<TensorRef> slices;
-    for (int64_t first = 0; first < v.rows; first += MOST_ROWS)
-        slices.push_back(row_slice(v, first, std::min(MOST_ROWS, v.rows - first)));
-    return slices;
-}
-
 // -----------------------------------------------------------------------------------------------------------
 // AmaxTable
 
 AmaxTable::AmaxTable(const GpuContext& context, const MemoryMap& memory)
-    : param_count(int64_t(parameters(context.setup.config).size())),
-      linear_layer_count(count_linear_layers(parameters(context.setup.config))), setup_(context.setup),
-      stream_(context.stream), entries_(memory.amax_table), histories_(memory.histories) {}
+    : param_count(int64_t(context.params.size())), linear_layer_count(count_linear_layers(context.params)),
+      setup_(context.setup), stream_(context.stream), entries_(memory.amax_table), count_(memory.amax_count),
+      histories_(memory.histories) {}
+
+void AmaxTable::clear() {
+    clear_async(entries_, count_ * int64_t(sizeof(AmaxAndScale)), stream_);
+    if (delayed())
+        clear_async(histories_, OPERAND_COUNT * linear_layer_count * setup_.recipe.history_steps * 4,
+                    stream_);
+    expect_empty_histories();
+}
 
 // The entries are cleared as rows of a matrix, of which `amax` is a column: the scales beside it stay.
 void AmaxTable::clear_operand_amaxes() const {
@@ -194,14 +197,23 @@ void AmaxTable::update_histories(StepOutcome* outcome) const {
 // -----------------------------------------------------------------------------------------------------------
 // Parameters
 
+std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
+    constexpr int64_t MOST_ROWS = 65535 * 128;
+    std::vector<TensorRef> slices;
+    for (int64_t first = 0; first < v.rows; first += MOST_ROWS)
+        slices.push_back(row_slice(v, first, std::min(MOST_ROWS, v.rows - first)));
+    return slices;
+}
+
 Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table)
-    : setup(context.setup), params(parameters(setup.config)), buckets(bucket_ranges(params)),
+    : setup(context.setup), params(context.params), buckets(bucket_ranges(params)),
       places(shard_places(setup)), weight_storage{setup.recipe.compute},
       gradient_storage(Storage{gradient_format(setup)}), weight_bytes(info(weight_storage.format).bytes),
       gradient_bytes(info(gradient_storage.format).bytes), context_(context), memory_(memory),
       amax_table_(amax_table), stream_(context.stream) {
     int64_t linear_layers = 0;
-    for (const Param& p : params) linear_layers_.push_back(p.role.quantized_linear ? linear_layers++ : -1);
+    for (const Param& p : params)
+        linear_layer_indices_.push_back(p.role.quantized_linear ? linear_layers++ : -1);
     register_state();
     upload_shard_table();
     initialize_state();
@@ -267,30 +279,23 @@ void Parameters::upload_shard_table() {
 // computed; zero for moments, which means max = 0 and k = 1 in every moment group; no scales, and empty
 // histories.
 void Parameters::initialize_state() {
-    clear_amax_table_and_moments();
+    amax_table_.clear();
+    clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
     int64_t most_moment_groups = 0;
     for (const Param& p : params)
         most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP_SIZE);
     const std::vector<float> ones(most_moment_groups, 1.0f);
     for (size_t i = 0; i < params.size(); i++) {
-        const InitializeArguments values{.owned = places[i].owned,
-                                         .param_index = i,
-                                         .used = used_elements(setup.config, params[i]),
-                                         .seed = setup.seed};
-        initialize(memory_.weights, places[i].rank_offset, params[i], values, stream_);
+        const InitializeArguments arguments{.owned = places[i].owned,
+                                            .param_index = i,
+                                            .used = used_elements(setup.config, params[i]),
+                                            .seed = setup.seed};
+        initialize(memory_.weights, places[i].rank_offset, params[i], arguments, stream_);
         recompute_weight_amax(i);
         for (float* const k : {memory_.moments[0][i].k, memory_.moments[1][i].k})
             if (k) copy_async(k, ones.data(), moment_groups(i) * 4, stream_);
     }
     context_.wait("Initializing the weights failed");
-}
-void Parameters::clear_amax_table_and_moments() {
-    clear_async(memory_.amax_table, amax_table_.count() * int64_t(sizeof(AmaxAndScale)), stream_);
-    clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
-    if (amax_table_.delayed())
-        clear_async(memory_.histories,
-                    OPERAND_COUNT * amax_table_.linear_layer_count * setup.recipe.history_steps * 4, stream_);
-    amax_table_.expect_empty_histories();
 }
 
 uint8_t* Parameters::owned_gradient_sum(size_t i) const {
@@ -300,29 +305,28 @@ uint8_t* Parameters::owned_gradient_sum(size_t i) const {
 }
 
 // Clipping needs the norm of the gradients of all ranks. So each rank adds up the squares of what it owns, by
-// shard unit. These sums travel after the loss: 1 + `units` numbers from each rank.
-void Parameters::update(const AdamWOptions& a, int64_t first, int64_t last, Sharding& sharding) {
-    const size_t begin = buckets[first].first, end = buckets[last - 1].last;  // parameters
-    const int count = int(end - begin);
-    const Range range{.first = places[begin].rank_offset,
-                      .count = places[end].rank_offset - places[begin].rank_offset};
-    const int64_t first_unit = places[begin].units_before_parameter;
-    const int64_t units = places[end].units_before_parameter - first_unit;
-    const ShardGradients gradients{.shards = memory_.shards + begin,
-                                   .count = count,
-                                   .elements = range,
-                                   .gradients = owned_gradient_sum(begin),
-                                   .format = gradient_storage.format};
+// shard unit. These sums travel after the loss: 1 + units.count numbers from each rank.
+void Parameters::update(const AdamWOptions& options, int64_t first, int64_t end, Sharding& sharding) {
+    const size_t first_param = buckets[first].first, end_param = buckets[end - 1].last;
+    const ShardPlace &from = places[first_param], &to = places[end_param];
+    const ShardGradients gradients{
+        .shards = memory_.shards + first_param,
+        .count = int(end_param - first_param),
+        .elements = {.first = from.rank_offset, .count = to.rank_offset - from.rank_offset},
+        .gradients = owned_gradient_sum(first_param),
+        .format = gradient_storage.format};
+    const Range units{.first = from.units_before_parameter,
+                      .count = to.units_before_parameter - from.units_before_parameter};
     StepOutcome* const outcome = &memory_.scalars->outcome;  // on the device
     GradientState* const state = &outcome->gradients;
 
-    double* const own_loss_and_squares = memory_.loss_and_squares + setup.rank * (1 + units);
-    compute_gradient_squares(gradients, {.first = first_unit, .count = units}, &outcome->loss_or_nan,
-                             own_loss_and_squares, stream_);
-    sharding.all_gather(memory_.loss_and_squares, (1 + units) * int64_t(sizeof(double)));
-    update_gradient_state(memory_.loss_and_squares, units, setup.ranks, a.clip, state, stream_);
-    adamw(a, setup.optimizer, gradients, memory_.weights, rounding_key(setup.seed, a.step + a.skipped_steps),
-          state, stream_);
+    double* const all_sums = memory_.loss_and_squares;
+    double* const own_sums = all_sums + setup.rank * (1 + units.count);
+    compute_gradient_squares(gradients, units, &outcome->loss_or_nan, own_sums, stream_);
+    sharding.all_gather(all_sums, (1 + units.count) * int64_t(sizeof(double)));
+    update_gradient_state(all_sums, units.count, setup.ranks, options.clip, state, stream_);
+    adamw(options, setup.optimizer, gradients, memory_.weights,
+          rounding_key(setup.seed, options.step + options.skipped_steps), state, stream_);
 }
 
 // measure_moment_errors() copies the moments to the host, without context_: it would not notice that

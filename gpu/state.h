@@ -131,26 +131,29 @@ struct MemoryMap {
     Scalars* scalars;
     void* gemm_scratch;  // CublasGemms::SCRATCH bytes
 
-    // For the norm of gradients, (ranks, 1 + shard units): the loss, and sums of squares. With several ranks
-    // the others write their rows.
+    // For the norm of gradients, (ranks, 1 + shard units): a rank's row has its loss, and then the sums of
+    // squares of what it owns. Each rank sends its row to the others.
     double* loss_and_squares;
-    // What else other ranks write here; nothing with one rank. The distance of each place, and of
-    // loss_and_squares, from the beginning of the allocation is the same on all ranks.
+    // What else other ranks write here, if there are several. These places, and loss_and_squares, are equally
+    // far from the beginning of the allocation on all ranks.
     struct Received {
-        uint32_t* flags;       // two for each rank
+        uint32_t* flags;       // two for each rank (gpu/transport.h)
         uint8_t* gradients;    // the other ranks' gradients of the part of a bucket that this rank owns
         uint8_t* weights[2];   // the matrices of an even module, and of an odd one
-        AmaxAndScale* amaxes;  // (ranks, AmaxTable::count())
+        AmaxAndScale* amaxes;  // (ranks, amax_count): the tables of all ranks
     } received;
 
     // What this rank owns, in the rank's order
     Weights weights;
     Shard* shards;                      // AdamW's table of parameters
-    AmaxAndScale* amax_table;           // see AmaxTable
-    float* histories;                   // amaxes: (operands, linear layers, Recipe::history_steps)
     std::vector<MomentRef> moments[2];  // first and second moments, by parameter
     void* moments_begin;                // where all moments and their moment scalings begin
     int64_t moments_bytes;              // how many bytes they take together
+
+    // See AmaxTable
+    AmaxAndScale* amax_table;  // (amax_count)
+    int64_t amax_count;
+    float* histories;  // (operands, linear layers, Recipe::history_steps): with delayed scaling
 
     uint8_t* saved_activations;                 // L layers of saved_layer_bytes() each
     std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
@@ -168,9 +171,11 @@ struct MemoryMap {
     float2* rope_table;  // (T, HS / 2) {cos, sin}, for the whole run
 };
 
-// This rank's GPU: the settings of the run, the stream of the computation and the allocation.
+// This rank's GPU: the settings of the run, the table of its parameters (architecture.h), the stream of the
+// computation and the allocation.
 struct GpuContext {
     const Setup setup;
+    const std::vector<Param> params = parameters(setup.config);
     const Stream stream;
     Arena arena;
     // While quantization is measured, what it has lost so far. Otherwise both are null.
@@ -198,10 +203,6 @@ struct GpuContext {
 // Allocates what lasts for the run.
 MemoryMap allocate_memory(GpuContext& context);
 
-// The tensor v as slices of rows, each of which fits one launch: a grid has at most 65,535 tiles of 128
-// rows.
-std::vector<TensorRef> slices_for_grids(const TensorRef& v);
-
 // -----------------------------------------------------------------------------------------------------------
 // The amaxes of the weights and operands of linear layers: a table on the device, in which each amax has
 // beside it the scale that follows from it (AmaxAndScale). The table has an entry for
@@ -210,18 +211,19 @@ std::vector<TensorRef> slices_for_grids(const TensorRef& v);
 //
 // The amax of a linear layer's weight is in the entry of this parameter, where the update leaves it. Only
 // with delayed scaling, where scales follow from a history of amaxes, it is in the entry of the operand w.
+// (The entries of other parameters than these weights are not used.)
 
 class AmaxTable {
 public:
     AmaxTable(const GpuContext& context, const MemoryMap& memory);
 
-    const int64_t param_count;  // the length of Parameters::params
+    const int64_t param_count;
     const int64_t linear_layer_count;
     // Whether a history of amaxes may still be empty. An operand whose history is empty is scaled just in
     // time. A step that was not skipped sets it to false if it has found no empty history (StepOutcome).
     bool any_empty_history = false;
 
-    int64_t count() const { return param_count + OPERAND_COUNT * linear_layer_count; }
+    int64_t count() const { return count_; }
     AmaxAndScale* all() const { return entries_; }
     AmaxAndScale* of_parameter(size_t i) const { return entries_ + i; }
     AmaxAndScale* of_operand(WhichOperand o, int64_t linear_layer) const {
@@ -236,6 +238,8 @@ public:
     }
     bool delayed() const { return setup_.recipe.scaling == Scaling::Delayed; }
 
+    // Clears amaxes, scales and histories, for a run that begins.
+    void clear();
     // Clears the amaxes of operands: before each micro-batch if scaling is just in time, and before each step
     // if it is delayed. (The amaxes of parameters stay.)
     void clear_operand_amaxes() const;
@@ -250,6 +254,7 @@ private:
     const Setup& setup_;
     const cudaStream_t stream_;
     AmaxAndScale* const entries_;
+    const int64_t count_;  // of the entries
     float* const histories_;
 
     // The place of an operand among the operands of all linear layers.
@@ -262,6 +267,10 @@ private:
 // Weights, gradients and moments, by parameter. Here `i` is the index of a parameter in params, which is the
 // table of architecture.h, in the order of forward.
 
+// The tensor v as slices of rows, each of which fits one launch: a grid has at most 65,535 tiles of 128 rows.
+// (Parameters::owned_weight() may have more, because its rows are short.)
+std::vector<TensorRef> slices_for_grids(const TensorRef& v);
+
 class Parameters {
 public:
     // Gives all weights, moments and scales the values that a new run begins with, on the GPU. A run that
@@ -269,20 +278,20 @@ public:
     Parameters(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table);
 
     const Setup& setup;
-    const std::vector<Param> params;
+    const std::vector<Param>& params;
     const std::vector<BucketRange> buckets;
     // By parameter: what this rank owns, and where. One more entry follows, where the last parameter ends.
     const std::vector<ShardPlace> places;
     const Storage weight_storage, gradient_storage;
     const int64_t weight_bytes, gradient_bytes;  // the bytes of one element
 
-    // The index of the parameter with this name.
-    size_t index(const std::string& param) const { return find(param).param; }
+    // The index of the parameter with this name, or to which the state tensor with this name belongs.
+    size_t index(const std::string& name) const { return find(name).param_index; }
     // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
     std::optional<size_t> bias_index(size_t weight_index) const;
     // The number, in the order of forward, of the linear layer whose weight is parameter i; -1 if there is
     // none.
-    int64_t linear_layer_index(size_t i) const { return linear_layers_[i]; }
+    int64_t linear_layer_index(size_t i) const { return linear_layer_indices_[i]; }
     int64_t linear_layer_count() const { return amax_table_.linear_layer_count; }
 
     // Where the weights of this rank's part of parameter i begin.
@@ -306,11 +315,11 @@ public:
         return {owned_gradient_sum(i), params[i].rows, params[i].cols, gradient_storage};
     }
 
-    // Updates the buckets [first, last), whose gradients are complete: exchanges sums of squares with the
+    // Updates the buckets [first, end), whose gradients are complete: exchanges sums of squares with the
     // other ranks, computes the norm, decides whether the step is skipped (GradientState), and, if it is not,
     // runs AdamW, which leaves the amaxes of the new weights. Before that, StepOutcome::loss_or_nan must have
     // been written.
-    void update(const AdamWOptions& a, int64_t first, int64_t last, Sharding& sharding);
+    void update(const AdamWOptions& options, int64_t first, int64_t end, Sharding& sharding);
 
     // For the quantization report: the errors of storing the moments of a bucket; and the expansion factors
     // of all moment groups.
@@ -325,7 +334,7 @@ public:
 
 private:
     struct StateEntry {
-        size_t param;  // the index of the parameter that it belongs to
+        size_t param_index;  // the parameter to which it belongs
         void* data;
         int64_t bytes;
     };
@@ -333,14 +342,13 @@ private:
     const MemoryMap& memory_;
     AmaxTable& amax_table_;
     const cudaStream_t stream_;
-    std::vector<int64_t> linear_layers_;         // by parameter: linear_layer_index()
+    std::vector<int64_t> linear_layer_indices_;  // by parameter
     std::map<std::string, StateEntry> entries_;  // by name
 
     void register_state();
     void register_delayed_scales(size_t i);
     void upload_shard_table();
     void initialize_state();
-    void clear_amax_table_and_moments();
     int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP_SIZE); }
     void recompute_weight_amax(size_t i);
     const StateEntry& find(const std::string& name) const;
