@@ -66,10 +66,10 @@ struct GradientsOfRanks {
 // `overwrite`, without the old sum. sum (n) has the format of the gradients.
 void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream);
 
-// theirs (ranks, n) has the entries of all ranks, this one's among them. mine (n): an amax becomes the
+// of_all_ranks (ranks, n) has the entries of all ranks, this one's among them. mine (n): an amax becomes the
 // largest of all ranks, and its scale is amax / FMAX, or the delayed scale.
-void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* theirs, int64_t n, int64_t ranks, Format fp8,
-                    cudaStream_t stream);
+void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* of_all_ranks, int64_t n, int64_t ranks,
+                    Format fp8, cudaStream_t stream);
 
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
 void transpose_codes(const TensorRef& codes, void* transposed, cudaStream_t stream);

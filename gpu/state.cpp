@@ -197,14 +197,6 @@ void AmaxTable::update_histories(StepOutcome* outcome) const {
 // -----------------------------------------------------------------------------------------------------------
 // Parameters
 
-std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
-    constexpr int64_t MOST_ROWS = 65535 * 128;
-    std::vector<TensorRef> slices;
-    for (int64_t first = 0; first < v.rows; first += MOST_ROWS)
-        slices.push_back(row_slice(v, first, std::min(MOST_ROWS, v.rows - first)));
-    return slices;
-}
-
 Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table)
     : setup(context.setup), params(context.params), buckets(bucket_ranges(params)),
       places(shard_places(setup)), weight_storage{setup.recipe.compute},
@@ -434,6 +426,14 @@ void Parameters::read_gradient(size_t i, float* out) const {
     std::fill_n(out, count, 0.0f);
     for (int64_t e = 0; e < count; e++)
         std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + 4 - bytes, &raw[size_t(e * bytes)], size_t(bytes));
+}
+
+std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
+    constexpr int64_t MOST_ROWS = 65535 * 128;
+    std::vector<TensorRef> slices;
+    for (int64_t first = 0; first < v.rows; first += MOST_ROWS)
+        slices.push_back(row_slice(v, first, std::min(MOST_ROWS, v.rows - first)));
+    return slices;
 }
 
 }  // namespace coat::gpu

@@ -267,10 +267,6 @@ private:
 // Weights, gradients and moments, by parameter. Here `i` is the index of a parameter in params, which is the
 // table of architecture.h, in the order of forward.
 
-// The tensor v as slices of rows, each of which fits one launch: a grid has at most 65,535 tiles of 128 rows.
-// (Parameters::owned_weight() may have more, because its rows are short.)
-std::vector<TensorRef> slices_for_grids(const TensorRef& v);
-
 class Parameters {
 public:
     // Gives all weights, moments and scales the values that a new run begins with, on the GPU. A run that
@@ -359,5 +355,9 @@ private:
     void write_half_of_masters(const std::string& name, const uint16_t* in) const;
     void read_gradient(size_t i, float* out) const;
 };
+
+// The tensor v as slices of rows, each of which fits one launch: a grid has at most 65,535 tiles of 128 rows.
+// (Parameters::owned_weight() may have more, because its rows are short.)
+std::vector<TensorRef> slices_for_grids(const TensorRef& v);
 
 }  // namespace coat::gpu
