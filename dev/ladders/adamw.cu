@@ -50,7 +50,7 @@
 // cycle of these:
 //
 //   memory               14.25 bytes a parameter at about 4.27 TB/s, the rate of a copy           900 us
-//   instructions         a multiprocessor issues 4 a clock, each for 32 lanes:       8.8 us for each that
+//   instructions         a multiprocessor starts (issues) 4 a clock, each for 32 lanes:  8.8 us for each that
 //                        every parameter takes. Within 900 us there is room for 102
 //   special functions    16 lanes a clock (logarithm, exponential, reciprocal, root):  71 us for each that
 //                        every parameter takes. Within 900 us there is room for 12
@@ -95,7 +95,7 @@ __device__ int16_t remainder_of(float master) {
     return static_cast<int16_t>(__float_as_uint(master) & 0xFFFFu);
 }
 
-// How many blocks it takes if each has this many parameters.
+// How many blocks it takes if each has this many parameters. ceil_div(a, b) is a / b, rounded up.
 unsigned blocks_with(int64_t n, int64_t parameters_of_block) {
     return static_cast<unsigned>(ceil_div(n, parameters_of_block));
 }
@@ -525,11 +525,13 @@ void launch_rung5(const State& s, const Constants& c) {
 //
 // Lanes that read the same code share the answer. Lanes with different codes in one bank wait for each other,
 // which is called a *conflict*: if all 128 codes are equally frequent, a look-up takes a warp nearly always 2
-// or 3 clocks, 2.8 on average. But shared memory was idle, and the special function unit was not.
+// or 3 clocks, 2.8 on average: python3 dev/ladders/banks.py "random(128)" draws such look-ups. But shared
+// memory was idle, and the special function unit was not.
 //
 // Counted: 9.25 special functions for an element, and 82 instructions, with those that fill the table. For
-// all parameters a look-up without conflicts takes 2^28 / (132 x 32 x 1.8e9) = 35 us; two look-ups of 2.8
-// clocks each take about 200 us. A block has only 16 spans, and first of all it waits for its table.
+// all parameters a look-up without conflicts takes 2^28 / (132 x 32 x 1.8e9) = 35 us; two look-ups, of m and
+// of v, take 2.8 clocks each: 2 x 2.8 x 35 = 200 us. A block has only 16 spans, and first of all it waits for
+// its table.
 //
 // Predict: faster or slower than rung 5? What limits it now?
 struct Table : Reciprocals {
@@ -566,10 +568,10 @@ void launch_rung6(const State& s, const Constants& c) {
 //   rung 6   load 0 ...wait... compute 0, store 0           (a new warp) load 1 ...wait... compute 1
 //   rung 7   load 0 ...wait... load 1, compute 0, store 0   load 2, compute 1, store 1   load 3, ...
 //
-// Why: a load takes about 0.8 us. 8 of the 14.25 bytes are loaded, at 2.4 TB/s, so 2.4e12 x 0.8e-6 = 1.9 MB
-// must be on their way at any moment, or memory is idle in between. Rung 6 has that while its warps start,
-// and little while they compute. Here each of 67,584 threads (132 x 512) always has 64 bytes under way: 4.3
-// MB.
+// Why: a load takes about 0.8 us. 8 of the 14.25 bytes are loaded, at 4.27 x 8 / 14.25 = 2.4 TB/s. So 2.4e12
+// x 0.8e-6 = 1.9 MB must be on their way at any moment, or memory is idle in between. Rung 6 has that while
+// its warps start, and little while they compute. Here each of 132 x 512 = 67,584 threads always has its
+// eight elements of 8 bytes under way: 67,584 x 64 = 4.3 MB.
 //
 // The price is registers, 96 a thread, so that only two blocks fit; __launch_bounds__(256, 2) tells the
 // compiler that it may use 65,536 / 512 = 128. In return, the table is filled once for hundreds of spans.
@@ -790,29 +792,30 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 1
 //
-//   limits      instructions 6,780 us (the 770 of the measured program), memory 900 us
-//   predicted   8,300 us, from the 940 instructions of nvcc 12.9
+//   limits      instructions 770 x 8.8 = 6,780 us (the 770 of the measured program), memory 900 us
+//   predicted   940 x 8.8 = 8,300 us, from the instructions of nvcc 12.9
 //   measured    7,759 us
 //
 // One resource decides by far. That the prediction is only 7% off is luck: it counts instructions that the
 // measured program does not have. The GPU runs this rung at 1.98 GHz (measured). At this clock the 770 take
-// 6,160 us, and the rung takes 26% longer. It has 37 barriers, at each of which warps wait and issue nothing.
-// They may be the rest: that was not measured.
+// 6,780 x 1.8 / 1.98 = 6,160 us, and the rung takes 26% longer. What does a count not see? There are 37
+// barriers, nine in each of four reductions and one before, and at each of them warps wait and issue nothing.
+// Rung 2, which has none, takes only 6% longer than its count.
 
 // ===========================================================================================================
 // Answer to rung 2
 //
-//   limits      instructions 5,280 us, memory 900 us
+//   limits      instructions 600 x 8.8 = 5,280 us, memory 900 us
 //   predicted   5,300 us
 //   measured    5,110 us
 //
 // Instructions decide again, so how wide a load is does not matter yet. It will once they no longer do. This
-// rung, too, runs at 1.98 GHz, where its count is 4,800 us.
+// rung, too, runs at 1.98 GHz, where its count is 5,280 x 1.8 / 1.98 = 4,800 us.
 
 // ===========================================================================================================
 // Answer to rung 3
 //
-//   limits      instructions 2,290 us, special functions 1,060 us, memory 900 us
+//   limits      instructions 260 x 8.8 = 2,290 us, special functions 15 x 71 = 1,060 us, memory 900 us
 //   predicted   2,300 us
 //   measured    2,289 us, 2.2 times as fast as rung 2
 //
@@ -822,8 +825,8 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 4
 //
-//   limits      memory 900 us, special functions 890 us, instructions 880 us
-//   predicted   between 1,100 and 1,500 us
+//   limits      memory 900 us, special functions 12.5 x 71 = 890 us, instructions 100 x 8.8 = 880 us
+//   predicted   between 1,100 and 1,500 us: longer than each of the three, and far less than their sum
 //   measured    1,105 us
 //
 // From here on the three times are alike, and how they overlap decides. To see it, copies of rungs 4 to 6
@@ -843,7 +846,7 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 5
 //
-//   limits      memory 900 us, special functions 800 us, instructions 690 us
+//   limits      memory 900 us, special functions 11.25 x 71 = 800 us, instructions 78 x 8.8 = 690 us
 //   predicted   15% less time than rung 4
 //   measured    1,025 us, 7% less
 //
@@ -855,7 +858,8 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 6
 //
-//   limits      memory 900 us, instructions 720 us, special functions 660 us, shared memory 200 us
+//   limits      memory 900 us, instructions 82 x 8.8 = 720 us, special functions 9.25 x 71 = 660 us, shared
+//               memory 200 us
 //   predicted   as fast as rung 5
 //   measured    978 us, 5% less time
 //
@@ -875,7 +879,9 @@ int main(int argc, char** argv) {
 // on a multiprocessor are enough if each has asked for its next spans. At least one of them is wrong. Rung
 // 6 has 32 warps there, of four blocks, and while some of them compute, others load: it reaches 91% of the
 // rate of a copy without our help. And 16 warps hide less of the waiting inside the arithmetic, for instance
-// for a shuffle or a look-up. Which of these costs how much was not measured.
+// for a shuffle or a look-up. This rung changed both at once, so its time cannot tell which of them costs how
+// much. (On a GPU you could find out: run rung 6 with 16 warps on a multiprocessor, by giving its blocks so
+// much shared memory that only two fit.)
 //
 // In both rungs half of the accesses are for fields. So these do not explain why rung 7 is slower, but rung
 // 8 shows that they cost a tenth. Rung 8 needs a warp that goes through many spans, so the change stayed.
@@ -895,10 +901,10 @@ int main(int argc, char** argv) {
 // The kernel that trains has more to do: several parameters in one launch, moment groups that are extremely
 // wide or small, other formats, the amax of the new weights. It goes through bundles as this rung does, and
 // takes 1,031 us. Is it, too, as fast in the manner of rung 6? We wrote 15 variants, with the same bits, and
-// predicted yes. For the parameters of Llama-2-7B the best of them took 30.6 ms in place of 26.0. A part of
-// this is the start of a block, which finds its parameter and fills its tables before it loads: the same
-// kernel took 39.9 ms with 128 spans a block, and 31.3 with 16,384. What the rest is was not measured. So
-// what a rung wins in a small kernel has to be measured again in the one that uses it.
+// predicted yes. For the parameters of Llama-2-7B the best of them took 30.6 ms in place of 26.0. One cause
+// is the start of a block, which finds its parameter and fills its tables before it loads: the same kernel
+// took 39.9 ms with 128 spans a block, and 31.3 with 16,384. So what a rung wins in a small kernel has to be
+// measured again in the one that uses it.
 
 // ===========================================================================================================
 // On paper: for those without a GPU
@@ -919,7 +925,8 @@ int main(int argc, char** argv) {
 // Answers on paper
 //
 //   a   2 (32 x 2 bytes), 8 (32 x 8) and 16 (32 x 16).
-//   b   Weight, remainder and gradient move 4 + 4 + 2 bytes, and two moments 2 x (4 + 4): 26 bytes, 1,630 us.
+//   b   Weight, remainder and gradient move 4 + 4 + 2 bytes, and two moments 2 x (4 + 4): 26 bytes. Memory
+//       takes 2^28 x 26 / 4.27e12 = 1,630 us.
 //   c   Fields take 0.5 bytes in place of 0.25: 14.5. Then 8 lanes have a span, and 3 shuffles reduce it.
 //   d   10 + 10 / 16 = 10.6, 750 us: memory decides, with 900 us. But a lane's 32 bytes of weights take two
 //       loads, and its values take more registers, so fewer threads fit.

@@ -371,8 +371,8 @@ int main(int argc, char** argv) {
 //   measured    51,810 us
 //
 // What does not fit into registers lies in memory (spilling). That each pair loads and stores it is the
-// likely reason, but it was not measured. Rung 3 spills, too, and takes a third of this time; but of a thread
-// of rung 2, 752 bytes lie in memory, and of one of rung 3, 304 (nvcc 13.0).
+// likely reason. Rung 3 spills, too, and takes a third of this time; but of a thread of rung 2, 752 bytes lie
+// in memory, and of one of rung 3, 304 (nvcc 13.0).
 
 // ===========================================================================================================
 // Answer to rung 3
@@ -381,8 +381,8 @@ int main(int argc, char** argv) {
 //   predicted   half of rung 2
 //   measured    16,350 us, a third of rung 2
 //
-// It was better than predicted. Probably (it was not measured) because each of rung 2's loads of 2 bytes goes
-// to the cache of its multiprocessor, through which the numbers that do not fit into registers go, too.
+// It was better than predicted. A likely reason: each of rung 2's loads of 2 bytes goes to the cache of its
+// multiprocessor, through which the numbers that do not fit into registers go, too.
 
 // ===========================================================================================================
 // Answer to rung 4

@@ -24,15 +24,17 @@
 //
 //   memory           1.125 bytes in (a code, and 1/16 of a scale), twice, and 1 out, at about 4.27 TB/s,
 //                    the rate of a copy                                                            51 us
-//   instructions     a multiprocessor issues 4 a clock, each for 32 lanes:   2.2 us for each that every
-//                    element takes. Within 51 us there is room for 23
+//   instructions     a multiprocessor starts (issues) 4 a clock, each for 32 lanes:   2.2 us for each that
+//                    every element takes. Within 51 us there is room for 23
 //   latency          what a load asks for arrives about 0.8 us later. Where each of the 2,048 threads of a
 //                    multiprocessor has one element on its way: 200 us for all elements. With two on their
 //                    way 100 us, and so on. What is in a cache arrives sooner
 //
 // To do the sums again: 16384 x 4096 x 3.25 bytes / 4.27e12 = 51 us; 16384 x 4096 / (132 x 4 x 32 x 1.8e9) =
-// 2.2 us; 16384 x 4096 / (132 x 2,048) x 0.8 = 200 us. Kernels that follow each other do not overlap, so each
-// of them has its own limit, and their times add up. (README.md says how far the clock may differ.)
+// 2.2 us; 16384 x 4096 / (132 x 2,048) x 0.8 = 200 us. A byte of each element takes 51 / 3.25 = 15.7 us, and
+// where a thread loads n elements at once, latency is 200 / n. Kernels that follow each other do not
+// overlap, so each of them has its own limit, and their times add up. (README.md says how far the clock may
+// differ.)
 //
 // How many instructions a rung has was counted in its machine code, which cuobjdump -sass
 // build/ladder_norm_to_fp8 prints (that of nvcc 12.9; the measured program was built by 13.0): one follows a
@@ -379,19 +381,21 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 1
 //
-//   limits      latency 200 + (820 + 410 or more) + 200 + 200 us, memory 350 us, instructions 320 us
+//   limits      latency 200 + (820 + 410 or more) + 200 + 200 us, memory 22 x 15.7 = 350 us, instructions
+//               144 x 2.2 = 320 us
 //   predicted   several times 350 us, by latency
 //   measured    2,489 us
 //
 // The norm: 16,384 threads run at once, and each waits 4,096 / 4 times 0.8 us in its first walk, 820 us. In
 // its second walk a load is from memory if its sector has left the cache: 410 us if this is so for one of
 // eight, 3,280 us if it is so for all. Then the other three kernels: a load for each element. Together it is
-// at least 1,830 us. (The kernels of this ladder were not measured one by one: try it with nsys.)
+// at least 200 + 820 + 410 + 200 + 200 = 1,830 us. (To time each kernel alone, run it under nsys.)
 
 // ===========================================================================================================
 // Answer to rung 2
 //
-//   limits      latency 200 + (12 + up to 200) + 200 + 200 us, memory 350 us, instructions 350 us
+//   limits      latency 200 + (200 / 16 + up to 200) + 200 + 200 us, memory 350 us, instructions 160 x 2.2 =
+//               350 us
 //   predicted   450 to 550 us
 //   measured    1,191 us
 //
@@ -403,7 +407,8 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 3
 //
-//   limits      latency (50 + up to 200) + 200 us, instructions 210 us, memory 160 us
+//   limits      latency (200 / 4 + up to 200) + 200 us, instructions 97 x 2.2 = 210 us, memory 10.125 x 15.7
+//               = 160 us
 //   predicted   250 to 400 us
 //   measured    349 us
 //
@@ -414,7 +419,7 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 4
 //
-//   limits      latency 50 + up to 50 + 200 us, instructions 255 us, memory 51 us
+//   limits      latency 200 / 4 + up to 200 / 4 + 200 us, instructions 116 x 2.2 = 255 us, memory 51 us
 //   predicted   no faster than rung 3
 //   measured    333 us, 5% faster
 //
@@ -424,7 +429,7 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 5
 //
-//   limits      instructions 95 us, latency 25 + up to 25 + 25 us, memory 51 us
+//   limits      instructions 43 x 2.2 = 95 us, latency 200 / 8 + up to 25 + 25 us, memory 51 us
 //   predicted   120 to 150 us
 //   measured    117 us, 2.9 times as fast as rung 4
 //
@@ -434,7 +439,7 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 6
 //
-//   limits      instructions 81 us, latency 25 + 25 us, memory 51 us
+//   limits      instructions 37 x 2.2 = 81 us, latency 25 + 25 us, memory 51 us
 //   predicted   10% faster than rung 5
 //   measured    110 us, 6% faster
 //

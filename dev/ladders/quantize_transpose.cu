@@ -11,24 +11,35 @@
 // The program prints the time of each rung for a matrix of 16384 x 4096. Codes must equal those of the CPU
 // reference.
 //
-// Training does this to every gradient. The FP8 GEMMs of Hopper, the H200's generation, add up products along
-// neighbouring elements only. So the GEMM for the gradient of x reads the codes by rows, and that for the
-// gradient of the weight reads them transposed (lesson 5 of the course). The amax, the largest magnitude of
-// the matrix, is already known.
+// Training does this to every gradient: the GEMM for the gradient of x reads the codes by rows, and that for
+// the gradient of the weight reads them transposed (lesson 5 of the course; the next part says why). The
+// amax, the largest magnitude of the matrix, is already known.
 //
 // What limits a rung. It uses four resources at the same time, and that which takes longest decides. Here is
 // how long each takes for these 67 million elements. An H200 has 132 multiprocessors at about 1.8 GHz
 // (README.md, "What the machine has"); "a clock" is one cycle of these:
 //
 //   memory           2 bytes of BF16 in, 1 + 1 out, at about 4.27 TB/s, the rate of a copy         63 us
-//   instructions     a multiprocessor issues 4 a clock, each for 32 lanes:   2.2 us for each that every
-//                    element takes. Within 63 us there is room for 28
+//   instructions     a multiprocessor starts (issues) 4 a clock, each for the 32 lanes of a warp:  2.2 us
+//                    for each that every element takes. Within 63 us there is room for 28
 //   shared memory    32 banks of 4 bytes a clock: 8.8 us for each access that every element takes, if the
 //                    lanes of a warp use different banks or the same word; twice that if two lanes need
 //                    different words of a bank, and so on
 //   latency          what a load asks for arrives about 0.8 us later. Half of the bytes are loaded, at
 //                    2.1 TB/s. So what arrives in the next 0.8 us must have been asked for already:
 //                    2.1e12 x 0.8e-6 = 1.7 MB. With only a third on its way, it takes three times as long
+//
+// To do the sums again. There are 16384 x 4096 = 67.1e6 elements:
+//
+//   memory           67.1e6 x 4 bytes / 4.27e12 bytes a second                                  =  63 us
+//   instructions     67.1e6 / (132 multiprocessors x 4 a clock x 32 lanes x 1.8e9 clocks a second)  =  2.2 us
+//   shared memory    67.1e6 / (132 multiprocessors x 32 banks x 1.8e9 clocks a second)          = 8.8 us
+//   latency          each of 132 x 2,048 threads has one element on its way, and waits 0.8 us for it:
+//                    67.1e6 / (132 x 2,048) = 250 times, 250 x 0.8 us                           = 200 us
+//
+// So these four numbers are all that an answer below needs besides what a rung counts: n instructions for
+// each element are n x 2.2 us, n accesses to shared memory n x 8.8 us, n bytes n x 67.1e6 / 4.27e12 = n x
+// 15.7 us, and loads of n elements at a time make the latency 200 / n us.
 //
 // How many instructions a rung has was counted in its machine code, which cuobjdump -sass
 // build/ladder_quantize_transpose prints (that of nvcc 12.9; the measured program was built by 13.0): one
@@ -47,7 +58,7 @@ constexpr unsigned THREADS = 256;  // of a block; in rungs 2 to 4 they are 32 x 
 // cols) and m.transposed (cols, rows), a byte each; m.scale has the amax. rows and cols are multiples of 16.
 
 // How many blocks it takes if each has this many elements; and the grid if each has a square of this many
-// columns and rows.
+// columns and rows. ceil_div(a, b) is a / b, rounded up.
 unsigned blocks_with(const Matrix& m, int64_t elements) {
     return static_cast<unsigned>(ceil_div(m.rows * m.cols, elements));
 }
@@ -64,6 +75,38 @@ __device__ uint8_t encode(bf16 x, float inverse) {
     return __nv_cvt_float_to_fp8(__bfloat162float(x) * inverse, __NV_SATFINITE, __NV_E5M2);
 }
 
+// ===========================================================================================================
+// How an FP8 GEMM is fed
+//
+// Why are codes needed in two orders? Tensor cores multiply tiles. On Hopper, the H200's generation, one
+// instruction, wgmma, multiplies a tile of A, 64 rows with 32 codes each, by a tile of B, 32 codes of each of
+// up to 256 columns, and adds the products to sums that lie in registers. The dimension that is summed over
+// is called K. The tiles lie in shared memory, and of FP8 the instruction takes one order only: the 32 codes
+// along K are neighbours, in A and in B. Such an operand is *K-major*.
+//
+//   A, row i          byte   0    1    2   ...  31          32 codes along K, side by side
+//   B, column j       byte   0    1    2   ...  31          32 codes along K, side by side
+//
+// For BF16 the instruction has a bit for each operand that says "it lies in the other order", and transposes
+// while it reads. For FP8 it has none (the manual of PTX says so of wgmma.mma_async), and what copies tiles
+// from memory to shared memory moves rows of bytes as they are. So cuBLASLt takes FP8 operands on Hopper in
+// this order alone, which its manual calls TN, and they have to be stored so.
+//
+// Picture: dev/figures/fed.svg | Eight codes that one sum needs, for the gradient of x and for that of the
+// weight. g is the gradient of a linear layer's output.
+//
+// For the gradient of x, sums run along a row of g. For the gradient of the weight they run along a column,
+// whose codes are a whole row apart: that GEMM needs g transposed. The three GEMMs of a linear layer:
+//
+//   GEMM     computes        sums over    reads, each K-major
+//   fprop    y = x w^T       in           x (tokens, in)                  w (out, in)
+//   dgrad    dx = g w        out          g (tokens, out)                 w transposed (in, out)
+//   wgrad    dw = g^T x      tokens       g transposed (out, tokens)      x transposed (in, tokens)
+//
+// So each of x, w and g is needed in both orders. A GEMM that transposes by itself, on the way to shared
+// memory, would do what this ladder does each time that it loads a tile, and it loads each tile of g once for
+// many tiles of its result. The quantizer does it once. Its price is the last of the four bytes of an
+// element: 16 of the 63 us. With one scale for the tensor both orders have the same codes.
 // ===========================================================================================================
 // Rung 1: two kernels, a thread for an element
 //
@@ -218,6 +261,9 @@ void launch_rung4(const Matrix& m) { rungs3_and_4<1><<<tiles_of(m, SIDE), dim3(S
 //   row                        0    8   16   24   32   40   48   56     17 x 8 = 136 is 8 modulo 32
 //   bank of column 0 to 3      0    8   16   24    0    8   16   24     4 banks, two rows each
 //
+// Picture: dev/figures/rung5.svg | Rung 5. Thread 9 is red; of its warp, lanes 0 to 31, the first two rows
+// are drawn dark.
+//
 // With 65 bytes, a byte of padding as in rung 4, reading would need no bank twice. But most writes still
 // would: row 2 would have the banks of row 0. No padding of up to 32 bytes does away with both. banks.py
 // counts and draws an access; this is the first of the two above:
@@ -225,9 +271,10 @@ void launch_rung4(const Matrix& m) { rungs3_and_4<1><<<tiles_of(m, SIDE), dim3(S
 //   python3 dev/ladders/banks.py "68*(lane//8) + 8*(lane%8)" --bytes 1
 //
 // Three names are new. Piece<Element, N> (ladder.h) is N neighbouring elements in registers of a thread:
-// load() and store() are one instruction each, and piece[j] is element j. gpu::Values (gpu/device.cuh) is
-// eight FP32 numbers. gpu::encode<Format::E5M2>(values, inverse), there too, makes eight codes of them, two
-// with each instruction that converts; they are a uint2, two words of four codes.
+// load() and store() are one instruction each, piece[j] is element j, and piece.word is all of them. For
+// eight codes that is a uint2: two words of 32 bits, .x and .y, of four codes each. gpu::Values
+// (gpu/device.cuh) is eight FP32 numbers. gpu::encode<Format::E5M2>(values, inverse), there too, makes eight
+// codes of them, two with each instruction that converts.
 //
 // Counted: 19 instructions for an element. A thread still has one load on its way, but now of 16 bytes.
 //
@@ -331,9 +378,13 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 //   store transposed      bytes 16 - 31 of rows 2, 34, 66, 98       a store: 128 bytes of each of 4 rows,
 //                         of the result: 4 stores of 16 bytes       16 sectors
 //
+// Picture: dev/figures/rung6.svg | Rung 6. Thread 17 is red, and its warp dark. Follow its codes from x to
+// their columns in the tile; what the thread reads and stores at last are codes of other threads.
+//
 // All 8 loads of x are on their way before the first is used.
 //
-// Counted: 8 instructions for an element. Without conflicts, writing the words takes 2.2 us of shared memory.
+// Counted: 8 instructions for an element. A word has four elements, so without conflicts writing the words
+// takes a quarter of 8.8 us, 2.2 us of shared memory, and reading them as much.
 // (Lanes that need different words of one bank are a *conflict*.)
 //
 // Predict: in how many banks are the words that the 16 threads of one `down` write at once? How long does
@@ -368,7 +419,8 @@ struct Unswizzled {
 // threads and asks for four of them on a multiprocessor at once. So the compiler may give a thread at most
 // 65,536 / 1,024 = 64 registers: a multiprocessor has 65,536.
 template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and_7(Matrix m) {
-    __shared__ __align__(16) uint32_t tile[TILE][TILE / 4];  // (column, word)
+    // (column, word). It begins at a multiple of 16 bytes, as what is read 16 bytes at a time has to.
+    __shared__ __align__(16) uint32_t tile[TILE][TILE / 4];
     const float inverse = inverse_scale(m);
     const int64_t row0 = static_cast<int64_t>(blockIdx.y) * TILE;
     const int64_t col0 = static_cast<int64_t>(blockIdx.x) * TILE;
@@ -379,7 +431,7 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
     if (row < m.rows && col < m.cols) {
         Piece<bf16, CHUNK> x[8];
         for (int i = 0; i < 8; i++) x[i] = Piece<bf16, CHUNK>::load(m.x + (row + i) * m.cols + col);
-        uint2 codes[8];
+        uint2 codes[8];  // of a row: .x is the word of columns 0 to 3, .y that of columns 4 to 7
         for (int i = 0; i < 8; i++) {
             const Piece<uint8_t, CHUNK> eight = encode8(x[i], inverse);
             eight.store(m.codes + (row + i) * m.cols + col);
@@ -446,6 +498,9 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 //            across 3        4    5    6    7  |  0   [1]   2   (3) | 12   13   14   15  |   8        27
 //            across 4        8    9   10   11  | 12   13   14   15  | [0]   1   (2)   3  |   4        23
 //            ...
+//
+// Picture: dev/figures/rung7.svg | The same for all 16 values of `across`: the words that a warp writes in
+// its first turn, and below how many of them each bank has.
 //
 // A piece is what stands between two bars. `^` (exclusive or) permutes the pieces of a column, so nothing is
 // overwritten, and eight lanes that read the eight pieces of a column use every bank once, as in rung 6.
@@ -543,15 +598,14 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 1
 //
-//   limits      instructions 230 us, latency 200 + 200 us, memory 570 or 79 us
+//   limits      instructions 103 x 2.2 = 230 us, latency 200 + 200 us, memory 570 or 79 us
 //   predicted   600 us or more
 //   measured    1,215 us
 //
 // Memory: an element is 2 bytes in and 1 out in the first kernel. The second loads this 1, and writes 32
-// bytes to memory, or 1 if sectors are completed before. Latency: each of 2,048 x 132 threads has one load
-// of an element on its way, 0.54 MB of BF16. The whole matrix is 134 MB, 250 times that, so loading it takes
-// 250 x 0.8 us. As many codes of one byte take as long. The two kernels follow each other, so their
-// latencies add up.
+// bytes to memory, or 1 if sectors are completed before: 36 x 15.7 = 570 us, or 5 x 15.7 = 79 us. Latency:
+// a thread has one load of an element on its way, 200 us, and 200 us again in the second kernel. The two
+// kernels follow each other, so their latencies add up.
 //
 // This rung took twice as long as predicted. Measured alone, its kernels take 177 and 1,026 us. The second
 // one writes 67.1 million sectors, one byte each: 1,026 us x 132 x 1.8e9 / 67.1e6 = 3.6 clocks of a
@@ -568,14 +622,15 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 2
 //
-//   limits      instructions 200 us, latency 200 + 50 us, shared memory 80 us, memory 79 us
+//   limits      instructions 92 x 2.2 = 200 us, latency 200 + 200 / 4 us, memory 5 x 15.7 = 79 us,
+//               shared memory (1 + 8) x 8.8 = 80 us
 //   predicted   250 us
 //   measured    331 us
 //
 // 32 neighbouring bytes are one sector, and a warp's store wants no other, where rung 1's wanted 32.
 //
 // The prediction was made from instructions, for both kernels. Measured alone, they take 177 and 153 us.
-// These are times in us:
+// These are times in us; the first kernel has 47 of the 92 instructions, and 3 of the 5 bytes:
 //
 //                     instructions   shared memory   memory   latency   measured
 //   first kernel      104                            47       200       177
@@ -586,14 +641,15 @@ int main(int argc, char** argv) {
 // code of nvcc 13.0), so a quarter of the latency: its stores go to shared memory, where `codes` cannot be.
 // Reading a column of its tile takes 8 x 8.8 us, for a column is in 4 banks: see rung 4.
 //
-// The second kernel does not fit: none of its resources takes 153 us. Its instructions and its shared memory
-// would, one after the other, take 179, and the threads of a block do wait for each other between them, at
-// the barrier. How far the other blocks of a multiprocessor fill that time was not measured.
+// None of the second kernel's resources takes 153 us. But a block waits at its barrier. If other blocks
+// always filled that time, the longest of the four would decide, 99 us; if none did, the two longest would
+// follow each other, 99 + 80 = 179 us. The 153 lie between.
 
 // ===========================================================================================================
 // Answer to rung 3
 //
-//   limits      latency 200 us, instructions 110 us, shared memory 80 us, memory 63 us
+//   limits      latency 200 us, instructions 51 x 2.2 = 110 us, shared memory (1 + 8) x 8.8 = 80 us,
+//               memory 63 us
 //   predicted   130 us, before it was measured; 200 us after
 //   measured    212 us
 //
@@ -603,40 +659,43 @@ int main(int argc, char** argv) {
 // ===========================================================================================================
 // Answer to rung 4
 //
-//   limits      latency 200 us, instructions 110 us, memory 63 us, shared memory 24 us
+//   limits      latency 200 us, instructions 110 us, memory 63 us, shared memory (1 + 1.75) x 8.8 = 24 us
 //   predicted   10% faster at most
 //   measured    204 us, 4% faster
 //
 // Reading a column took 8 clocks, for its 32 bytes are in 4 banks, 8 words each. Now column 0 takes 1. In
 // columns 1, 2 and 3 the byte of lane 31 falls into word 256, which is in bank 0, as lane 0's byte is: 2
-// clocks. So it goes on, and on average a read takes 1.75 clocks, 15 us, and a write 1, 9 us. (With 4 bytes
-// of padding every read takes 1: try it with banks.py.)
+// clocks. So it goes on: one column of four takes 1 clock and three take 2, on average 1.75. A write takes 1.
+// (With 4 bytes of padding every read takes 1, too: try it with banks.py.)
 //
 // This is a good change in the wrong place: a read takes a fifth of the clocks, the rung 4% less time.
 
 // ===========================================================================================================
 // Answer to rung 5
 //
-//   limits      memory 63 us, instructions 42 us, shared memory 35 us, latency 25 us
+//   limits      memory 63 us, instructions 19 x 2.2 = 42 us, shared memory 4 x 8.8 = 35 us, latency
+//               200 / 8 = 25 us
 //   predicted   75 us
 //   measured    78 us
 //
-// A load now has 16 bytes, so an eighth of the latency. The tile takes two accesses an element with two
-// clocks each: 4 x 8.8 us.
+// A load now has 8 elements, so an eighth of the latency. The tile takes two accesses an element, a write and
+// a read, with two clocks each: in the tables above no bank has more than two of the words.
 
 // ===========================================================================================================
 // Answer to rung 6
 //
-//   limits      memory 63 us, shared memory 37 us, instructions 18 us
+//   limits      memory 63 us, shared memory 16 x 2.2 + 2.2 = 37 us, instructions 8 x 2.2 = 18 us
 //   predicted   72 us: most of the 37 are hidden
 //   measured    72 us
 //
-// The 16 words of one `down` are in one bank: writing takes 16 times 2.2 us. Reading takes 2.2 us.
+// The 16 words of one `down` are in one bank, so writing takes 16 times as long as without conflicts. Latency
+// is no limit any more: a thread has 64 elements on its way. Half as many threads run as in rung 3, four
+// blocks of 256 on a multiprocessor, so it is 2 x 200 / 64 = 6 us.
 
 // ===========================================================================================================
 // Answer to rung 7
 //
-//   limits      memory 63 us, instructions 18 us, shared memory 4 us
+//   limits      memory 63 us, instructions 18 us, shared memory 2.2 + 2.2 = 4 us
 //   predicted   70 us
 //   measured    71 us
 //
@@ -663,6 +722,10 @@ int main(int argc, char** argv) {
 //       if each row had 36 bytes?
 //   l   Rung 5 without its padding of 4 bytes: in how many banks are the bytes tile[y + j][x] that a warp
 //       reads at once? (Four neighbouring x, from a multiple of 4 on, each with y = 0, 8, ..., 56.)
+//   m   A layer has w (out, in), and its input is stored transposed: (in, tokens). Which of the three GEMMs
+//       can read it as it is?
+//   n   wgrad sums over tokens, and g has 4,096 columns. In how many sectors are 32 codes that follow each
+//       other in its sum, of g as it is, and of g transposed?
 
 // ===========================================================================================================
 // Answers on paper
@@ -680,3 +743,5 @@ int main(int argc, char** argv) {
 //   k   All 32: 36 bytes are nine words, row r is in bank 9 r modulo 32, and 9 is odd.
 //   l   One: rows of 64 bytes are 16 words, so row y + j is in bank 16 (y + j) + x / 4 modulo 32. That is the
 //       same for all eight y, and the four x are bytes of one word. Eight words of one bank: eight clocks.
+//   m   wgrad alone: it sums over tokens, which are neighbours there. fprop sums over `in`.
+//   n   32: a column of g, whose codes are 4,096 bytes apart. Transposed they are neighbours: 1.
