@@ -16,6 +16,7 @@ and dev/read.js.
 A ladder is one file, which lines of ==== divide into parts. A part begins with its title, such as "Rung 2: ...", and
 the comment below it; the rest is its code. What a part says is shown beside its code. The part "Answer to rung 2" is
 folded below that rung, and so are "Hints for your rung" and "Answers on paper" below "Your rung" and "On paper".
+"Picture: dev/figures/rung5.svg | words" shows that drawing, with the words below it.
 """
 import base64
 import collections
@@ -466,13 +467,17 @@ def spoken(words, page):
             out.append("<ul>" + "".join(f"<li>{page.words(item)}" for item in joined[2:].split(" - ")) + "</ul>")
         elif lines[0].startswith("  "):
             out.append(pre("quoted", "\n".join(line[2:] for line in lines)))
+        elif found := re.match(r"Picture: dev/(\S+)\.svg \| (.*)", joined):
+            out.append(f'<picture><source media="(prefers-color-scheme: dark)" srcset="{picture(found[1] + "-dark.svg")}">'
+                       f'<img alt="{html.escape(found[2])}" src="{picture(found[1] + ".svg")}"></picture>'
+                       f"<p><em>{page.words(found[2])}</em></p>")
         elif re.match(r"\d+\. ", lines[0]):  # hints, each of which is opened by itself
             for number, hint in enumerate(re.split(r"(?:^| )\d\. ", joined)[1:], 1):
                 out.append(f"<details><summary>Hint {number}</summary><p>{page.words(hint)}</p></details>")
         else:
             css = " class=try" if joined.startswith("Predict:") else ""
             lead, rest = re.match(r"(What changes:|Counted:|Predict:|Why:|(?:What|Who)(?: \w+){1,3}\.)?(.*)", joined).groups()
-            rest = re.sub(r"\*(\w+)\*", r"<em>\1</em>", page.words(rest))
+            rest = re.sub(r"\*([\w-]+)\*", r"<em>\1</em>", page.words(rest))
             out.append(f"<p{css}>{f'<b>{lead}</b>' if lead else ''}{rest}</p>")
     return "\n".join(out)
 

@@ -1,8 +1,8 @@
-// kernel_on_cpu.h - runs the kernel of an exercise without a GPU, where there is no nvcc: to g++ a kernel is a
-// function, and the CPU calls it for each thread of a block in turn. A thread runs until it waits at a barrier,
-// or for its warp; then the next thread runs. In every second block the last thread is the first: so a barrier
-// that is missing makes wrong results, in one of the two orders at least. To solve an exercise, nobody needs to
-// read this.
+// kernel_on_cpu.h - runs the kernel of an exercise without a GPU, where there is no nvcc: to g++ a kernel is
+// a function, and the CPU calls it for each thread of a block in turn. A thread runs until it waits at a
+// barrier, or for its warp; then the next thread runs. In every second block the last thread is the first:
+// so a barrier that is missing makes wrong results, in one of the two orders at least. To solve an exercise,
+// nobody needs to read this.
 #pragma once
 #include <math.h>
 #include <ucontext.h>

@@ -2,6 +2,7 @@
 
     python3 dev/ladders/banks.py "33 * lane"              element 33 * lane of an array of 4-byte elements
     python3 dev/ladders/banks.py "32 * lane" --bytes 1    of an array of bytes
+    python3 dev/ladders/banks.py "random(128)"            an element that each lane draws, 0 to 127; 1,000 warps do so
 
 The array begins at a multiple of 128 bytes. The expression is Python's, of lane: 0 to 31, the thread's number in its
 warp. // divides integers, % is the remainder, ^ exclusive or. --bytes is what a lane reads with one instruction: 1, 2,
@@ -9,13 +10,14 @@ warp. // divides integers, % is the remainder, ^ exclusive or. --bytes is what a
 shared memory takes, and the lanes at each bank.
 """
 import argparse
+import random
 
 BANKS, WORD, SECTOR, LANES = 32, 4, 32, 32
 
 
 def addresses(expression, size):
     """The first byte that each lane reads."""
-    function = eval("lambda lane: " + expression)
+    function = eval("lambda lane: " + expression, {"random": random.randrange})
     return [size * function(lane) for lane in range(LANES)]
 
 
@@ -53,11 +55,22 @@ def drawing(first_bytes, size):
     return "\n".join(lines)
 
 
+def print_mean(expression, size):
+    """Of 1,000 accesses that are drawn, the mean numbers of sectors and clocks."""
+    random.seed(1)
+    drawn = [addresses(expression, size) for _ in range(1000)]
+    print(f"mean of {len(drawn)} warps: {sum(sectors(first_bytes, size) for first_bytes in drawn) / len(drawn):.1f} sectors, "
+          f"{sum(clocks(first_bytes, size) for first_bytes in drawn) / len(drawn):.1f} clocks")
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("index", help="the element that a lane reads, such as \"33 * lane\"")
     parser.add_argument("--bytes", type=int, default=4, choices=[1, 2, 4, 8, 16], help="of an element")
     arguments = parser.parse_args()
+    if "random(" in arguments.index:
+        print_mean(arguments.index, arguments.bytes)
+        parser.exit()
     first_bytes = addresses(arguments.index, arguments.bytes)
     print(f"if the array lies in memory: {sectors(first_bytes, arguments.bytes)} sectors of {SECTOR} bytes")
     turns = clocks(first_bytes, arguments.bytes)

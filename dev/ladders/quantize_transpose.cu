@@ -261,8 +261,8 @@ void launch_rung4(const Matrix& m) { rungs3_and_4<1><<<tiles_of(m, SIDE), dim3(S
 //   row                        0    8   16   24   32   40   48   56     17 x 8 = 136 is 8 modulo 32
 //   bank of column 0 to 3      0    8   16   24    0    8   16   24     4 banks, two rows each
 //
-// Picture: dev/figures/rung5.svg | Rung 5. Thread 9 is red; of its warp, lanes 0 to 31, the first two rows
-// are drawn dark.
+// Picture: dev/figures/rung5.svg | Rung 5. Red is what thread 9 loads and writes, golden what it reads and
+// stores after the barrier. Its warp is grey.
 //
 // With 65 bytes, a byte of padding as in rung 4, reading would need no bank twice. But most writes still
 // would: row 2 would have the banks of row 0. No padding of up to 32 bytes does away with both. banks.py
@@ -378,8 +378,8 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 //   store transposed      bytes 16 - 31 of rows 2, 34, 66, 98       a store: 128 bytes of each of 4 rows,
 //                         of the result: 4 stores of 16 bytes       16 sectors
 //
-// Picture: dev/figures/rung6.svg | Rung 6. Thread 17 is red, and its warp dark. Follow its codes from x to
-// their columns in the tile; what the thread reads and stores at last are codes of other threads.
+// Picture: dev/figures/rung6.svg | Rung 6. Red and blue is what thread 17 loads and writes, golden what it
+// reads and stores after the barrier: codes of other threads. Its warp is grey.
 //
 // All 8 loads of x are on their way before the first is used.
 //

@@ -51,6 +51,7 @@ PYTHON_TEST_CASE("banks.py: it counts what the exercises on paper ask") {
     prints("'256*(lane%16) + 2*(lane//16)'", 16, 16);
     prints("'256*(lane%16) + 2*(lane//16) + 4*(lane%16//2) + lane%2'", 16, 1);
     CHECK(contains(run("'32 * lane'"), "bank  0   word 0: lane 0   word 32: lane 1"));
+    CHECK(contains(run("'random(128)'"), "2.8 clocks"));
 }
 
 // The functions of layouts.py as the rungs compute them.
@@ -163,6 +164,8 @@ PYTHON_TEST_CASE("make read: each rung of the ladders has its answer below its q
     const Folder folder;
     require_success(python(folder, "'" + fs::absolute("dev/read.py").string() + "' read.html"));
     const std::string page = read_file(folder / "ladders.html");
+    for (const char* words : {"Eight codes that one sum needs", "Rung 5. Red", "Rung 6. Red", "The same for all 16"})
+        CHECK_MESSAGE(contains(page, concat("<img alt=\"", words)), words);
     for (const auto& [ladder, rungs] :
          {std::pair{"quantize_transpose", 7}, {"adamw", 8}, {"norm_to_fp8", 6}, {"attention", 6}})
         for (int rung = 1; rung <= rungs; rung++) {
