@@ -233,7 +233,7 @@ static void compute_codes(const float* x, StoredMatrix& q) {
 // Adds the errors of all elements of x (rows, cols) to statistics. A value that is above FMAX s by up to half
 // the spacing of values there is rounded to FMAX, as any value is to its neighbour. A value that is further
 // above counts as saturated. In E4M3 the spacing at 448 is 32, so these are values beyond 464 s.
-static void add_quant_errors(const float* x, const StoredMatrix& q, QuantStats& stats) {
+static void measure_quant_errors(const float* x, const StoredMatrix& q, QuantStats& stats) {
     const FormatInfo& f = info(q.storage.format);
     const float half_spacing = std::ldexp(0.5f, std::ilogb(f.fmax) - f.mantissa_bits);  // at FMAX
     for (int64_t i = 0; i < q.rows * q.cols; i++) {
@@ -256,7 +256,7 @@ StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage&
         compute_scales(x, q);
     }
     compute_codes(x, q);
-    if (stats && storage.fp8()) add_quant_errors(x, q, *stats);
+    if (stats && storage.fp8()) measure_quant_errors(x, q, *stats);
     return q;
 }
 
@@ -338,8 +338,8 @@ void DelayedScale::update_history_and_scale(Format fp8) {
 float expansion_factor(Format fp8, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(fp8).fmax) - std::log2(info(fp8).fmin);  // log R
-    const float log_ratio = std::log2(max) - std::log2(min_nonzero);              // log R_X
-    if (log_ratio * k_max <= log_range) return k_max;                             // also for log R_X = 0
+    const float log_ratio = std::log2(max) - std::log2(min_nonzero);                // log R_X
+    if (log_ratio * k_max <= log_range) return k_max;                               // also for log R_X = 0
     return std::max(std::rint(256.0f * log_range / log_ratio) / 256.0f, 1.0f / 16.0f);
 }
 

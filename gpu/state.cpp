@@ -51,18 +51,21 @@ static void allocate_moments(MemoryMap& m, GpuContext& context, const std::vecto
     const Optimizer& o = context.setup.optimizer;
     const int64_t maxima = o.per_tensor ? 2 : 1;
     m.moments_begin = arena.allocate(0);
-    for (size_t i = 0; i < context.params.size(); i++)
-        for (const bool second : {false, true}) {
-            const Format f = context.params[i].moment_format(second ? o.v : o.m);
-            const int64_t moment_groups = o.moment_group_count(f, places[i].owned.count);
-            MomentRef moment{.data = arena.allocate(padded_count(places[i].owned) * info(f).bytes),
-                             .max = nullptr,
-                             .k = nullptr,
-                             .format = f};
-            if (moments_need_scaling(f)) moment.max = arena.allocate<float>(moment_groups * maxima);
-            if (o.uses_expansion(f)) moment.k = arena.allocate<float>(moment_groups);
-            m.moments[second].push_back(moment);
-        }
+    auto allocate = [&](Format f, const Range& owned) {
+        const int64_t moment_groups = o.moment_group_count(f, owned.count);
+        MomentRef moment{.data = arena.allocate(padded_count(owned) * info(f).bytes),
+                         .max = nullptr,
+                         .k = nullptr,
+                         .format = f};
+        if (moments_need_scaling(f)) moment.max = arena.allocate<float>(moment_groups * maxima);
+        if (o.uses_expansion(f)) moment.k = arena.allocate<float>(moment_groups);
+        return moment;
+    };
+    for (size_t i = 0; i < context.params.size(); i++) {
+        const Param& p = context.params[i];
+        m.first_moments.push_back(allocate(p.moment_format(o.m), places[i].owned));
+        m.second_moments.push_back(allocate(p.moment_format(o.v), places[i].owned));
+    }
     m.moments_bytes = arena.allocate(0) - static_cast<uint8_t*>(m.moments_begin);
 }
 
@@ -228,14 +231,14 @@ void Parameters::register_state() {
         // In the fp32 recipe weights are FP32: read() and write() use only the `param` of these two entries
         entries_[name] = {i, owned_weight_data(i), count * 2};
         if (setup.keep_masters) entries_[name + ".remainder"] = {i, remainder, count * 2};
-        for (const bool second : {false, true}) {
-            const MomentRef& m = memory_.moments[second][i];
-            const int64_t moment_groups = setup.optimizer.moment_group_count(m.format, count);
-            const std::string of = name + (second ? ".v" : ".m");
-            entries_[of] = {i, m.data, count * info(m.format).bytes};
-            if (m.max) entries_[of + ".max"] = {i, m.max, moment_groups * 4};
-            if (m.k) entries_[of + ".k"] = {i, m.k, moment_groups * 4};
-        }
+        auto register_moment = [&](const std::string& of, const MomentRef& moment) {
+            const int64_t moment_groups = setup.optimizer.moment_group_count(moment.format, count);
+            entries_[of] = {i, moment.data, count * info(moment.format).bytes};
+            if (moment.max) entries_[of + ".max"] = {i, moment.max, moment_groups * 4};
+            if (moment.k) entries_[of + ".k"] = {i, moment.k, moment_groups * 4};
+        };
+        register_moment(name + ".m", memory_.first_moments[i]);
+        register_moment(name + ".v", memory_.second_moments[i]);
         if (amax_table_.delayed() && params[i].role.quantized_linear) register_delayed_scales(i);
     }
 }
@@ -256,8 +259,8 @@ void Parameters::upload_shard_table() {
         const auto& [owned, rank_offset, units_before_parameter] = places[i];
         table.push_back({.rank_offset = rank_offset,
                          .size = owned.count,
-                         .m = memory_.moments[0][i],
-                         .v = memory_.moments[1][i],
+                         .m = memory_.first_moments[i],
+                         .v = memory_.second_moments[i],
                          .decays = p.role.decays,
                          .amax_out = p.role.quantized_linear ? amax_table_.of_parameter(i) : nullptr,
                          .flat_minus_rank_offset = p.flat_offset + owned.first - rank_offset,
@@ -284,7 +287,7 @@ void Parameters::initialize_state() {
                                             .seed = setup.seed};
         initialize(memory_.weights, places[i].rank_offset, params[i], arguments, stream_);
         recompute_weight_amax(i);
-        for (float* const k : {memory_.moments[0][i].k, memory_.moments[1][i].k})
+        for (float* const k : {memory_.first_moments[i].k, memory_.second_moments[i].k})
             if (k) copy_async(k, ones.data(), moment_groups(i) * 4, stream_);
     }
     context_.wait("Initializing the weights failed");
@@ -329,16 +332,16 @@ void Parameters::measure_moment_errors_of(int64_t bucket, const Sharding& shardi
     for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
         const Range& owned = places[i].owned;
         const uint8_t* const gradient = static_cast<const uint8_t*>(sharding.gradient_to_write(i).data);
-        measure_moment_errors(setup.optimizer, memory_.moments[0][i], memory_.moments[1][i],
+        measure_moment_errors(setup.optimizer, memory_.first_moments[i], memory_.second_moments[i],
                               gradient + owned.first * gradient_bytes, gradient_storage.format, owned.count,
                               report, stream_);
     }
 }
 
-std::vector<float> Parameters::expansion_factors(bool second) const {
+std::vector<float> Parameters::expansion_factors(const std::vector<MomentRef>& moments) const {
     std::vector<float> all;
     for (size_t i = 0; i < params.size(); i++) {
-        const float* const k = memory_.moments[second][i].k;
+        const float* const k = moments[i].k;
         if (!k) continue;
         const size_t before = all.size();
         all.resize(before + size_t(moment_groups(i)));

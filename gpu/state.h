@@ -145,10 +145,10 @@ struct MemoryMap {
 
     // What this rank owns, in the rank's order
     Weights weights;
-    Shard* shards;                      // AdamW's table of parameters
-    std::vector<MomentRef> moments[2];  // first and second moments, by parameter
-    void* moments_begin;                // where all moments and their moment scalings begin
-    int64_t moments_bytes;              // how many bytes they take together
+    Shard* shards;                                         // AdamW's table of parameters
+    std::vector<MomentRef> first_moments, second_moments;  // by parameter
+    void* moments_begin;    // where all moments and their moment scalings begin
+    int64_t moments_bytes;  // how many bytes they take together
 
     // See AmaxTable
     AmaxAndScale* amax_table;  // (amax_count)
@@ -318,9 +318,9 @@ public:
     void update(const AdamWOptions& options, int64_t first, int64_t end, Sharding& sharding);
 
     // For the quantization report: the errors of storing the moments of a bucket; and the expansion factors
-    // of all moment groups.
+    // of all moment groups of these moments, which are MemoryMap::first_moments or second_moments.
     void measure_moment_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
-    std::vector<float> expansion_factors(bool second) const;
+    std::vector<float> expansion_factors(const std::vector<MomentRef>& moments) const;
 
     // Copy a tensor of the state, which has this name, to or from the host: for Model::read() and write().
     // read() also copies gradients. write() also computes the amax of the parameter's weight anew, even

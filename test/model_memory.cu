@@ -166,12 +166,15 @@ static std::map<std::string, int64_t> allocated_bytes(const Setup& s) {
                                               {m.dresidual, "final norm input"},
                                               {m.norm_partials, ""}};
     if (m.weights.remainders) begins[m.weights.remainders] = "remainder of the FP32 masters";
-    for (const bool second : {false, true})
-        for (const gpu::MomentRef& moment : m.moments[second]) {
-            begins[moment.data] = second ? "second moments" : "first moments";
+    auto name_moments = [&](const std::vector<gpu::MomentRef>& moments, const std::string& name) {
+        for (const gpu::MomentRef& moment : moments) {
+            begins[moment.data] = name;
             if (moment.max) begins[moment.max] = "moment scalings";
             if (moment.k) begins[moment.k] = "moment scalings";
         }
+    };
+    name_moments(m.first_moments, "first moments");
+    name_moments(m.second_moments, "second moments");
     if (!s.keep_gradients || s.ranks > 1) {
         // The gradients of one micro-batch. In a run of several ranks they are working memory
         const void* const first =
