@@ -8,28 +8,29 @@
 // g is the clipped gradient of the weight w, and t the number of the step. One kernel clips g, decodes m and
 // v, updates m, v and w in FP32, and encodes the new m and v.
 //
-// What is stored. 128 consecutive elements of a parameter are a span. Their first moments are one moment
-// group, and their second moments another. A moment is a byte, its FP8 code. Two FP32 values, the moment
-// scaling, say how the codes of a moment group are decoded: max, the largest magnitude in the moment group,
-// and k, the expansion factor (part 1). The paper's scale follows from max, so it is not stored. A span has
-// four fields: max and k of m, and max and k of v.
+// What is stored. A moment is a byte, its FP8 code. 128 consecutive moments are a moment group, and two FP32
+// values, its moment scaling, say how its codes are decoded: max, the largest magnitude in the moment group,
+// and k, the expansion factor (part 1). The paper's scale follows from max, so it is not stored.
 //
-// Who owns what. A warp owns a bundle of eight spans, which it updates as four pairs, one pair after the
-// other. Half a warp (16 lanes) has one span of the pair, and a thread eight consecutive elements of it:
+// Words for parts of a parameter, from small to large:
+//   span     128 consecutive elements. Their first moments are one moment group, and their second moments
+//            another. So a span has four fields: max and k of m, and max and k of v
+//   pair     two neighbouring spans: what a warp updates at a time
+//   bundle   eight neighbouring spans, which are four pairs and have 32 fields: what a warp owns
+//
+// Who owns what. A warp updates the pairs of its bundle one after the other. Half a warp (16 lanes) has one
+// span of the pair, and a thread eight consecutive elements of this span:
 //
 //   pair p      span 2 p of the bundle               span 2 p + 1
 //   lane        0       1        ...   15            16      17       ...   31
 //   elements    0 - 7   8 - 15         120 - 127     0 - 7   8 - 15         120 - 127
 //
-// A bundle has 32 fields, four for each span, and each lane keeps one of them. Half a warp keeps the fields
-// of the spans that it updates itself (lanes 0 to 15 those of the even spans, the others those of the odd
-// ones), so its 16 lanes can pass them to each other by shuffles:
+// Each lane keeps one of the 32 fields of the bundle. It loads and stores this field alone, and passes it to
+// other lanes by shuffles. Half a warp keeps the fields of those spans that it updates itself:
 //
 //   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
 //   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
 //   span        0      0      0      0      2       4       6         1        3        5        7
-//
-// That is lane 16 (span % 2) + 4 (span / 2) + the number of the field, 0 to 3.
 //
 // Which bytes move. An element takes 14.25 bytes. These are read and written: its BF16 weight (2 bytes), the
 // remainder of the FP32 master (2), m (1), v (1) and its part of the fields of its span (0.125), together
@@ -38,22 +39,25 @@
 //
 // Why bundles, and loads ahead of their use (part 4). They save 15% of the time: on an H200 this kernel
 // updates Llama-2-7B in 26.0 ms. The best of 15 kernels without the two, with blocks of 128 to 512 threads
-// and 16 to 16,384 spans each, took 30.6 ms, with the same bits. (dev/ladders/adamw.cu builds a simpler
-// kernel up, idea by idea: for a single parameter, and without the careful path of part 1. There the two save
-// nothing: rung 6 has neither, and is as fast as rung 8, which has both. Why it differs here is known only in
-// part: a block of this kernel first finds its parameter and fills its tables, so a kernel with many short
-// blocks loses time. The rest of the cause was not measured; the answer to rung 8 says more.)
+// and 16 to 16,384 spans each, took 30.6 ms, with the same bits.
+//
+// dev/ladders/adamw.cu builds a simpler kernel up, idea by idea: for a single parameter, and without the
+// careful path of part 1. There the two save nothing: rung 6, which has neither, is as fast as rung 8, which
+// has both. Why it differs here is known only in part. A block of this kernel first finds its parameter and
+// fills its tables, so a kernel with many short blocks loses time. (The rest of the cause was not measured;
+// the answer to rung 8 says more.)
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
 namespace {
 
-constexpr int SPAN_LANES = MOMENT_GROUP_SIZE / CHUNK;  // lanes that own a span: 16
-constexpr int PAIR = 32 / SPAN_LANES;             // spans that a warp updates at a time: 2
-constexpr int PAIRS = 4;                          // pairs of a bundle
-constexpr int BUNDLE = PAIRS * PAIR;              // spans of a bundle: 8
-enum { M_MAX, M_K, V_MAX, V_K, FIELDS };          // the fields of a span, and how many there are
-static_assert(PAIRS * FIELDS == SPAN_LANES, "a lane keeps one field of a bundle");
+constexpr int LANES_PER_SPAN = MOMENT_GROUP_SIZE / CHUNK;  // 16: half a warp
+constexpr int SPANS_PER_PAIR = 32 / LANES_PER_SPAN;        // 2: one for each half of the warp
+constexpr int PAIRS_PER_BUNDLE = 4;
+constexpr int SPANS_PER_BUNDLE = PAIRS_PER_BUNDLE * SPANS_PER_PAIR;  // 8
+constexpr int FIELDS_PER_SPAN = 4;                                   // m.max, m.k, v.max, v.k, in this order
+static_assert(SPANS_PER_BUNDLE * FIELDS_PER_SPAN == 32, "each lane keeps one field of a bundle");
+
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 // A load by an instruction for global memory. Through a pointer from a table in memory the compiler would
@@ -107,7 +111,7 @@ __device__ float inverse_of_max(float max) {
 }
 
 // Contract: |x| / max = (|y| / FMAX)^(1/k), where log_y = log2(|y| / FMAX) comes from a table. (The CPU's
-// contract() takes y and returns x. Here the product with max is left to adamw_element().)
+// contract() takes y and returns x. Here the product with max is left to adamw_of_chunk().)
 __device__ float contract_to_ratio(float inverse_k, float log_y) { return fast_exp2(log_y * inverse_k); }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -128,10 +132,13 @@ template <class Traits> __device__ bool is_wide_or_small(const MomentScaling& sc
     const bool normal = scaling.max >= 0x1p-100f || scaling.max == 0;
     return Traits::EXPANDS && (is_wide<Traits>(scaling) || !normal);
 }
+// The equations of above, computed so that intermediate results stay normal. expand_carefully() takes the
+// difference of two logarithms, not the logarithm of a ratio.
 template <class Traits> __device__ float expand_carefully(const MomentScaling& scaling, float x) {
     return Traits::FMAX * fast_exp2(scaling.k * (log2f(fabsf(x)) - log2f(scaling.max)));
 }
-// Returns |x|, not |x| / max: the power alone may underflow where its product with max does not.
+// contract_carefully() returns |x|, not |x| / max: the power alone may underflow where its product with max
+// does not.
 __device__ float contract_carefully(const MomentScaling& scaling, float inverse_k, float log_y) {
     const float root = exp2f(0.5f * (log_y * inverse_k));
     return root * scaling.max * root;
@@ -174,11 +181,14 @@ __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
     return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu;
 }
 
-// Fills the table of a moment's codes. Its entry for a code without a sign, whose value is y, is
-// log2(y / FMAX); or y where nothing is expanded. The table saves a thread 16 logarithms for each span, one
-// for each of its eight m and eight v.
+// The tables of a block, one for the codes of m and one for those of v. The entry for a code without a sign,
+// whose value is y, is log2(y / FMAX); or y where nothing is expanded. They save a thread 16 logarithms for
+// each span, one for each of its eight m and eight v.
 constexpr int MAGNITUDES = 128;  // codes without a sign
-template <class Traits> __device__ void fill_table(float* table) {
+struct Tables {
+    float m[MAGNITUDES], v[MAGNITUDES];
+};
+template <class Traits> __device__ void fill_table(float (&table)[MAGNITUDES]) {
     for (uint32_t code = threadIdx.x; code < MAGNITUDES; code += blockDim.x) {
         const float y = decode2(Traits::E5M2, code).x;
         table[code] = Traits::EXPANDS ? log2f(y) - log2f(Traits::FMAX) : y;
@@ -190,26 +200,58 @@ template <class Traits> __device__ float with_sign(float magnitude, uint32_t cod
     return Traits::SIGNED ? copysignf(magnitude, __uint_as_float(code << 24)) : magnitude;
 }
 
-// Decodes eight moments in two parts: ratios, and the factor that is returned. Moment j is factor times
-// ratios[j], a product that adamw_element() computes (gpu/adamw.cuh says why). With expansion the factor is
-// max on the fast path, and 1 on the careful one. Without expansion it is the scale, max / FMAX.
+// Decodes eight moments. (FactoredMoments, gpu/adamw.cuh, says why there is a factor.) With expansion the
+// factor is max on the fast path, and 1 on the careful one. Without expansion it is the scale, max / FMAX.
 template <class Traits, Path PATH>
-__device__ float decode_moments(const MomentScaling& scaling, uint2 codes, const float* table,
-                                Values& ratios) {
+__device__ FactoredMoments decode_moments(const MomentScaling& scaling, uint2 codes,
+                                          const float (&table)[MAGNITUDES]) {
     const float inverse_k = fast_reciprocal(scaling.k);
+    FactoredMoments moments;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t code = code_of(codes, j);
         float magnitude = table[code % MAGNITUDES];
         if (PATH == Path::Careful) magnitude = contract_carefully(scaling, inverse_k, magnitude);
         else if (Traits::EXPANDS) magnitude = contract_to_ratio(inverse_k, magnitude);
-        ratios[j] = with_sign<Traits>(magnitude, code);
+        moments.ratios[j] = with_sign<Traits>(magnitude, code);
     }
-    if (PATH == Path::Careful) return 1.0f;
-    return Traits::EXPANDS ? scaling.max : scale_of(Traits::FMAX, scaling.max);
+    if (PATH == Path::Careful) moments.factor = 1.0f;
+    else moments.factor = Traits::EXPANDS ? scaling.max : scale_of(Traits::FMAX, scaling.max);
+    return moments;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Both moments of a span: a thread's eight m and eight v. First the fast path computes both, without a
+// branch. Then the careful path replaces those that need care.
+
+struct SpanFields {
+    MomentScaling m, v;
+};
+struct Codes {
+    uint2 m, v;
+};
+struct DecodedMoments {
+    FactoredMoments m, v;
+};
+
+template <class M, class V>
+__device__ DecodedMoments decode_both(const SpanFields& fields, const Codes& codes, const Tables& tables) {
+    DecodedMoments decoded{.m = decode_moments<M, Path::Fast>(fields.m, codes.m, tables.m),
+                           .v = decode_moments<V, Path::Fast>(fields.v, codes.v, tables.v)};
+    if (is_wide<M>(fields.m)) decoded.m = decode_moments<M, Path::Careful>(fields.m, codes.m, tables.m);
+    if (is_wide<V>(fields.v)) decoded.v = decode_moments<V, Path::Careful>(fields.v, codes.v, tables.v);
+    return decoded;
+}
+template <class M, class V>
+__device__ Codes encode_both(const SpanFields& fields, const NewMoments& moments) {
+    Codes codes{.m = encode_moments<M, Path::Fast>(fields.m, moments.m),
+                .v = encode_moments<V, Path::Fast>(fields.v, moments.v)};
+    if (is_wide_or_small<M>(fields.m)) codes.m = encode_moments<M, Path::Careful>(fields.m, moments.m);
+    if (is_wide_or_small<V>(fields.v)) codes.v = encode_moments<V, Path::Careful>(fields.v, moments.v);
+    return codes;
 }
 
 // ===========================================================================================================
-// 3. The moment scaling of a moment group, and the fields of a bundle
+// 3. New moment scalings, and how a warp keeps the fields of a bundle
 
 // The moment scaling of a moment group, from its new moments in 16 lanes. Magnitudes are compared as bits: as
 // integers the bits have the same order. For a zero, bits - 1 is the largest integer, so that the minimum
@@ -221,7 +263,7 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Va
         largest_bits = max(largest_bits, bits);
         smallest_bits_minus_1 = min(smallest_bits_minus_1, bits - 1);
     }
-    for (int lanes = 1; lanes < SPAN_LANES; lanes *= 2) {
+    for (int lanes = 1; lanes < LANES_PER_SPAN; lanes *= 2) {
         largest_bits = max(largest_bits, __shfl_xor_sync(ALL_LANES, largest_bits, lanes));
         smallest_bits_minus_1 =
             min(smallest_bits_minus_1, __shfl_xor_sync(ALL_LANES, smallest_bits_minus_1, lanes));
@@ -232,38 +274,48 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Va
 }
 
 // Which field of a bundle this lane keeps (the second drawing), and where it is in memory. (A Shard,
-// gpu/operators.h, is what this rank has of one parameter.)
+// gpu/operators.h, is what this rank has of one parameter.) A bundle is known by the number of its first
+// span, counted from the beginning of the shard.
 struct FieldOfLane {
-    int which;         // M_MAX ... V_K
-    int span;          // the number of the field's span in the bundle
-    int pair;          // the number of the pair to which that span belongs
-    float* in_memory;  // this field of all spans of the shard; null if the moment has no k
-    int shard_spans;   // how many spans the shard has
+    bool is_of_v, is_k;
+    int pair;         // the number of the field's pair in the bundle
+    int span;         // the number of the field's span in the bundle
+    float* of_shard;  // this field of all spans of the shard; null if the moment has no k
+    int shard_spans;  // how many spans the shard has
 
     __device__ FieldOfLane(const Shard& shard, int number_of_spans) : shard_spans(number_of_spans) {
         const int lane = threadIdx.x % 32;
-        which = lane % FIELDS;
-        pair = lane % SPAN_LANES / FIELDS;
-        span = pair * PAIR + lane / SPAN_LANES;
-        const MomentRef moment = is_of_v() ? shard.v : shard.m;
-        in_memory = is_k() ? moment.k : moment.max;
+        is_of_v = lane % FIELDS_PER_SPAN >= 2;
+        is_k = lane % 2 == 1;
+        pair = lane % LANES_PER_SPAN / FIELDS_PER_SPAN;
+        span = pair * SPANS_PER_PAIR + lane / LANES_PER_SPAN;
+        const MomentRef moment = is_of_v ? shard.v : shard.m;
+        of_shard = is_k ? moment.k : moment.max;
     }
-    __device__ bool is_of_v() const { return which == V_MAX || which == V_K; }
-    __device__ bool is_k() const { return which == M_K || which == V_K; }
-    // This lane's field of the bundle that begins with span `first` of the shard. If the field's span is past
-    // the last one, the field of the last span.
-    __device__ float load(int first) const {
-        return in_memory ? load_global<float>(in_memory + min(first + span, shard_spans - 1)) : 1.0f;
+    // If the field's span is past the last one of the shard, load() reads the field of the last span, and
+    // store() does nothing.
+    __device__ float load(int bundle) const {
+        return of_shard ? load_global<float>(of_shard + min(bundle + span, shard_spans - 1)) : 1.0f;
     }
-    __device__ void store(int first, float value) const {
-        if (in_memory && first + span < shard_spans) store_word(in_memory + first + span, value);
+    __device__ void store(int bundle, float value) const {
+        if (of_shard && bundle + span < shard_spans) store_word(of_shard + bundle + span, value);
+    }
+    // This one of the four fields of a span.
+    __device__ float choose_from(const SpanFields& fields) const {
+        const MomentScaling scaling = is_of_v ? fields.v : fields.m;
+        return is_k ? scaling.k : scaling.max;
     }
 };
 
-// The field `which` of the span that this half of the warp updates in this pair. The lane that keeps this
-// field passes it on: `kept` is the field that each lane keeps.
-__device__ float shuffle_field(float kept, int pair, int which) {
-    return __shfl_sync(ALL_LANES, kept, pair * FIELDS + which, SPAN_LANES);
+// The four fields of the span that this half of the warp updates in a pair, from the lanes that keep them.
+// kept: the field that this lane keeps.
+__device__ SpanFields fields_from_lanes(float kept, int pair) {
+    auto from_lane = [&](int lane) {
+        return __shfl_sync(ALL_LANES, kept, pair * FIELDS_PER_SPAN + lane, LANES_PER_SPAN);
+    };
+    const MomentScaling m{.max = from_lane(0), .k = from_lane(1)};
+    const MomentScaling v{.max = from_lane(2), .k = from_lane(3)};
+    return {.m = m, .v = v};
 }
 
 // ===========================================================================================================
@@ -272,169 +324,129 @@ __device__ float shuffle_field(float kept, int pair, int which) {
 // It is compiled for each kind of weights W (gpu/adamw.cuh), and for the MomentTraits M and V of each
 // optimizer's first and second moments.
 
-constexpr int WARPS = 8;          // warps of a block
-constexpr int BLOCKS_PER_SM = 2;  // blocks of a multiprocessor: a thread may then have 128 registers
-
-struct Codes {  // of a thread's eight elements of a span
-    uint2 m, v;
-};
+constexpr int WARPS_PER_BLOCK = 8;
+constexpr int BLOCKS_PER_SM = 2;  // on a multiprocessor at once: a thread may then have 128 registers
 
 // What a thread loads of a span: its eight elements, as they are stored.
-template <class W> struct Loaded {
+template <class W> struct LoadedElements {
     Codes codes;
     typename W::StoredChunk w;
     Bf16OrFloat::StoredChunk g;
 };
 
-// Where a thread's eight elements are in the spans of a shard. Elements are counted in four ways:
+// A thread's eight elements of each span of a shard: where they are, and the numbers with which all of them
+// are updated. Elements are counted in four ways:
 //   from the shard's first element           the codes of m and v
 //   in the rank's order                      weights and remainders
 //   from the first element of this update    gradients
 //   in the flat order of all parameters      the random bits of rounding
 // The distance from a span to the next is the same in all of them.
 template <class W> struct ElementsOfThread {
-    const AdamWArguments& a;
+    const AdamWArguments& arguments;
     const Shard& shard;
+    const float clip_factor, decay;
     const int shard_spans;  // how many spans the shard has
     const int64_t start;    // the thread's first element of the shard's first span, in the rank's order
     const W weights;
     uint8_t *const codes_m, *const codes_v;
 
-    __device__ ElementsOfThread(const AdamWArguments& arguments, const Shard& this_shard)
-        : a(arguments), shard(this_shard), shard_spans(static_cast<int>(spans_of(shard.size))),
-          start(shard.rank_offset + threadIdx.x % SPAN_LANES * CHUNK), weights(a.weights, start),
-          codes_m(static_cast<uint8_t*>(shard.m.data) + start - shard.rank_offset),
-          codes_v(static_cast<uint8_t*>(shard.v.data) + start - shard.rank_offset) {}
+    __device__ ElementsOfThread(const AdamWArguments& a, const Shard& s)
+        : arguments(a), shard(s), clip_factor(a.state->clip_factor),
+          decay(s.decays ? a.constants.weight_decay : 0.0f),
+          shard_spans(static_cast<int>(ceil_div(s.size, MOMENT_GROUP_SIZE))),
+          start(s.rank_offset + threadIdx.x % LANES_PER_SPAN * CHUNK), weights(a.weights, start),
+          codes_m(static_cast<uint8_t*>(s.m.data) + start - s.rank_offset),
+          codes_v(static_cast<uint8_t*>(s.v.data) + start - s.rank_offset) {}
 
     // The distance from the thread's elements in the shard's first span to its elements in `span`; for a span
     // past the last one, to its elements in the last span.
     __device__ int64_t distance(int span) const {
         return static_cast<int64_t>(min(span, shard_spans - 1)) * MOMENT_GROUP_SIZE;
     }
-    __device__ Loaded<W> load(int span) const {
+    __device__ LoadedElements<W> load(int span) const {
         const int64_t i = distance(span);
         return {.codes = {load_global<uint2>(codes_m + i), load_global<uint2>(codes_v + i)},
                 .w = weights.load(i),
-                .g = a.gradients.load(start - a.first_element + i)};
+                .g = arguments.gradients.load(start - arguments.elements.first + i)};
     }
     // Stores nothing for a span past the last one.
     __device__ void store(int span, Values& w, const Codes& codes, uint32_t& largest_bits) const {
         const bool live = span < shard_spans;
         const int64_t i = distance(span);
-        weights.store(i, w, a.rounding_key, start + shard.flat_minus_rank_offset + i, live, largest_bits);
+        const int64_t element = start + shard.flat_minus_rank_offset + i;
+        weights.store(i, w, arguments.rounding_key, element, live, largest_bits);
         if (!live) return;
         store_word(codes_m + i, codes.m);
         store_word(codes_v + i, codes.v);
     }
 };
 
-// What adamw_element() multiplies the ratios of m and of v by.
-struct Factors {
-    float m, v;
-};
-
-// Decodes and encodes both moments of a span. First the fast path computes m and v, without a branch. Then
-// the careful path replaces those that need care.
-template <class M, class V>
-__device__ Factors decode_both(const MomentScaling& scaling_m, const MomentScaling& scaling_v,
-                               const Codes& codes, const float* table_m, const float* table_v,
-                               Values& ratios_m, Values& ratios_v) {
-    float factor_m = decode_moments<M, Path::Fast>(scaling_m, codes.m, table_m, ratios_m);
-    float factor_v = decode_moments<V, Path::Fast>(scaling_v, codes.v, table_v, ratios_v);
-    if (is_wide<M>(scaling_m))
-        factor_m = decode_moments<M, Path::Careful>(scaling_m, codes.m, table_m, ratios_m);
-    if (is_wide<V>(scaling_v))
-        factor_v = decode_moments<V, Path::Careful>(scaling_v, codes.v, table_v, ratios_v);
-    return {factor_m, factor_v};
-}
-template <class M, class V>
-__device__ Codes encode_both(const MomentScaling& scaling_m, const MomentScaling& scaling_v, const Values& m,
-                             const Values& v) {
-    Codes codes;
-    codes.m = encode_moments<M, Path::Fast>(scaling_m, m);
-    codes.v = encode_moments<V, Path::Fast>(scaling_v, v);
-    if (is_wide_or_small<M>(scaling_m)) codes.m = encode_moments<M, Path::Careful>(scaling_m, m);
-    if (is_wide_or_small<V>(scaling_v)) codes.v = encode_moments<V, Path::Careful>(scaling_v, v);
-    return codes;
+// Updates a thread's eight elements of a span, from what was loaded of them and from the old fields of the
+// span, and stores them. Returns the new fields of the span. largest_bits: of the new weights so far.
+template <class W, class M, class V>
+__device__ SpanFields update_span(const ElementsOfThread<W>& elements, int span,
+                                  const LoadedElements<W>& loaded, const SpanFields& old_fields,
+                                  const Tables& tables, uint32_t& largest_bits) {
+    const AdamWArguments& a = elements.arguments;
+    Values w, g;
+    elements.weights.unpack(loaded.w, w);
+    a.gradients.unpack(loaded.g, g);
+    const DecodedMoments old = decode_both<M, V>(old_fields, loaded.codes, tables);
+    const NewMoments moments =
+        adamw_of_chunk(a.constants, elements.clip_factor, elements.decay, g, old.m, old.v, w);
+    const SpanFields new_fields{.m = scaling_of_new_moments<M>(moments.m),
+                                .v = scaling_of_new_moments<V>(moments.v)};
+    const Codes codes = encode_both<M, V>(new_fields, moments);
+    elements.store(span, w, codes, largest_bits);
+    return new_fields;
 }
 
-// A warp updates bundles of a shard: the bundle that begins with span `first_span`, and from there on every
-// WARPS-th bundle that begins before `end_span`. If the last span of the shard has no partner in its pair,
-// the second half of the warp computes the last span, too, and stores nothing. Returns the bits of the
-// largest magnitude of this lane's new weights.
+// A warp updates bundles of a shard: the one that begins with span `first_bundle`, and from there on every
+// WARPS_PER_BLOCK-th bundle that begins before span `end`. If the last span of the shard has no partner in
+// its pair, the second half of the warp computes the last span, too, and stores nothing. Returns the bits of
+// the largest magnitude of this lane's new weights.
 //
-// When a bundle of four pairs is loaded, computed and stored:
+// Loads are issued before the update that precedes their use, and arrive meanwhile. For a bundle of four
+// pairs:
 //
 //   load      fields, pair 0 | next bundle's fields, pair 1 | pair 2 | pair 3 | next bundle's pair 0
-//   compute                  | pair 0                       | pair 1 | pair 2 | pair 3
+//   update                   | pair 0                       | pair 1 | pair 2 | pair 3
 //   store                    | pair 0                       | pair 1 | pair 2 | pair 3, then the fields
 template <class W, class M, class V>
-__device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int first_span, int end_span,
-                                   const float* table_m, const float* table_v) {
-    if (first_span >= end_span) return 0;
+__device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int first_bundle, int end,
+                                   const Tables& tables) {
+    constexpr int STRIDE = WARPS_PER_BLOCK * SPANS_PER_BUNDLE;  // spans from a warp's bundle to its next one
+    if (first_bundle >= end) return 0;
     const ElementsOfThread<W> elements(a, shard);
-    const int shard_spans = elements.shard_spans;
-    const int half = threadIdx.x % 32 / SPAN_LANES;
-    const FieldOfLane mine(shard, shard_spans);
-    const float clip = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
+    const FieldOfLane field(shard, elements.shard_spans);
+    const int half =
+        threadIdx.x % 32 / LANES_PER_SPAN;  // of the warp, and so the number of its span in a pair
     uint32_t largest_bits = 0;
-    // `next` is what the next pair needs. It is loaded before this pair is computed, and arrives meanwhile. A
-    // bundle is known by the number of its first span. (With the last pair of the warp some other span is
-    // loaded, which nobody uses.)
-    Loaded<W> next = elements.load(first_span + half);
-    float next_field = mine.load(first_span);
-    for (int bundle_start = first_span; bundle_start < end_span; bundle_start += WARPS * BUNDLE) {
-        const int next_bundle_start = bundle_start + WARPS * BUNDLE;
+    LoadedElements<W> next_elements = elements.load(first_bundle + half);
+    float next_field = field.load(first_bundle);
+    for (int bundle = first_bundle; bundle < end; bundle += STRIDE) {
         const float old_field = next_field;
+        next_field = field.load(bundle + STRIDE);
         float new_field = 0;
-        next_field = mine.load(next_bundle_start);
+        // The last bundle of the shard may have fewer than four pairs.
+        const int pairs = min(PAIRS_PER_BUNDLE, (elements.shard_spans - bundle + 1) / SPANS_PER_PAIR);
 #pragma unroll 1  // one copy of this long body
-        for (int pair = 0; pair < PAIRS && bundle_start + pair * PAIR < shard_spans; pair++) {
-            // Load: what this pair needs has arrived, and what the next pair needs is asked for.
-            const int span = bundle_start + pair * PAIR + half;
-            const Loaded<W> now = next;
-            // That is this half's span of the next pair in the bundle or, after the last pair, of the first
-            // pair of the warp's next bundle.
-            const bool more = pair + 1 < PAIRS && bundle_start + (pair + 1) * PAIR < shard_spans;
-            next = elements.load(more ? span + PAIR : next_bundle_start + half);
-
-            // Decode.
-            auto old = [&](int which) { return shuffle_field(old_field, pair, which); };
-            const MomentScaling old_m{old(M_MAX), old(M_K)}, old_v{old(V_MAX), old(V_K)};
-            Values w, g, m, v, ratios_m, ratios_v;
-            elements.weights.unpack(now.w, w);
-            a.gradients.unpack(now.g, g);
-            const Factors factors =
-                decode_both<M, V>(old_m, old_v, now.codes, table_m, table_v, ratios_m, ratios_v);
-
-            // Update: AdamW.
-            for (int j = 0; j < CHUNK; j++) {
-                const UpdatedElement updated = adamw_element(a.constants, decay, w[j], g[j] * clip, factors.m,
-                                                             ratios_m[j], factors.v, ratios_v[j]);
-                m[j] = updated.m;
-                v[j] = updated.v;
-                w[j] = updated.w;
-            }
-
-            // The new fields. They are stored later, with those of the bundle's other spans.
-            const MomentScaling new_m = scaling_of_new_moments<M>(m);
-            const MomentScaling new_v = scaling_of_new_moments<V>(v);
-            if (pair == mine.pair) {
-                const MomentScaling new_of_lane = mine.is_of_v() ? new_v : new_m;
-                new_field = mine.is_k() ? new_of_lane.k : new_of_lane.max;
-            }
-
-            // Encode, and store.
-            const Codes codes = encode_both<M, V>(new_m, new_v, m, v);
-            elements.store(span, w, codes, largest_bits);
+        for (int pair = 0; pair < pairs; pair++) {
+            const int span = bundle + pair * SPANS_PER_PAIR + half;
+            const LoadedElements<W> loaded = next_elements;
+            // After the last pair of the warp this loads some other span, which nobody uses.
+            next_elements = elements.load(pair + 1 < pairs ? span + SPANS_PER_PAIR : bundle + STRIDE + half);
+            const SpanFields new_fields = update_span<W, M, V>(
+                elements, span, loaded, fields_from_lanes(old_field, pair), tables, largest_bits);
+            if (pair == field.pair) new_field = field.choose_from(new_fields);
         }
-        mine.store(bundle_start, new_field);
+        field.store(bundle, new_field);
     }
     return largest_bits;
 }
 
 // The number of the last shard that begins at or before an element. The shards are in order, and the first
-// begins at first_element.
+// begins at the first element of the update.
 __device__ int shard_with(const AdamWArguments& a, int64_t element) {
     int low = 0, high = a.shard_count - 1;
     while (low < high) {
@@ -445,37 +457,44 @@ __device__ int shard_with(const AdamWArguments& a, int64_t element) {
     return low;
 }
 
-// A block has consecutive spans, [begin, end) in the rank's order, and goes through the shards to which these
-// spans belong. In each shard warp 0 takes the first bundle, warp 1 the second, and so on; after the last
-// warp, warp 0 takes the next. (Spans and bundles are counted from the beginning of the shard.) A bundle that
-// lies in two blocks belongs to the block in which it begins.
+// The spans [begin, end), counted in the rank's order.
+struct SpanRange {
+    int64_t begin, end;
+};
+// The spans that this block updates, out of all those of the update.
+__device__ SpanRange spans_of_block(const Range& elements) {
+    const int64_t first = elements.first / MOMENT_GROUP_SIZE, count = elements.count / MOMENT_GROUP_SIZE;
+    return {.begin = first + count * blockIdx.x / gridDim.x,
+            .end = first + count * (blockIdx.x + 1) / gridDim.x};
+}
+__device__ SpanRange spans_of_shard(const Shard& shard) {
+    const int64_t begin = shard.rank_offset / MOMENT_GROUP_SIZE;
+    return {.begin = begin, .end = begin + ceil_div(shard.size, MOMENT_GROUP_SIZE)};
+}
+
+// A block goes through the shards to which its spans belong. In each of them warp 0 takes the first bundle,
+// warp 1 the second, and so on; after the last warp, warp 0 takes the next. A bundle that lies in two blocks
+// belongs to the block in which it begins.
 template <class W, class M, class V>
-__global__ void __launch_bounds__(32 * WARPS, BLOCKS_PER_SM) adamw_kernel(const AdamWArguments a) {
-    __shared__ float table_m[MAGNITUDES], table_v[MAGNITUDES];
+__global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_kernel(const AdamWArguments a) {
+    __shared__ Tables tables;
     if (a.state->skip) return;
-    fill_table<M>(table_m);
-    fill_table<V>(table_v);
+    fill_table<M>(tables.m);
+    fill_table<V>(tables.v);
     __syncthreads();
-    // The spans of this update begin after `origin` spans of the rank's order; this block has those from
-    // `begin` to before `end`, counted in the rank's order, too.
-    const int64_t origin = a.first_element / MOMENT_GROUP_SIZE;
-    const int64_t begin = origin + a.spans * blockIdx.x / gridDim.x;
-    const int64_t end = origin + a.spans * (blockIdx.x + 1) / gridDim.x;
     const int warp = threadIdx.x / 32;
-    for (int i = shard_with(a, begin * MOMENT_GROUP_SIZE); i < a.shard_count; i++) {
+    const SpanRange of_block = spans_of_block(a.elements);
+    for (int i = shard_with(a, of_block.begin * MOMENT_GROUP_SIZE); i < a.shard_count; i++) {
         const Shard shard = a.shards[i];
-        // Where the shard begins and ends: spans, counted in the rank's order
-        const int64_t shard_begin = shard.rank_offset / MOMENT_GROUP_SIZE;
-        const int64_t shard_end = shard_begin + spans_of(shard.size);
-        if (shard_begin >= end) return;
+        const SpanRange of_shard = spans_of_shard(shard);
+        if (of_shard.begin >= of_block.end) return;
         if (!a.in_fp8_moment_groups(shard)) continue;
-        // What the block has of the shard: spans, counted from the beginning of the shard
-        const int64_t first = max(begin, shard_begin) - shard_begin;
-        const int64_t stop = min(end, shard_end) - shard_begin;
-        // The first bundle of this warp: bundles, counted from the beginning of the shard
-        const int64_t first_bundle = ceil_div(first, BUNDLE) + warp;
-        const uint32_t largest_bits = update_bundles<W, M, V>(
-            a, shard, static_cast<int>(first_bundle) * BUNDLE, static_cast<int>(stop), table_m, table_v);
+        // What the block has of the shard. From here on spans are counted from the beginning of the shard.
+        const int64_t begin = max(of_block.begin, of_shard.begin) - of_shard.begin;
+        const int64_t end = min(of_block.end, of_shard.end) - of_shard.begin;
+        const int64_t first_bundle = (ceil_div(begin, SPANS_PER_BUNDLE) + warp) * SPANS_PER_BUNDLE;
+        const uint32_t largest_bits =
+            update_bundles<W, M, V>(a, shard, static_cast<int>(first_bundle), static_cast<int>(end), tables);
         if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, largest_bits);
     }
 }
@@ -493,8 +512,16 @@ constexpr int64_t LEAST_SPANS_PER_BLOCK = 16384;
 unsigned adamw_blocks(int64_t spans) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, spans / (at_once * LEAST_SPANS_PER_BLOCK));
-    const int64_t bundles = ceil_div(spans, BUNDLE);
+    const int64_t bundles = ceil_div(spans, SPANS_PER_BUNDLE);
     return static_cast<unsigned>(std::min(bundles, at_once * rounds));
+}
+
+MomentStorage moment_storage(const Optimizer& o) {
+    if (o.has_fp8_moment_groups()) return MomentStorage::Fp8MomentGroups;
+    if (o.per_tensor) return MomentStorage::OneScale;
+    require(!moments_need_scaling(o.m) && !moments_need_scaling(o.v),
+            "moments in moment groups must both be in FP8");
+    return MomentStorage::NoScales;
 }
 
 AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
@@ -538,19 +565,13 @@ __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
 
 void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardGradients& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
-    const bool fp8_moment_groups = optimizer.has_fp8_moment_groups();
-    const bool any_scales = moments_need_scaling(optimizer.m) || moments_need_scaling(optimizer.v);
-    require(fp8_moment_groups || optimizer.per_tensor || !any_scales,
-            "moments in moment groups must both be in FP8");
     const AdamWArguments arguments{.constants = kernel_constants(options),
+                                   .moment_storage = moment_storage(optimizer),
                                    .fmax_m = info(optimizer.m).fmax,
                                    .fmax_v = info(optimizer.v).fmax,
-                                   .per_tensor = optimizer.per_tensor,
-                                   .fp8_moment_groups = fp8_moment_groups,
                                    .shards = g.shards,
                                    .shard_count = g.count,
-                                   .first_element = g.elements.first,
-                                   .spans = g.elements.count / MOMENT_GROUP_SIZE,
+                                   .elements = g.elements,
                                    .weights = weights,
                                    .rounding_key = rounding_key,
                                    .gradients = bf16_or_float(g.gradients, g.format),
@@ -558,11 +579,11 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, blocks(g.count, 128), 128, 0, stream,
            arguments);
     update_shards_without_moment_groups(arguments, stream);
-    if (!fp8_moment_groups || g.elements.count == 0) return;
+    if (arguments.moment_storage != MomentStorage::Fp8MomentGroups || g.elements.count == 0) return;
     with_weights(weights, [&]<class W>() {
         with_moment_traits(optimizer, [&]<class M, class V>() {
-            launch("adamw", adamw_kernel<W, M, V>, adamw_blocks(arguments.spans), 32 * WARPS, 0, stream,
-                   arguments);
+            launch("adamw", adamw_kernel<W, M, V>, adamw_blocks(g.elements.count / MOMENT_GROUP_SIZE),
+                   32 * WARPS_PER_BLOCK, 0, stream, arguments);
         });
     });
 }

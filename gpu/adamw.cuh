@@ -1,7 +1,7 @@
 // gpu/adamw.cuh - what the kernels of an update share: those of adamw.cu, for moments as COAT stores them,
 // and those of other_optimizers.cu.
 //
-//   1. AdamW of one element
+//   1. AdamW of eight elements
 //   2. eight weights in registers, and how they are rounded when they are stored
 //   3. the arguments of the kernels
 #pragma once
@@ -10,7 +10,7 @@
 namespace coat::gpu {
 
 // ===========================================================================================================
-// 1. AdamW of one element
+// 1. AdamW of eight elements
 //
 //   m = b1 m + (1 - b1) g
 //   v = b2 v + (1 - b2) g^2
@@ -26,28 +26,37 @@ struct AdamWKernelConstants {
     float root_factor, scaled_eps;
 };
 
-// An element after its update.
-struct UpdatedElement {
-    float m, v, w;
+// Eight old moments, decoded in two parts: moment j is factor * ratios[j]. The factor (the max of a moment
+// group, the scale of codes, or 1) is the same for all eight, so it is multiplied by b1 or b2 once. Then one
+// multiplication decodes an old moment and lets it decay.
+struct FactoredMoments {
+    float factor;
+    Values ratios;
+};
+struct NewMoments {
+    Values m, v;
 };
 
-// Updates an element, of which w is the weight and g the gradient. decay is weight_decay, or 0 for a
-// parameter that does not decay.
-//
-// The old moments come as products that are not computed yet: m is factor_m * ratio_m, and v is
-// factor_v * ratio_v. A factor (the scale of codes, the max of a moment group, or 1) is the same for all
-// elements that a thread decodes at a time, so the compiler multiplies it by b1 or b2 once for all of them.
-// Then one multiplication decodes an old moment and lets it decay.
-inline __device__ UpdatedElement adamw_element(const AdamWKernelConstants& constants, float decay, float w,
-                                               float g, float factor_m, float ratio_m, float factor_v,
-                                               float ratio_v) {
-    // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
-    const float m =
-        __fmaf_rn(constants.beta1 * factor_m, ratio_m, __fmaf_rn(constants.one_minus_beta1, g, 0.0f));
-    const float v = __fmaf_rn(constants.beta2 * factor_v, ratio_v, constants.one_minus_beta2 * (g * g));
-    const float update =
-        m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), constants.root_factor, constants.scaled_eps));
-    return {.m = m, .v = v, .w = __fmaf_rn(-constants.lr, __fmaf_rn(decay, w, update), w)};
+// Updates eight elements: w are their weights, and g their gradients, which are clipped here. decay is
+// weight_decay, or 0 for a parameter that does not decay.
+inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constants, float clip, float decay,
+                                            const Values& g, const FactoredMoments& old_m,
+                                            const FactoredMoments& old_v, Values& w) {
+    NewMoments moments;
+    for (int j = 0; j < CHUNK; j++) {
+        const float gradient = g[j] * clip;
+        // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
+        const float m = __fmaf_rn(constants.beta1 * old_m.factor, old_m.ratios[j],
+                                  __fmaf_rn(constants.one_minus_beta1, gradient, 0.0f));
+        const float v = __fmaf_rn(constants.beta2 * old_v.factor, old_v.ratios[j],
+                                  constants.one_minus_beta2 * (gradient * gradient));
+        const float update =
+            m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), constants.root_factor, constants.scaled_eps));
+        w[j] = __fmaf_rn(-constants.lr, __fmaf_rn(decay, w[j], update), w[j]);
+        moments.m[j] = m;
+        moments.v[j] = v;
+    }
+    return moments;
 }
 
 // ===========================================================================================================
@@ -147,27 +156,29 @@ template <class F> void with_weights(const Weights& w, F f) {
 // ===========================================================================================================
 // 3. The arguments of the kernels
 
-// The number of spans that these elements of a parameter form. A span is 128 consecutive elements: where
-// moments are in FP8 moment groups, one of m and one of v.
-inline __device__ int64_t spans_of(int64_t elements) { return ceil_div(elements, MOMENT_GROUP_SIZE); }
+// How the optimizer stores moments, which decides which kernel updates them. (Norm weights and biases have
+// FP32 moments with every optimizer.)
+enum class MomentStorage : uint8_t {
+    NoScales,         // in FP32 or BF16: other_optimizers.cu
+    OneScale,         // in FP8 or FP16, with one scale for a parameter's whole moment: other_optimizers.cu
+    Fp8MomentGroups,  // in FP8, with a moment scaling for each 128 elements: adamw.cu
+};
 
 struct AdamWArguments {
     AdamWKernelConstants constants;
-    float fmax_m, fmax_v;    // FMAX of the formats of m and v, where they are scaled
-    bool per_tensor;         // the optimizer has one scale for each moment of a parameter
-    bool fp8_moment_groups;  // or its moments are in FP8 moment groups
+    MomentStorage moment_storage;
+    float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
     const Shard* shards;
     int shard_count;
-    int64_t first_element;  // the first element of these shards in the rank's order
-    int64_t spans;          // how many spans the shards have together
+    Range elements;  // the elements of these shards, in the rank's order: whole spans
     Weights weights;
     uint64_t rounding_key;
-    Bf16OrFloat gradients;  // the gradients of these shards, from first_element on
+    Bf16OrFloat gradients;  // the gradients of these shards, from elements.first on
     const GradientState* state;
 
     // v is in moment groups where m is (formats.h, Optimizer::has_fp8_moment_groups).
     __device__ bool in_fp8_moment_groups(const Shard& shard) const {
-        return moments_need_scaling(shard.m.format) && !per_tensor;
+        return moment_storage == MomentStorage::Fp8MomentGroups && moments_need_scaling(shard.m.format);
     }
 };
 

@@ -9,22 +9,24 @@
 
 namespace coat::gpu {
 
-// Decodes eight elements of a moment in two parts: ratios, and the factor that is returned. Element j is
-// factor * ratios[j] (adamw_element() in adamw.cuh says why).
-static __device__ float load_moment(const MomentRef& m, float fmax, int64_t i, Values& ratios) {
+// Eight old elements of a moment.
+static __device__ FactoredMoments load_moment(const MomentRef& m, float fmax, int64_t i) {
+    FactoredMoments old;
     if (!moments_need_scaling(m.format)) {
-        Bf16OrFloat{m.data, m.format == Format::FP32}.load_values(i, ratios);
-        return 1.0f;
+        old.factor = 1.0f;
+        Bf16OrFloat{m.data, m.format == Format::FP32}.load_values(i, old.ratios);
+        return old;
     }
+    old.factor = scale_of(fmax, m.max[0]);
     if (m.format == Format::FP16) {
         alignas(16) __half fp16[CHUNK];
         *reinterpret_cast<uint4*>(fp16) = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
-        for (int j = 0; j < CHUNK; j++) ratios[j] = __half2float(fp16[j]);
+        for (int j = 0; j < CHUNK; j++) old.ratios[j] = __half2float(fp16[j]);
     } else {
         decode(/*e5m2=*/m.format == Format::E5M2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK),
-               /*scale=*/1.0f, ratios);
+               /*scale=*/1.0f, old.ratios);
     }
-    return scale_of(fmax, m.max[0]);
+    return old;
 }
 
 // Rounds and stores eight new elements of a moment, of which the largest in the tensor is max[1].
@@ -53,25 +55,21 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     uint32_t largest_bits_w = 0, largest_bits_m = 0, largest_bits_v = 0;
     for (int64_t i = thread_of_grid() * CHUNK; i < shard.size;
          i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
-        Values w = {}, g, m, v, ratios_m, ratios_v;
+        Values w = {}, g;
         if (!find_maxima) weights.unpack(weights.load(i), w);
-        a.gradients.load_values(shard.rank_offset - a.first_element + i, g);
-        const float factor_m = load_moment(shard.m, a.fmax_m, i, ratios_m);
-        const float factor_v = load_moment(shard.v, a.fmax_v, i, ratios_v);
+        a.gradients.load_values(shard.rank_offset - a.elements.first + i, g);
+        const FactoredMoments old_m = load_moment(shard.m, a.fmax_m, i);
+        const FactoredMoments old_v = load_moment(shard.v, a.fmax_v, i);
+        NewMoments moments = adamw_of_chunk(a.constants, clip, decay, g, old_m, old_v, w);
         for (int j = 0; j < CHUNK; j++) {
-            const UpdatedElement updated = adamw_element(a.constants, decay, w[j], g[j] * clip, factor_m,
-                                                         ratios_m[j], factor_v, ratios_v[j]);
-            m[j] = updated.m;
-            v[j] = updated.v;
-            w[j] = updated.w;
-            largest_bits_m = max(largest_bits_m, magnitude_bits(m[j]));
-            largest_bits_v = max(largest_bits_v, magnitude_bits(v[j]));
+            largest_bits_m = max(largest_bits_m, magnitude_bits(moments.m[j]));
+            largest_bits_v = max(largest_bits_v, magnitude_bits(moments.v[j]));
         }
         if (find_maxima) continue;
         weights.store(i, w, a.rounding_key, shard.rank_offset + shard.flat_minus_rank_offset + i, true,
                       largest_bits_w);
-        store_moment(shard.m, a.fmax_m, i, m);
-        store_moment(shard.v, a.fmax_v, i, v);
+        store_moment(shard.m, a.fmax_m, i, moments.m);
+        store_moment(shard.v, a.fmax_v, i, moments.v);
     }
     if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, largest_bits_w);
     if (find_maxima && moments_need_scaling(shard.m.format))
@@ -99,21 +97,24 @@ static __global__ void use_new_maxima_kernel(const AdamWArguments a) {
 }
 
 void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t stream) {
-    if (a.spans == 0) return;
+    if (a.elements.count == 0) return;
     const unsigned shards = static_cast<unsigned>(a.shard_count);
-    const int64_t useful = ceil_div(a.spans * MOMENT_GROUP_SIZE, ADAMW_THREADS * CHUNK);
-    // Norm weights and biases, all that is left if adamw_kernel updates the matrices, need few blocks each.
-    const int64_t each = std::min<int64_t>(useful, a.fp8_moment_groups ? 8 : 4 * multiprocessors());
-    const dim3 grid(static_cast<unsigned>(each), shards);
-    if (a.per_tensor)
+    const int64_t useful = ceil_div(a.elements.count, ADAMW_THREADS * CHUNK);
+    // With FP8 moment groups, adamw_kernel updates the matrices. The rest, norm weights and biases, needs few
+    // blocks each.
+    const bool no_matrices = a.moment_storage == MomentStorage::Fp8MomentGroups;
+    const int64_t blocks_per_shard = std::min<int64_t>(useful, no_matrices ? 8 : 4 * multiprocessors());
+    const dim3 grid(static_cast<unsigned>(blocks_per_shard), shards);
+    const bool one_scale = a.moment_storage == MomentStorage::OneScale;
+    if (one_scale)
         launch("clear_new_maxima", clear_new_maxima_kernel, blocks(shards, 128), 128, 0, stream, a);
     with_weights(a.weights, [&]<class W>() {
         const auto kernel = update_shards_without_moment_groups_kernel<W>;
-        if (a.per_tensor)
+        if (one_scale)
             launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, 0, stream, a, true);
         launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, 0, stream, a, false);
     });
-    if (a.per_tensor) launch("use_new_maxima", use_new_maxima_kernel, blocks(shards, 128), 128, 0, stream, a);
+    if (one_scale) launch("use_new_maxima", use_new_maxima_kernel, blocks(shards, 128), 128, 0, stream, a);
 }
 
 }  // namespace coat::gpu
