@@ -74,7 +74,7 @@ struct MomentScaling {
     float max, k;
 };
 
-enum class WhichMoment : uint8_t { First, Second };
+enum class WhichMoment : uint8_t { First, Second };  // m has signs, v has none
 
 // How the codes of a moment are made. This is known when a kernel is compiled, so that no code branches on
 // it. Below, Traits is a MomentTraits.
@@ -181,9 +181,9 @@ __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
     return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu;
 }
 
-// The tables of a block, one for the codes of m and one for those of v. The entry for a code without a sign,
-// whose value is y, is log2(y / FMAX); or y where nothing is expanded. They save a thread 16 logarithms for
-// each span, one for each of its eight m and eight v.
+// Tables in shared memory, one for the codes of m and one for those of v. The entry for a code without its
+// sign, whose value is y, is log2(y / FMAX); or y where nothing is expanded. The tables save a thread 16
+// logarithms for each span, one for each of its eight m and eight v.
 constexpr int MAGNITUDES = 128;  // codes without a sign
 struct Tables {
     float m[MAGNITUDES], v[MAGNITUDES];
@@ -223,10 +223,10 @@ __device__ FactoredMoments decode_moments(const MomentScaling& scaling, uint2 co
 // Both moments of a span: a thread's eight m and eight v. First the fast path computes both, without a
 // branch. Then the careful path replaces those that need care.
 
-struct SpanFields {
+struct SpanFields {  // the four fields of a span
     MomentScaling m, v;
 };
-struct Codes {
+struct Codes {  // of the thread's eight m, and of its eight v
     uint2 m, v;
 };
 struct DecodedMoments {

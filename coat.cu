@@ -15,27 +15,27 @@
 //
 // Which bytes move. Every kernel is bound by memory bandwidth, and reads its input once: 2 bytes an element
 // of BF16, or 9/8 of groups. It writes a byte for a code, and 2 bytes for a group's scale. Tensors such as a
-// norm's output are never stored: a producer computes them from what is (part 4 of gpu/device.cuh).
+// norm's output are never stored: a producer computes them from what is (gpu/lazy_tensor.cuh).
 // for_each_row() there loads a thread's rows, several at once, and hands over the values of one row after the
 // other, with `live` false for a row past the tensor's last, which must not be stored. What gated activations
 // read or write, such as [gate | up], has two planes side by side.
 //
 // Who calls whom, for the operand of a GEMM. On the host:
 //
-//   write_operand()                part 4         gpu/linear.cpp calls it
-//     quantize()                   part 4         chooses by the granularity
-//       quantize_per_tensor()      part 3         with transposed codes?
-//         with_producer_for_fp8()  device.cuh     from what is x computed?
-//           launch()               device.cuh     starts quantize_kernel()
+//   write_operand()                part 4            gpu/linear.cpp calls it
+//     quantize()                   part 4            chooses by the granularity
+//       quantize_per_tensor()      part 3            with transposed codes?
+//         with_producer_for_fp8()  lazy_tensor.cuh   from what is x computed?
+//           launch()               device.cuh        starts quantize_kernel()
 //
 // And on the GPU:
 //
-//   quantize_kernel()              part 3         a block: one tile
-//     store_codes()                quantize.cuh   its codes, both ways
-//       for_each_row()             device.cuh     a thread's 8 rows
-//         x.load(), compute()      device.cuh     the values of a chunk
-//         encode()                 device.cuh     their codes
-//       TransposeTile              quantize.cuh   to shared memory, and back
+//   quantize_kernel()              part 3            a block: one tile
+//     store_codes()                quantize.cuh      its codes, both ways
+//       for_each_row()             lazy_tensor.cuh   a thread's 8 rows
+//         x.load(), compute()      lazy_tensor.cuh   the values of a chunk
+//         encode()                 device.cuh        their codes
+//       TransposeTile              quantize.cuh      to shared memory, and back
 //
 // What is called here of gpu/other_scaling.h and gpu/quant_report.h concerns other recipes, and a report of
 // the errors of quantization: it can wait. dev/ladders/quantize_transpose.cu shows how part 3 became fast,
@@ -255,8 +255,8 @@ void convert(const TensorRef& x, const TensorRef& out, cudaStream_t stream) {
 // 5. Operands whose column sums are wanted too: gradients, for the gradient of a bias
 
 // The codes of part 3 and the column sums in one pass. A block goes down every COLUMN_PARTIALS-th tile of its
-// columns, as store_column_sums() (gpu/device.cuh) says; so the sums equal those of add_column_sums() bit for
-// bit.
+// columns, as store_column_sums() (gpu/lazy_tensor.cuh) says. So the sums equal those of add_column_sums()
+// bit for bit.
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     write_operand_and_add_column_sums_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale,

@@ -170,7 +170,7 @@ struct AdamWArguments {
     float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
     const Shard* shards;
     int shard_count;
-    Range elements;  // the elements of these shards, in the rank's order: whole spans
+    Range elements;  // of these shards, in the rank's order: whole moment groups
     Weights weights;
     uint64_t rounding_key;
     Bf16OrFloat gradients;  // the gradients of these shards, from elements.first on

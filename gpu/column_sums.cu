@@ -1,12 +1,12 @@
 // gpu/column_sums.cu - sums over the rows of a tensor: the gradients of biases and of the weights of norms
 // (interface: gpu/operators.h, part 3).
-#include "device.cuh"
+#include "lazy_tensor.cuh"
 
 namespace coat::gpu {
 
 // Stage one: partial sums. Block y of a column of tiles adds up the tiles y, y + COLUMN_PARTIALS, and so on.
-// A thread adds up its own rows of these; store_column_sums() (gpu/device.cuh) adds the sums of the threads.
-// The block also finds the amax.
+// A thread adds up its own rows of these; store_column_sums() (gpu/lazy_tensor.cuh) adds the sums of the
+// threads. The block also finds the amax.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     add_column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* amax_out) {

@@ -1,10 +1,9 @@
-// gpu/device.cuh - how kernels read, compute and write tensors.
+// gpu/device.cuh - how a thread loads, converts and stores values: what all kernels share. (How a block of
+// threads goes through a tensor, tile by tile, is in gpu/lazy_tensor.cuh.)
 //
 //   1. launching a kernel
 //   2. values in registers: the largest magnitude, sums, FP8 codes and scales, fast functions
 //   3. layouts: how a thread loads and stores eight neighbouring elements
-//   4. producers: a tensor that is not stored, computed on the fly (LazyTensor in operators.h)
-//   5. tiles: how the threads of a block share out a tensor; sums over its columns
 //
 // A thread handles a chunk of 8 consecutive elements of a row at a time, as FP32 values. As BF16 a chunk is
 // 16 bytes: one instruction loads or stores it.
@@ -34,15 +33,16 @@ namespace coat::gpu {
 // The number of blocks of a grid if n elements are shared out and a block has `each` of them.
 inline unsigned blocks(int64_t n, int64_t each) { return static_cast<unsigned>(ceil_div(n, each)); }
 
-// Every kernel is launched here. what: its name in an error.
+// Every kernel is launched here. what: its name in an error. shared: the bytes of shared memory that a block
+// needs besides the arrays that the kernel declares with a fixed size.
 template <class... Parameters>
 void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared,
             cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
     require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");  // CUDA's limits: in a dry run, too
     if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
     enqueue(stream, [&] {
-        // Without this call a block may have at most 48 KiB of shared memory. `shared` does not count the
-        // arrays that a kernel declares with a fixed size: 8 KiB are left for these.
+        // Without this call a block may have at most 48 KiB of shared memory, of which 8 KiB are left for the
+        // arrays of a fixed size.
         if (shared > 40 << 10)
             check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
                   "This GPU has too little shared memory");
@@ -345,274 +345,5 @@ inline Bf16OrFloat bf16_or_float(const void* data, Format f) {
     return {const_cast<void*>(data), f == Format::FP32};
 }
 inline Bf16OrFloat bf16_or_float(const TensorRef& t) { return bf16_or_float(t.data, t.storage.format); }
-
-// ===========================================================================================================
-// 4. Producers
-//
-// A producer gives a kernel the values of a LazyTensor (operators.h): it loads them, or computes them from
-// what is stored. For 8 columns of one row,
-//   cursor(row, col)              is what a thread remembers of its place: pointers, and a norm's weights;
-//   load(cursor, i)               fetches what row + i needs, so that several rows' loads are in flight;
-//   compute(raw, cursor, values)  computes the FP32 values of the tensor from what was fetched.
-// [gate | up] consists of two planes side by side, each `width` columns wide; a thread has the same 8 columns
-// of both. Any other tensor is one plane. SiLU(gate) x up is computed from two planes and has one.
-// The code says which multiplications and additions are fused (__fmaf_rn) and which are not (__fmul_rn,
-// __fadd_rn). If the compiler chose, it might choose differently in another kernel; so a tensor has the same
-// bits wherever it is computed.
-
-// Elements from a thread's first row to its row i: in 32 bits, so that an address is a single instruction.
-inline __device__ uint32_t row_offset(int i, int64_t width) {
-    return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
-}
-
-// A norm: y = (x - mean) rstd weight + bias.
-inline __device__ float norm_output(float x, RowStatistics statistics, float weight, float bias) {
-    return __fmaf_rn(__fmul_rn(__fsub_rn(x, statistics.mean), statistics.rstd), weight, bias);
-}
-template <class Element>
-__device__ void load_weight_and_bias(const Norm& n, int64_t col, Values& weight, Values& bias) {
-    Plain<Element>::unpack(plain<Element>(n.weight).load(col).words, weight);
-    for (int j = 0; j < CHUNK; j++) bias[j] = 0;
-    if (n.bias) Plain<Element>::unpack(plain<Element>(n.bias).load(col).words, bias);
-}
-
-// GELU in its tanh form is u sigmoid(2z) with z = A (u + B u^3), A = sqrt(2 / pi) and B = 0.044715, since
-// 1 + tanh(z) = 2 sigmoid(2z).
-constexpr float GELU_2A = 2 * 0.7978845608028654f, GELU_2AB = 2 * 0.7978845608028654f * 0.044715f;
-inline __device__ float gelu_sigmoid(float u) {
-    const float uu = __fmul_rn(u, u);
-    return one_over_1_plus_exp2(__fmul_rn(u, __fmaf_rn(-LOG2_E * GELU_2AB, uu, -LOG2_E * GELU_2A)));
-}
-inline __device__ float gelu(float u) { return __fmul_rn(u, gelu_sigmoid(u)); }
-// The gradient of u, from d, the gradient of gelu(u). gelu'(u) = s + u s (1 - s) 2z'(u). u^2 is limited to
-// 128, so that the product of an infinite slope and a zero is no NaN. This changes no result: from |u| = 11
-// on, s or 1 - s is zero.
-inline __device__ float gelu_backward(float u, float d) {
-    const float s = gelu_sigmoid(u);
-    const float slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(u, u), 128.0f), GELU_2A);
-    const float bend = __fmul_rn(__fmul_rn(u, s), __fsub_rn(1.0f, s));
-    return __fmul_rn(d, __fmaf_rn(bend, slope, s));
-}
-
-// SiLU(gate) x up, where silu(u) = u sigmoid(u).
-inline __device__ float gated_silu(float gate, float up) {
-    return __fmul_rn(__fmul_rn(gate, sigmoid(gate)), up);
-}
-// The gradients of gate and up, from d, the gradient of gated_silu(). silu'(u) = s + u s (1 - s).
-inline __device__ void gated_silu_backward(float gate, float up, float d, float& dgate, float& dup) {
-    const float s = sigmoid(gate), silu = __fmul_rn(gate, s);
-    dgate = __fmul_rn(__fmul_rn(d, up), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
-    dup = __fmul_rn(d, silu);
-}
-
-// The producer of the LazyTensors with the op OP, whose input is stored in the given Layout: in two
-// planes if GATED, else in one.
-template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
-    static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
-                          BACKWARD = OP == LazyOp::ActivationBackward;
-    static constexpr int INPUT_PLANES = GATED ? 2 : 1;
-    static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // how many planes the result has
-    using Compute = typename Layout::Compute;
-    struct Cursor {
-        Layout in[INPUT_PLANES];
-        Plain<Compute> dact;
-        const RowStatistics* statistics;
-        Values weight, bias;
-    };
-    // What load() fetches. A producer uses some of the fields, which have BYTES bytes together.
-    struct Fetched {
-        typename Layout::StoredChunk in[INPUT_PLANES];
-        typename Plain<Compute>::StoredChunk dact;
-        RowStatistics statistics;
-    };
-    static constexpr int BYTES =
-        sizeof(Fetched::in) + BACKWARD * sizeof(Fetched::dact) + NORM * sizeof(Fetched::statistics);
-    Layout in;        // (N, INPUT_PLANES * width)
-    int64_t width;    // the columns of a plane
-    LazyTensor lazy;  // what is computed
-
-    __device__ Cursor cursor(int64_t row, int64_t col) const {
-        Cursor cursor;
-        for (int p = 0; p < INPUT_PLANES; p++)
-            cursor.in[p] = in.starting_at((row * INPUT_PLANES + p) * width + col);
-        if (BACKWARD) cursor.dact = plain<Compute>(lazy.dact.data).starting_at(row * width + col);
-        if (NORM) {
-            cursor.statistics = lazy.norm.row_statistics + row;
-            load_weight_and_bias<Compute>(lazy.norm, col, cursor.weight, cursor.bias);
-        }
-        return cursor;
-    }
-    __device__ Fetched load(const Cursor& cursor, int i) const {
-        Fetched raw;
-        for (int p = 0; p < INPUT_PLANES; p++)
-            raw.in[p] = cursor.in[p].load(row_offset(i, INPUT_PLANES * width));
-        if (BACKWARD) raw.dact = cursor.dact.load(row_offset(i, width));
-        if (NORM) raw.statistics = cursor.statistics[i];
-        return raw;
-    }
-    __device__ void compute(const Fetched& raw, const Cursor& cursor, Values (&v)[PLANES]) const {
-        Values x[INPUT_PLANES], d;  // d: of dact
-        for (int p = 0; p < INPUT_PLANES; p++) in.unpack(raw.in[p], x[p]);
-        if (BACKWARD) cursor.dact.unpack(raw.dact, d);
-        for (int j = 0; j < CHUNK; j++) {
-            if constexpr (NORM) {
-                v[0][j] = norm_output(x[0][j], raw.statistics, cursor.weight[j], cursor.bias[j]);
-            } else if constexpr (ACTIVATION && GATED) {
-                v[0][j] = gated_silu(x[0][j], x[1][j]);
-            } else if constexpr (ACTIVATION) {
-                v[0][j] = gelu(x[0][j]);
-            } else if constexpr (BACKWARD && GATED) {
-                gated_silu_backward(x[0][j], x[1][j], d[j], v[0][j], v[1][j]);
-            } else if constexpr (BACKWARD) {
-                v[0][j] = gelu_backward(x[0][j], d[j]);
-            } else {
-                v[0][j] = x[0][j];
-                if constexpr (GATED) v[1][j] = x[1][j];
-            }
-        }
-    }
-};
-
-// Calls f with the producer of x, whose input is stored as `in`.
-template <class Layout, class F> void with_producer_of(const LazyTensor& x, Layout in, F f) {
-    const int64_t cols = x.input.cols;
-    if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, Layout>{in, cols, x});
-    else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, Layout>{in, cols, x});
-    else if (x.op == LazyOp::Activation && x.gated)
-        f(LazyProducer<LazyOp::Activation, Layout, true>{in, cols / 2, x});
-    else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, Layout>{in, cols, x});
-    else if (x.gated) f(LazyProducer<LazyOp::ActivationBackward, Layout, true>{in, cols / 2, x});
-    else f(LazyProducer<LazyOp::ActivationBackward, Layout>{in, cols, x});
-}
-// Calls f with the producer of a lazily computed tensor.
-template <class F> void with_producer(const LazyTensor& x, F f) {
-    with_layout(x.input, [&](auto in) { with_producer_of(x, in, f); });
-}
-// The same for kernels that quantize to FP8. They exist for inputs in BF16 and in groups; FP32 is an Error.
-template <class F> void with_producer_for_fp8(const LazyTensor& x, F f) {
-    require(x.input.storage.format != Format::FP32, "FP8 goes with the compute dtype BF16, not with FP32");
-    if (x.input.storage == E4M3_1x16) with_producer_of(x, groups_of(x.input), f);
-    else with_producer_of(x, plain<bf16>(x.input.data), f);
-}
-
-// ===========================================================================================================
-// 5. Tiles
-//
-//   tensor, tiles side by side        tile, 16 x 16 threads           thread, 8 rows x 1 chunk
-//   +-------+-------+-------+         t0   t1   t2  ... t15           row 0  x x x x x x x x
-//   |  128  |       |       |         t16  t17  t18 ... t31           row 1  x x x x x x x x
-//   | x 128 |       |       |         ...                             ...
-//   +-------+-------+-------+         t240 ...          t255          row 7  x x x x x x x x
-//
-// A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so a warp reads
-// BF16 values and writes codes, row-major and transposed, in whole 128-byte lines.
-
-constexpr int TILE = 128;                   // rows and columns of a tile
-constexpr int THREAD_ROWS = 8;              // rows of a tile that a thread has
-constexpr int SIDE_THREADS = TILE / CHUNK;  // threads along a side of the tile, across as well as down
-constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
-// Blocks that a multiprocessor has at once, which leaves 64 registers a thread. (With 3 or 5 it was slower.)
-constexpr int TILE_BLOCKS_PER_SM = 4;
-
-// Where a thread is: its number across and down the block's threads, and its first element in the tensor.
-struct TilePlace {
-    int across, down;
-    int64_t row, col;
-    __device__ explicit TilePlace(int64_t tile_row = blockIdx.y)
-        : across(threadIdx.x % SIDE_THREADS), down(threadIdx.x / SIDE_THREADS),
-          row(tile_row * TILE + down * THREAD_ROWS),
-          col(static_cast<int64_t>(blockIdx.x) * TILE + across * CHUNK) {}
-    __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
-};
-inline dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
-
-// How many of a thread's rows are loaded at once, if a row takes this many bytes of registers.
-constexpr __host__ __device__ int rows_in_flight(int bytes) {
-    if (bytes <= 16) return 8;
-    return bytes <= 32 ? 4 : 2;
-}
-
-// Calls use(i, values, live) for each of the thread's 8 rows of x, a producer, one after the other. The loads
-// of several rows are in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). For example
-// thread 17, with four rows in flight, and x of two planes, such as [gate | up]:
-//
-//                 plane 0, `width` columns     plane 1, `width` columns
-//   column        0..7  8..15  16..23  ...     0..7  8..15  16..23  ...
-//   rows 0..7      t0    t1     t2              t0    t1     t2
-//   row  8         t16  [t17]   t18             t16  [t17]   t18         | four loads of both planes, and
-//   row  9         t16  [t17]   t18             t16  [t17]   t18         | then use(0, ...) to use(3)
-//   row 10         t16  [t17]   t18             t16  [t17]   t18         |
-//   row 11         t16  [t17]   t18             t16  [t17]   t18         |
-//   rows 12..15    t16  [t17]   t18             t16  [t17]   t18         | the same: use(4, ...) to use(7)
-//                       values[0]                    values[1]
-//
-// The rule: a kernel that writes over x calls this only for a thread that lies inside the tensor, at least
-// with its first row (TilePlace::inside()). A kernel that only reads x may call it for every thread.
-//
-// The reason: so that no load has a condition, a copy of something inside the tensor is read in place of what
-// lies outside, with `live` false. In place of a row past the last one this is the last row, and in place of
-// a chunk past the last column the last chunk. If the kernel writes over x, it makes a difference who owns
-// what is read:
-//   - A thread inside reads its own last row again. It may have overwritten this row already. Then `values`
-//     are wrong, but nobody uses them.
-//   - A thread wholly outside reads the row or the chunk of another thread, which may be writing it: a race.
-template <class Producer, class Use>
-__device__ void for_each_row(const Producer& x, const TilePlace& place, int64_t rows, Use use) {
-    constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
-    const int64_t row = place.row < rows ? place.row : rows - 1;
-    const int64_t col = place.col < x.width ? place.col : x.width - CHUNK;
-    const auto cursor = x.cursor(row, col);
-    const int64_t rows_left = max(rows - place.row, static_cast<int64_t>(0));
-    const int rows_inside = static_cast<int>(min(rows_left, static_cast<int64_t>(THREAD_ROWS)));
-    const int live_rows = place.col < x.width ? rows_inside : 0;
-#pragma unroll
-    for (int first = 0; first < THREAD_ROWS; first += IN_FLIGHT) {
-        typename Producer::Fetched raw[IN_FLIGHT];
-        for (int i = 0; i < IN_FLIGHT; i++) raw[i] = x.load(cursor, min(first + i, max(rows_inside - 1, 0)));
-#pragma unroll
-        for (int i = 0; i < IN_FLIGHT; i++) {
-            Values v[Producer::PLANES];
-            x.compute(raw[i], cursor, v);
-            use(first + i, v, first + i < live_rows);
-        }
-    }
-}
-
-// Each thread has a number for each of its 8 columns of each plane, `mine`. The 16 numbers that a column has
-// in the block are combined in the order of the rows, beginning with 0. Then take(column, result) is called
-// once for each column that the block has of each plane. `columns` is shared memory.
-template <class Producer, class Number, class Combine, class Take>
-__device__ void combine_columns(const Producer& x, const TilePlace& place,
-                                const Number (&mine)[Producer::PLANES][CHUNK],
-                                Number (&columns)[SIDE_THREADS][TILE + 1], Combine combine, Take take) {
-    for (int p = 0; p < Producer::PLANES; p++) {
-        __syncthreads();
-        for (int j = 0; j < CHUNK; j++) columns[place.down][place.across * CHUNK + j] = mine[p][j];
-        __syncthreads();
-        const int64_t col = static_cast<int64_t>(blockIdx.x) * TILE + threadIdx.x;
-        if (threadIdx.x >= TILE || col >= x.width) continue;
-        Number all = 0;
-        for (int i = 0; i < SIDE_THREADS; i++) all = combine(all, columns[i][threadIdx.x]);
-        take(p * x.width + col, all);
-    }
-}
-
-// Sums over rows. Each 128 columns have COLUMN_PARTIALS = 128 blocks; block y adds up the tiles y, y + 128,
-// y + 256, and so on down these columns. A thread adds up its own rows of these tiles: `mine`. Then
-// store_column_sums() adds the threads' sums and writes row y of partials (COLUMN_PARTIALS, PLANES * width).
-// A multiprocessor has three such blocks, not four: the sums need registers, too.
-constexpr int COLUMN_BLOCKS_PER_SM = 3;
-inline dim3 column_grid(int64_t width) { return {blocks(width, TILE), COLUMN_PARTIALS}; }
-// In shared memory; a column is padding, against bank conflicts.
-using ColumnSums = float[SIDE_THREADS][TILE + 1];
-template <class Producer>
-__device__ void store_column_sums(const Producer& x, const Values (&mine)[Producer::PLANES],
-                                  ColumnSums& columns, float* partials) {
-    combine_columns(
-        x, TilePlace(), mine, columns, [](float a, float b) { return a + b; },
-        [&](int64_t col, float total) {
-            partials[static_cast<int64_t>(blockIdx.y) * Producer::PLANES * x.width + col] = total;
-        });
-}
 
 }  // namespace coat::gpu

@@ -6,7 +6,7 @@
 // amax of the norm's output. It does not store that output, because the kernel that makes the next GEMM's
 // operand computes it (coat.cu). In backward, one kernel computes the gradient of the norm's input row by
 // row, and sums the gradients of weight and bias over the rows.
-#include "device.cuh"
+#include "lazy_tensor.cuh"
 
 namespace coat::gpu {
 namespace {

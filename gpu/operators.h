@@ -128,7 +128,8 @@ struct Norm {
 
 // A tensor that is computed where it is needed: each kernel that reads it computes its elements on the fly
 // from stored tensors. So the tensor itself is stored only as the operand of a GEMM. A LazyTensor says what
-// is to be computed; a LazyProducer (gpu/device.cuh) computes it. The simplest LazyTensor is a stored tensor.
+// is to be computed; a LazyProducer (gpu/lazy_tensor.cuh) computes it. The simplest LazyTensor is a stored
+// tensor.
 enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 
 struct LazyTensor {

@@ -3,6 +3,7 @@
 #include "quant_report.h"
 
 #include "../reference.h"
+#include "lazy_tensor.cuh"
 #include "other_scaling.cuh"
 
 namespace coat::gpu {

@@ -4,7 +4,7 @@
 //   1. transposed codes, which pass through shared memory
 //   2. the codes of a tile
 #pragma once
-#include "device.cuh"
+#include "lazy_tensor.cuh"
 
 namespace coat::gpu {
 
