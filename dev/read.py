@@ -526,8 +526,8 @@ def ladder(name):
 
 def ladders():
     """As course(): CUDA on one page, then each ladder."""
-    text = re.sub(r"\]\((?:\.\./)?([\w.]+)\)", lambda m: f"]({m[1] if m[0][2:5] == '../' else 'ladders/' + m[1]})",
-                  (ROOT / "dev/ladders/README.md").read_text())
+    text = re.sub(r"\]\((\.\./)?([\w./]+)\)", lambda m: f"]({m[2] if m[1] else 'ladders/' + m[2]})",
+                  (ROOT / "dev/ladders/README.md").read_text())  # links from dev/ladders become links from dev
     heading, intro = re.match(r"# ([^\n]*)\n\n(.*?)\n\n## ", text, re.S).groups()
     entries, sections = [], []
     for title, _, words in lessons(text):

@@ -31,11 +31,11 @@
 //
 // To do the sums again. There are 16384 x 4096 = 67.1e6 elements:
 //
-//   memory           67.1e6 x 4 bytes / 4.27e12 bytes a second                                  =  63 us
-//   instructions     67.1e6 / (132 multiprocessors x 4 a clock x 32 lanes x 1.8e9 clocks a second)  =  2.2 us
-//   shared memory    67.1e6 / (132 multiprocessors x 32 banks x 1.8e9 clocks a second)          = 8.8 us
+//   memory           67.1e6 x 4 bytes / 4.27e12 bytes a second                              =  63 us
+//   instructions     67.1e6 / (132 multiprocessors x 4 x 32 lanes x 1.8e9 clocks a second)  = 2.2 us
+//   shared memory    67.1e6 / (132 multiprocessors x 32 banks x 1.8e9 clocks a second)      = 8.8 us
 //   latency          each of 132 x 2,048 threads has one element on its way, and waits 0.8 us for it:
-//                    67.1e6 / (132 x 2,048) = 250 times, 250 x 0.8 us                           = 200 us
+//                    67.1e6 / (132 x 2,048) = 250 times, 250 x 0.8 us                       = 200 us
 //
 // So these four numbers are all that an answer below needs besides what a rung counts: n instructions for
 // each element are n x 2.2 us, n accesses to shared memory n x 8.8 us, n bytes n x 67.1e6 / 4.27e12 = n x
@@ -499,9 +499,6 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 //            across 4        8    9   10   11  | 12   13   14   15  | [0]   1   (2)   3  |   4        23
 //            ...
 //
-// Picture: dev/figures/rung7.svg | The same for all 16 values of `across`: the words that a warp writes in
-// its first turn, and below how many of them each bank has.
-//
 // A piece is what stands between two bars. `^` (exclusive or) permutes the pieces of a column, so nothing is
 // overwritten, and eight lanes that read the eight pieces of a column use every bank once, as in rung 6.
 // Which word comes first does not change where it goes. The banks that a warp writes in its first turn:
@@ -511,6 +508,9 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 //            down 1           2    2    2    2    2    2         2
 //   rung 7   down 0           0    1    4    5    8    9        29
 //            down 1           2    3    6    7   10   11        31
+//
+// Picture: dev/figures/rung7.svg | The same for all 16 values of `across`: the words that a warp writes in
+// its first turn, and below how many of them each bank has.
 //
 // Every bank is used once. In the first warp `across` is lane % 16 and `down` lane / 16, and a column of the
 // tile has 32 words. So this command counts rung 7's first turn and draws its banks. With the first two of
