@@ -54,7 +54,7 @@ static const Flag FLAGS[] = {
     {.name = "optimizer", .member = &Flags::optimizer, .on_resume = MUST_MATCH,
      .about = "formats of the moments; default: the recipe's"},
     {.name = "attention", .member = &Flags::attention, .on_resume = MUST_MATCH,
-     .about = "saved q, k, v, output; groups: in FP8, one scale per 16 values",
+     .about = "saved q, k, v, output; groups: in FP8, a scale per 16 values",
      .words = "unquantized groups"},
     {.name = "master", .member = &Flags::master, .on_resume = MUST_MATCH,
      .about = "exact: FP32; none: BF16 weights, stochastic rounding", .words = "exact none"},

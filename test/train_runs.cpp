@@ -97,7 +97,7 @@ TEST_CASE("train: --plan and --help and --steps 0 write nothing") {
         flags += line.rfind("  --", 0) == 0;
     }
     CHECK(flags > 20);
-    for (const char* words : {"one of: compute groups", "one of: exact none", "one of: kept none",
+    for (const char* words : {"one of: unquantized groups", "one of: exact none", "one of: kept none",
                               "--clip 0, --accumulate 1, one GPU", "as packed", "(its eps is 1e-8)",
                               "The tokens of text are its bytes", "\nExamples\n"})
         CHECK(contains(help.out, words));
