@@ -27,6 +27,7 @@ LIGHT = {"ground": "#ffffff", "text": "#1f2328", "soft": "#59636e", "line": "#d1
 DARK = {"ground": "#0d1117", "text": "#e6edf3", "soft": "#9aa4af", "line": "#3a4452", "blue": "#6cb2f7", "red": "#f0808f",
         "green": "#66c48f", "gold": "#e0ab5a", "violet": "#b39df5", "grey": "#7d8794", "pale": "#17202b", "map": "viridis"}
 theme = LIGHT
+PAGE = 5.2  # inches. A phone shows a figure 400 pixels wide; letters of 10 points are then 11 pixels high.
 DEPTH_ERRORS = []  # what depth() has computed
 
 
@@ -44,22 +45,22 @@ def style():
 # --- Formats
 
 def formats():
-    _, axes = plt.subplots(2, 1, figsize=(6.4, 3.8), sharex=True)
+    _, axes = plt.subplots(2, 1, figsize=(PAGE, 4.2), sharex=True)
     for ax, f, name, last, but in zip(axes, (coat.E4M3, coat.E5M2), ("E4M3", "E5M2"), (127, 124),
-                                      (" (7 in the highest)", "")):
+                                      ("\n(7 in the highest)", "")):
         values = coat.decode(f, np.arange(1, last))
         normal = values >= 2.0 ** (1 - f.bias)
         ax.vlines(values, 0, 1, colors=np.where(normal, theme["blue"], theme["red"]), linewidth=0.7)
         ax.set_xscale("log", base=2)
-        ax.set(ylim=(0, 1.5), yticks=[], xlim=(2.0**-18.5, 2.0**18.5),
+        ax.set(ylim=(0, 1.5), yticks=[], xlim=(2.0**-20, 2.0**20),
                title=f"{name}: {last - 1} positive values, {2**f.M} in each power of two{but}")
         ax.spines["left"].set_visible(False)
         ax.set_xticks([2.0**e for e in range(-16, 17, 4)])
         ax.tick_params(labelbottom=True)
         ax.text(f.max, 1.1, f"largest: {float(f.max):,.0f}", ha="center", color=theme["blue"])
         ax.text(f.min, 1.1, f"smallest: $2^{{{int(np.log2(f.min))}}}$", ha="center", color=theme["red"])
-    axes[1].set_xlabel("value (logarithmic). Blue: normal values, equally dense in each power of two.\n"
-                       "Red: subnormal values, equally spaced.")
+    axes[1].set_xlabel("value (logarithmic)\nBlue: normal values, equally dense in each power of two\n"
+                       "Red: subnormal values, equally spaced")
 
 
 # --- A scale, and the staircase of rounding
@@ -70,14 +71,14 @@ GROUP = np.array([0.31, -0.52, 0.08, 1.1, -0.24, 0.67, -0.05, 0.43, -0.91, 0.16,
 
 def scale():
     """The magnitudes of lesson 2's values before and after they are divided by the scale, and the error of every magnitude."""
-    _, (lines, errors) = plt.subplots(2, 1, figsize=(6.4, 5.6), sharex=True, height_ratios=[3, 2])
+    _, (lines, errors) = plt.subplots(2, 1, figsize=(PAGE, 5.6), sharex=True, height_ratios=[3, 2])
     magnitudes = np.abs(GROUP)
     divided = magnitudes / (24 / 448)
-    regions = ((2.0**-13, 2.0**-10, theme["red"], "become 0"), (2.0**-10, 2.0**-6, theme["gold"], "subnormal:\nless precise"),
+    regions = ((2.0**-14, 2.0**-10, theme["red"], "become 0"), (2.0**-10, 2.0**-6, theme["gold"], "subnormal:\nless precise"),
                (2.0**-6, 448, theme["blue"], "normal: error at most 6.25%"))
     for low, high, color, words in regions:
         lines.fill_between([low, high], -0.35, 0, color=color, alpha=0.25, linewidth=0)
-        lines.text((low * high)**0.5, -0.175, words, ha="center", va="center", fontsize=9.5)
+        lines.text((low * high)**0.5, -0.175, words, ha="center", va="center", fontsize=9)
         errors.axvspan(low, high, color=color, alpha=0.12, linewidth=0)
     for x, y in zip(magnitudes, divided):
         color = theme["green"] if x < 24 else theme["red"]
@@ -86,23 +87,23 @@ def scale():
         lines.axhline(y, color=theme["soft"], linewidth=1)
     lines.text(24, 1.07, "24, the amax", ha="center", color=theme["red"])
     lines.text(0.02, 1.07, "0.02", ha="center", color=theme["green"])
-    lines.text(2.0**-12.8, 1.07, "the 16 values: |x|", weight="bold")
-    lines.text(2.0**-12.8, 0.62, "divided by\ns = 24 / 448:\nall move alike", color=theme["soft"])
-    lines.text(2.0**-12.8, 0.07, "E4M3: |x| / s", weight="bold")
+    lines.text(2.0**-13.8, 1.24, "the 16 values: |x|", weight="bold")
+    lines.text(2.0**-13.8, 0.55, "divided by\ns = 24 / 448:\nall move alike", color=theme["soft"])
+    lines.text(2.0**-13.8, 0.07, "E4M3: |x| / s", weight="bold")
     for at, words, side in ((448, "448\nthe amax", "center"), (2.0**-6, "$2^{-6}$\namax / 28,672", "left"),
                             (2.0**-10, "$2^{-10}$\namax / 458,752", "center")):
         lines.text(at, -0.42, words, ha=side, va="top", fontsize=9.5)
         errors.axvline(at, color=theme["soft"], linewidth=1, linestyle=":")
-    lines.set(ylim=(-0.75, 1.2), yticks=[], xscale="log")
+    lines.set(ylim=(-0.75, 1.35), yticks=[], xscale="log")
     lines.spines[["left", "bottom"]].set_visible(False)
     lines.tick_params(bottom=False, labelbottom=False, which="both")
-    x = np.float32(np.geomspace(2.0**-13, 448, 6000))
+    x = np.float32(np.geomspace(2.0**-14, 448, 6000))
     error = 100 * np.abs(coat.decode(coat.E4M3, coat.encode(coat.E4M3, x)) / x - 1)
     errors.plot(x, error, color=theme["text"], linewidth=0.9)
-    errors.set(xlim=(2.0**-13, 2.0**10), ylim=(0, 108), xlabel="|x| / s (logarithmic)", ylabel="error, %")
+    errors.set(xlim=(2.0**-14, 2.0**10), ylim=(0, 108), xlabel="|x| / s (logarithmic)", ylabel="error, %")
     errors.set_title("error of a value that is rounded to E4M3")
     errors.set_xscale("log", base=2)
-    exponents = range(-12, 10, 3)
+    exponents = range(-14, 10, 4)
     errors.set_xticks([2.0**e for e in exponents], [f"$2^{{{e}}}$" for e in exponents])
     errors.set_yticks([6.25, 50, 100], ["6.25", "50", "100"])
     errors.minorticks_off()
@@ -116,7 +117,7 @@ def landing():
             ("E5M2, one scale for the tensor", coat.E5M2, coat.scales_of(coat.E5M2, of_tensor)),
             ("E4M3, a scale for these 16 values", coat.E4M3, coat.bf16(coat.scales_of(coat.E4M3, of_group))))
     zero, low, high = 2.0**-7.6, 2.0**-8.2, 2.0**6  # where 0 is drawn, and the ends of the axis
-    _, axes = plt.subplots(3, 1, figsize=(6.6, 6.4), sharex=True)
+    _, axes = plt.subplots(3, 1, figsize=(PAGE, 6.8), sharex=True)
     for ax, (name, f, s) in zip(axes, rows):
         subnormal, normal = s * f.min / 2, s * 2.0 ** (1 - f.bias)  # where the zones begin
         for begin, end, color, words in ((low, subnormal, "red", "becomes 0"), (subnormal, normal, "gold", "subnormal"),
@@ -134,7 +135,7 @@ def landing():
             color = theme["green" if y else "red"]
             ax.plot([x, y or zero], [1, 0.24], color=color, linewidth=1, marker="o", markersize=4)
         errors = np.abs(stored / magnitudes - 1)
-        ax.set_title(f"{name}: mean error {errors.mean():.1%}, {np.sum(stored == 0) or 'none'} become 0")
+        ax.set_title(f"{name}:\nmean error {errors.mean():.1%}, {np.sum(stored == 0) or 'none'} become 0")
         ax.set(xscale="log", xlim=(low, high), ylim=(-0.5, 1.2), yticks=[])
         ax.spines["left"].set_visible(False)
         if np.any(stored == 0):
@@ -144,13 +145,13 @@ def landing():
     for ax in axes:
         ax.minorticks_off()
         ax.tick_params(labelbottom=True)
-    axes[2].set_xlabel("|x| (logarithmic). Dots above: the 16 values. Grey ticks: the codes, times the scale.\n"
+    axes[2].set_xlabel("|x| (logarithmic). Dots above: the 16 values.\nGrey ticks: the codes, times the scale.\n"
                        "A line goes from a value to the code onto which it falls.")
 
 
 def staircase():
     """What is stored for x in a tensor with amax 1.1, as in lesson 7: from nearby, and the whole range."""
-    _, axes = plt.subplots(1, 2, figsize=(6.4, 3.6))
+    _, axes = plt.subplots(1, 2, figsize=(PAGE, 3.4))
     s = np.float32(1.1) / 448
     for ax, low, high in zip(axes, (0.28, 0.0), (0.36, 1.1)):
         x = np.float32(np.linspace(low, high, 4001))
@@ -163,7 +164,7 @@ def staircase():
                  label="the four of the table")
     axes[0].set(title="from nearby: steps", ylabel="stored value")
     axes[1].set_title("from afar: a diagonal")
-    axes[0].set_xticks([0.28, 0.3, 0.32, 0.34, 0.36])
+    axes[0].set_xticks([0.28, 0.32, 0.36])
     axes[0].set_yticks([0.28, 0.3, 0.32, 0.34, 0.36])
     handles, names = axes[0].get_legend_handles_labels()
     plt.gcf().legend(handles, names, loc="outside lower center", ncols=2, handlelength=1.5)
@@ -174,12 +175,12 @@ def depth():
     layers = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
     if not DEPTH_ERRORS:  # once for both themes: it takes a minute
         DEPTH_ERRORS.extend(100 * lessons.errors_of_depth(n)[1:] for n in layers)
-    _, ax = plt.subplots(figsize=(6.4, 3.0))
+    _, ax = plt.subplots(figsize=(PAGE, 3.2))
     for noise, color, name in zip(np.transpose(DEPTH_ERRORS), (theme["blue"], theme["soft"]), ("of FP8", "of a batch")):
         ax.plot(layers, noise, "o-", color=color)
         ax.text(24.6, noise[-1], name, va="center", color=color)
-    ax.set(xlim=(0, 29), ylim=(0, 105), xlabel="layers of model B", ylabel="% of the gradient",
-           title="noise in the gradients of the first layer's matrices")
+    ax.set(xlim=(0, 30), ylim=(0, 105), xlabel="layers of model B", ylabel="% of the gradient",
+           title="noise in the gradients of\nthe first layer's matrices")
     ax.set_xticks([1, 4, 8, 12, 16, 24])
     ax.spines["bottom"].set_bounds(0, 24)
 
@@ -194,7 +195,7 @@ def expansion(v):
     codes, s = coat.quantize_tensor(coat.E4M3, group)
     ways = (("without expansion", codes, coat.decode(coat.E4M3, codes) * s, theme["soft"], "."),
             (f"with expansion, k = {stored.k[0, 0]:.2f}", stored.codes, coat.load_moment(*stored), theme["blue"], "+"))
-    _, axes = plt.subplots(3, 1, figsize=(6.4, 6.2), height_ratios=[1, 1, 1.25])
+    _, axes = plt.subplots(3, 1, figsize=(PAGE, 6.4), height_ratios=[1, 1, 1.5])
     for ax, (name, code, decoded, color, marker) in zip(axes, ways):
         error = (decoded / group - 1)[0]
         ax.stairs(np.bincount(code[0], minlength=128), fill=True, color=color)
@@ -229,8 +230,8 @@ def gemms():
     length = {"T": 1.75, "I": 1.45, "O": 1.1}
     words = {"T": "tokens", "I": "in", "O": "out"}
     colors = {"E4M3": theme["blue"], "E5M2": theme["red"], "BF16": theme["soft"]}
-    _, ax = plt.subplots(figsize=(6.4, 6.9))
-    ax.set(xlim=(0, 8.6), ylim=(-1.05, 8.2), aspect="equal")
+    _, ax = plt.subplots(figsize=(PAGE, 6.0))
+    ax.set(xlim=(0, 9.0), ylim=(-1.9, 8.2), aspect="equal")
     ax.axis("off")
 
     def matrix(left, middle, name, sizes, format, in_memory=""):
@@ -250,7 +251,7 @@ def gemms():
         middle = 7.0 - 2.85 * row
         ax.text(0, middle + 0.16, name, weight="bold", fontsize=11.5, va="center")
         ax.text(0, middle - 0.16, f"sums over\n{over}", va="top", fontsize=9.5, color=theme["gold"])
-        left = 2.2
+        left = 2.45
         right = matrix(left, middle, *first)
         ax.plot([left, right], [middle + length[first[1][0]] / 2] * 2, color=theme["gold"], linewidth=4, solid_capstyle="butt")
         ax.text(right + 0.25, middle, "·", ha="center", va="center", fontsize=12)
@@ -261,20 +262,21 @@ def gemms():
         ax.text(right + 0.3, middle, "=", ha="center", va="center", fontsize=12)
         matrix(right + 0.9, middle, result, first[1][0] + second[1][1], "BF16")
     ax.plot([0.05, 0.55], [-0.3, -0.3], color=theme["gold"], linewidth=4, solid_capstyle="butt")
-    ax.text(0.7, -0.3, "the dimension that is summed over. Each operand has one scale.", va="center", fontsize=9.2)
-    ax.text(0, -0.5, "Stored as: the matrix whose rows lie in memory, one after the other. A Hopper GPU adds up only\n"
-            "codes that are neighbours there. So these rows run along the sum, as the thick side does.", va="top", fontsize=9.2)
+    ax.text(0.7, -0.3, "the dimension that is summed over", va="center", fontsize=9.2)
+    ax.text(0, -0.55, "Each operand has one scale. Stored as: the matrix whose rows lie in\n"
+            "memory, one after the other. A Hopper GPU adds up only codes that are\n"
+            "neighbours there. So these rows run along the sum, as the thick side does.", va="top", fontsize=9.2)
 
 
 def tails(gradients):
     """How far gradients spread below the largest of their tensor, and what each format does with them there."""
     ratios = np.concatenate([(np.abs(g[g != 0]) / np.abs(g).max()).ravel() for g in gradients])
-    _, (counts, zones) = plt.subplots(2, 1, figsize=(6.6, 5.0), sharex=True, height_ratios=[2, 1])
+    _, (counts, zones) = plt.subplots(2, 1, figsize=(PAGE, 5.2), sharex=True, height_ratios=[2, 1.2])
     edges = np.arange(-36, 1)
     share, _ = np.histogram(np.log2(ratios), edges)
     counts.stairs(100 * share / len(ratios), edges, fill=True, color=theme["green"])
     counts.set(yscale="log", xlim=(-41, 0), ylim=(1e-5, 100), ylabel="% of the gradients",
-               title="gradients of all linear layers of model A, by powers of two")
+               title="gradients of all linear layers of model A,\nby powers of two")
     counts.set_yticks([1e-4, 1e-2, 1, 100], ["0.0001", "0.01", "1", "100"])
     counts.minorticks_off()
     for y, f, name in ((1, coat.E4M3, "E4M3"), (0, coat.E5M2, "E5M2")):
@@ -282,14 +284,15 @@ def tails(gradients):
         for low, high, color, words in ((-41, zero, "red", "becomes\n0"), (zero, normal, "gold", "sub-\nnormal"),
                                         (normal, 0, "blue", "normal")):
             zones.barh(y, high - low, 0.55, low, color=theme[color], alpha=0.3)
-            zones.text((low + high) / 2, y, words, ha="center", va="center", fontsize=8)
+            beside = max(low, -33) if f is coat.E4M3 else low  # E5M2's dotted line crosses E4M3's bar there
+            zones.text((beside + high) / 2, y, words, ha="center", va="center", fontsize=8.5)
         lost = np.format_float_positional(100 * np.mean(ratios < 2.0**zero), precision=1, fractional=False)
         for ax, low, high in ((counts, 1e-5, 100), (zones, y - 0.27, 1.6)):
             ax.plot([zero, zero], [low, high], color=theme["text"], linewidth=1, linestyle=":")
         counts.text(zero - 0.3, 60, f"{name}:\n{lost}%\nlie below", ha="right", va="top", fontsize=9.5)
     zones.set(ylim=(-0.4, 1.6), xlabel="|g| / amax of its tensor",
               title="what becomes of a value, by its place on this axis")
-    ticks = range(-32, 1, 4)
+    ticks = range(-32, 1, 8)
     zones.set_xticks(ticks, [f"$2^{{{e}}}$" for e in ticks])
     zones.set_yticks([1, 0], ["E4M3", "E5M2"])
     zones.spines["left"].set_visible(False)
@@ -323,17 +326,17 @@ def note(ax, x, y, words, ha="left", **more):
 LAYER = [("norm 1", "norm", "E4M3, one scale", "norm 1's input\nE4M3 1x16: 1.1 C", ""),
          ("q, k, v\nprojection", "linear", "BF16", "", "norm 1's output,\ncomputed again"),
          ("attention,\nwith RoPE", "bf16", "E4M3, one scale", "q, k, v and output\nBF16: 8 C", ""),
-         ("attention_out\nprojection", "linear", "", "", "codes of the output,\nmade again"),
+         ("attention_out\nprojection", "linear", "", "", "codes of output,\nmade again"),
          ("+", "add", "", "", ""),
          ("norm 2", "norm", "E4M3, one scale", "norm 2's input\nE4M3 1x16: 1.1 C", ""),
          ("gate and up\nprojection", "linear", "", "", "norm 2's output,\ncomputed again"),
          ("SiLU(gate) x up", "norm", "E4M3, one scale", "gate and up\nE4M3 1x16: 6.1 C", ""),
-         ("down\nprojection", "linear", "", "", "output of SiLU x up,\ncomputed again"),
+         ("down\nprojection", "linear", "", "", "SiLU(gate) x up,\ncomputed again"),
          ("+", "add", "", "", "")]
 GRADIENT = {"linear": "dgrad: g w\nwgrad: g$^T$x", "norm 1": "gradient of\nnorm 1", "norm 2": "gradient of\nnorm 2",
             "bf16": "gradient of\nattention", "SiLU(gate) x up": "gradient of\nSiLU x up"}
 FORWARD, SAVED, BACKWARD, STREAM, BACK_STREAM = 3.1, 7.0, 11.0, 0.55, 13.35  # where the columns are
-WIDE, TALL, GROUPS = 2.6, 0.56, 1.45  # a box; where the groups of a sum are made
+WIDE, TALL, GROUPS = 2.75, 0.56, 1.45  # a box; where the groups of a sum are made
 
 
 def add(ax, y, x=STREAM):
@@ -349,7 +352,7 @@ def groups(ax, x, y):
 
 def flow():
     colors = {"linear": theme["blue"], "norm": theme["green"], "bf16": theme["grey"], "add": theme["grey"]}
-    _, ax = plt.subplots(figsize=(6.8, 10.8))
+    _, ax = plt.subplots(figsize=(5.8, 9.7))
     top = len(LAYER) - 1
     ax.set(xlim=(-0.15, 14.1), ylim=(-3.65, top + 1.75))
     ax.axis("off")
@@ -432,11 +435,11 @@ def flow_saved(ax, y, words, made):
 
 
 def flow_legend(ax, colors):
-    rows = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor. fprop and dgrad read w"),
+    rows = [("linear", "a linear layer: FP8 GEMMs, one scale per tensor"),
             ("norm", "a norm or activation function: reads groups, which are saved, too"),
             ("bf16", "computed in BF16"),
-            ("saved", "filled: saved for backward, 16.3 C bytes a token in all (BF16: 22.8 C)"),
-            ("again", "dashed: not kept; backward makes it from the box above. It is wgrad's x (red)")]
+            ("saved", "filled: saved for backward, 16.3 C bytes a token (BF16: 22.8 C)"),
+            ("again", "dashed: backward makes it again from the box above, for wgrad (red)")]
     for i, (kind, words) in enumerate(rows):
         y = -1.15 - 0.37 * i
         box(ax, 0.5, y, 0.8, 0.22, "", colors.get(kind, theme["soft"]), filled=kind == "saved", dashed=kind == "again")
@@ -444,7 +447,7 @@ def flow_legend(ax, colors):
     groups(ax, 0.5, -3.0)
     note(ax, 1.1, -3.0, "here groups are made: 16 values with one scale", color=theme["text"])
     add(ax, -3.4, 0.5)
-    note(ax, 1.1, -3.4, "a sum in FP32, rounded to BF16 for the stream (and, in forward, to groups)", color=theme["text"])
+    note(ax, 1.1, -3.4, "a sum in FP32, rounded to BF16 (in forward also to groups)", color=theme["text"])
 
 
 # --- Where an amax comes from
@@ -453,7 +456,7 @@ def amax():
     """A kernel makes a tensor and takes its amax, and a second one makes the codes. Four threads with the values of
     lesson 2 stand for the 32 of a warp."""
     codes, _ = coat.quantize_tensor(coat.E4M3, GROUP[None, :])
-    _, ax = plt.subplots(figsize=(6.6, 7.6))
+    _, ax = plt.subplots(figsize=(5.6, 6.9))
     ax.set(xlim=(0, 13.75), ylim=(-0.1, 15.2))
     ax.axis("off")
     threads, words_at = (1.4, 3.7, 6.0, 8.3), 9.65
@@ -503,7 +506,7 @@ def residual_add():
     rstd = 1 / np.sqrt(np.mean(decoded**2) + np.float32(1e-5))
     y = decoded * rstd * weight
     codes, s = coat.quantize_tensor(coat.E4M3, y)
-    _, ax = plt.subplots(figsize=(6.6, 8.2))
+    _, ax = plt.subplots(figsize=(5.9, 7.6))
     ax.set(xlim=(0, 13.2), ylim=(0, 16.4))
     ax.axis("off")
     green, blue, gold, red = (theme[color] for color in ("green", "blue", "gold", "red"))
@@ -529,8 +532,8 @@ def residual_add():
     stage(13.6, "sum: x + branch, in FP32 (4 values of a row)", numbers(row), green)
     stage(11.2, "made into groups, and decoded again", numbers(decoded), green)
     stage(9.1, "RMS of the decoded row: 1 / RMS", [f"{rstd:.4g}"], green)
-    stage(7.3, "norm 2's output y: decoded value (1 / RMS) weight", numbers(y), green)
-    stage(5.55, "its largest magnitude (amax: the largest of all rows)", [f"{np.abs(y).max():.4g}"], green)
+    stage(7.3, "norm 2's output y: value (1 / RMS) weight", numbers(y), green)
+    stage(5.55, "its largest magnitude (amax: that of all rows)", [f"{np.abs(y).max():.4g}"], green)
     stage(2.7, "norm 2's output y, computed again", numbers(y), blue)
     stage(0.65, f"codes of y (1 / s), s = amax / 448 = {s:.4g}", [f"{code:02X}" for code in codes[0, shown]], blue)
     memory(14.6, "x, branch\nBF16: 2 + 2 bytes")
@@ -538,7 +541,7 @@ def residual_add():
     memory(12.7, "residual stream\nBF16: 2 bytes")
     path(ax, (8.1, 13.27), (8.1, 12.7), (9.35, 12.7))
     memory(11.2, "norm 2's input\nE4M3 1x16: 1.1 bytes", theme["green"])
-    memory(9.1, "mean (0) and 1 / RMS\n8 bytes a row")
+    memory(9.1, "mean (0), 1 / RMS\n8 bytes a row")
     memory(5.55, "amax\n4 bytes a tensor")
     memory(0.65, "x of gate and up\nE4M3: 1 byte", theme["blue"])
     for y in (11.2, 9.1, 5.55, 0.65):
@@ -594,11 +597,11 @@ def granularity(x):
 
 def weight_bytes():
     """Where the bytes of one weight of a linear layer lie during a step, and who writes and reads them."""
-    _, ax = plt.subplots(figsize=(6.6, 5.1))
-    ax.set(xlim=(-3.1, 12.3), ylim=(-1.6, 7.6))
+    _, ax = plt.subplots(figsize=(PAGE, 5.1))
+    ax.set(xlim=(-3.1, 12.3), ylim=(-2.1, 7.6))
     ax.axis("off")
     green, blue, red, grey, gold = (theme[color] for color in ("green", "blue", "red", "soft", "gold"))
-    rows = {"m, in E4M3": (6.35, "1.06", green), "v, in E4M3": (5.45, "1.06", green), "remainder": (4.4, "2", grey),
+    rows = {"m, E4M3": (6.35, "1.06", green), "v, E4M3": (5.45, "1.06", green), "remainder": (4.4, "2", grey),
             "BF16 weight": (3.5, "2", grey), "codes, E4M3": (1.9, "1", blue), "gradient, BF16": (0.8, "2", red)}
     for begin, end, words in ((0, 4, "forward"), (4, 8.4, "backward"), (8.4, 10, "update")):
         ax.text((begin + end) / 2, 7.25, words, ha="center", weight="bold", fontsize=10.5)
@@ -611,12 +614,12 @@ def weight_bytes():
         box(ax, (begin + end) / 2, y, end - begin, 0.62, words, color or own, filled=True)
 
     for name, (y, size, _) in rows.items():
-        note(ax, -3.1, y, name, color=theme["text"])
+        note(ax, -3.1, y, name.replace(" ", "\n", 1), color=theme["text"])
         note(ax, -0.2, y, size, "right", color=theme["text"])
     for name, words in zip(rows, ("and max, k (lesson 9)", "and max, k (lesson 9)", "what rounding took from the master",
                                   "the FP32 master, rounded")):
         bar(name, 0, 10)
-        ax.text(3.55, rows[name][0], words, ha="center", va="center", fontsize=9.5, color=theme["ground"], zorder=5)
+        ax.text(5, rows[name][0], words, ha="center", va="center", fontsize=9.5, color=theme["ground"], zorder=5)
     bar("codes, E4M3", 1.2, 2.4, "fprop")
     bar("codes, E4M3", 5.6, 6.8, "dgrad")
     bar("gradient, BF16", 6.8, 10)
@@ -634,8 +637,9 @@ def weight_bytes():
         elif name != "codes, E4M3":
             path(ax, (10, y + 0.12), (11.0, y + 0.12), color=gold)
             path(ax, (11.0, y - 0.12), (10, y - 0.12), color=gold)
-    for i, words in enumerate(("adamw reads the gradient and the upper four, and writes these four anew. They are",
-                               "always in memory: 6.1 bytes a weight. The others come and go; of codes there are",
+    for i, words in enumerate(("adamw reads the gradient and the upper four, and writes",
+                               "these four anew. They are always in memory: 6.1 bytes",
+                               "a weight. The others come and go; of codes there are",
                                "never more than those of one matrix.")):
         note(ax, -3.1, -0.35 - 0.5 * i, words, color=theme["text"])
 
@@ -646,7 +650,7 @@ OWNED, RECEIVED, COMPUTED = 1.0, 0.3, 0.0  # what a half of a matrix is, and how
 
 def ranks():
     """One matrix of a layer on two GPUs, from update to update."""
-    _, ax = plt.subplots(figsize=(6.6, 8.9))
+    _, ax = plt.subplots(figsize=(PAGE, 7.4))
     ax.set(xlim=(0, 13.2), ylim=(-1.1, 16.7))
     ax.axis("off")
     blue, red, green, gold = (theme[color] for color in ("blue", "red", "green", "gold"))
@@ -711,7 +715,7 @@ def plan(train, recipe):
 def memory(plans):
     """What --plan lists, over a step: activations grow in forward, layer by layer; in backward gradients take
     their place."""
-    _, axes = plt.subplots(1, 2, figsize=(6.8, 4.0), sharey=True)
+    _, axes = plt.subplots(1, 2, figsize=(PAGE, 4.8), sharey=True)
     ends = [0, 32, 64, 92]  # of forward, backward and the update; all layers are 32
     for ax, (recipe, lines) in zip(axes, plans.items()):
         rows = (re.match(r"  (\S.*?) {2,}(-?[\d.]+) +-?[\d.]+ ", line) for line in lines)
@@ -728,22 +732,22 @@ def memory(plans):
         areas["saved activations"] = sum(gb.values()) * np.array([0, 1, 0, 0])  # what is left
         ax.stackplot(ends, areas.values(), alpha=0.9, colors=[theme[c] for c in ("grey", "blue", "green", "gold", "red")])
         title = {"bf16": "bf16, FP32 moments"}.get(recipe, recipe)
-        ax.set(title=f"{title}\nat most {sum(areas.values()).max():.0f} GB", xlim=(0, ends[-1]), ylim=(0, 145))
+        ax.set(title=f"{title}\nat most {sum(areas.values()).max():.0f} GB", xlim=(0, ends[-1]), ylim=(0, 152))
         below = 0
         for name, area in areas.items():
             high = area.max()
             # Activations are named above their peak, gradients during the update, others in their middle.
-            x, y, color = {"saved activations": (32, below + high + 5, theme["text"]),
-                           "gradients": (73, below + high / 2 - 1, theme["ground"])}.get(
+            x, y, color = {"saved activations": (32, below + high + 9, theme["text"]),
+                           "gradients": (77, below + high / 2, theme["ground"])}.get(
                                name, (32, below + high / 2, theme["ground"]))
             if high > 5:
-                ax.text(x, y, f"{name}: {high:.0f} GB", ha="center", va="center", fontsize=9.5, color=color)
+                ax.text(x, y, f"{name}\n{high:.0f} GB", ha="center", va="center", fontsize=9.5, color=color, linespacing=1.1)
             below += area[1]
         for x in ends[1:3]:
             ax.axvline(x, color=theme["line"], linewidth=1, zorder=0)
         ax.set_xticks([16, 48, 78], ["forward", "backward", "update"])
         ax.tick_params(bottom=False)
-    axes[1].text(3, 125, "Thin green band: the operands\nof one layer, and CUDA", fontsize=9.5, color=theme["green"])
+    axes[1].text(3, 125, "thin green band:\noperands of one\nlayer, and CUDA", fontsize=9.5, color=theme["green"])
     axes[0].set_ylabel("GB")
 
 
