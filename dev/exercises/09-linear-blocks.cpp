@@ -5,12 +5,12 @@
 // so that each scale is a factor of 128 terms of the sum. w has one scale for each block of 128x128. All
 // three are in E4M3.
 //
-// For example, quantized(x, 1, 128) of x (2, 256) has four scales, one for each half of a row. Along its rows
-// x would have 256 scales, one for each column of two values.
+// For example, let x be (2, 256). quantized(x, 1, 128) has four scales, one for each half of a row.
+// quantized(x, 128, 1) has 256 scales, one for each column of two values.
 //
 // Find out: which operands can be shared by two GEMMs now, and which have to be quantized twice?
 //
-// given::quantized(x, 1, 128) makes blocks along the columns; the last of a row may be shorter. given:: also
+// given::quantized(x, 1, 128) makes blocks of 128 neighbours in a row; the last may be shorter. given:: also
 // has transposed(x), and product(a, b), which sums over a's columns and b's rows.
 #include "judge.h"
 
