@@ -757,7 +757,7 @@ def cell(ax, x, y, w, h, face, words="", color=None):
     """A rectangle with its upper left corner at (x, y)."""
     ax.add_patch(plt.Rectangle((x, y), w, h, facecolor=face, edgecolor=theme["line"], linewidth=0.6, zorder=2))
     if words:
-        ax.text(x + w / 2, y + h / 2, words, ha="center", va="center", fontsize=7.5, color=color or theme["text"], zorder=4)
+        ax.text(x + w / 2, y + h / 2, words, ha="center", va="center", fontsize=9, color=color or theme["text"], zorder=4)
 
 
 def cells(ax, x, y, columns, rows, w, h):
@@ -779,54 +779,53 @@ def label(ax, x, y, words, color):
 
 
 def grid(ax, wide, high):
-    """Axes whose y goes down, as rows do."""
-    ax.set(xlim=(0, wide), ylim=(high, 0))
+    """Axes whose y goes down, as rows do. Nothing lies above 1.2."""
+    ax.set(xlim=(0, wide), ylim=(high, 1.2))
     ax.axis("off")
 
 
 def fed():
     """Codes of one sum of the two backward GEMMs: in the matrix g, and in memory."""
-    rows = (("dgrad, dx = g w: sums over out", "g (tokens, out)", [(3, i) for i in range(8)], "green", "neighbours: K-major"),
-            ("wgrad, dw = g$^T$x: sums over tokens", "g (tokens, out)", [(i, 3) for i in range(8)], "red",
-             "a whole row apart: the instruction cannot read them"),
-            ("wgrad, from transposed codes", "g transposed (out, tokens)", [(3, i) for i in range(8)], "green",
+    rows = (("dgrad, dx = g w: sums over out", "g\n(tokens, out)", [(3, i) for i in range(8)], "green", "neighbours: K-major"),
+            ("wgrad, dw = g$^T$x: sums over tokens", "g\n(tokens, out)", [(i, 3) for i in range(8)], "red",
+             "a whole row apart:\nthe instruction cannot read them"),
+            ("wgrad, from transposed codes", "g transposed\n(out, tokens)", [(3, i) for i in range(8)], "green",
              "neighbours: K-major"))
-    _, axes = plt.subplots(3, 1, figsize=(6.6, 6.0))
+    _, axes = plt.subplots(3, 1, figsize=(PAGE, 5.6))
     for ax, (title, name, chosen, color, verdict) in zip(axes, rows):
-        grid(ax, 45, 10.8)
-        ax.text(0, 0.1, title, weight="bold", fontsize=10.5, va="bottom")
+        grid(ax, 45, 12.4)
+        ax.set_title(title)
         cells(ax, 1.5, 1.6, 8, 8, 1, 1)
         cells(ax, 12, 4.3, 64, 1, 0.5, 1.8)
         for row, col in chosen:
             cell(ax, 1.5 + col, 1.6 + row, 1, 1, theme[color])
             cell(ax, 12 + (8 * row + col) * 0.5, 4.3, 0.5, 1.8, theme[color])
-        note(ax, 5.5, 10.3, name, "center")
+        note(ax, 5.5, 11, name, "center")
         note(ax, 12, 3.2, "in memory, row after row:")
-        note(ax, 12, 7.5, verdict, color=theme[color], weight="bold")
+        note(ax, 12, 7.8, verdict, color=theme[color], weight="bold")
 
 
 def rung5():
     """Rung 5: 8 neighbours of a row come in, and 8 of a column go out, through single bytes of the tile."""
-    _, axes = plt.subplots(3, 1, figsize=(6.6, 7.0), height_ratios=[7.6, 17.6, 7.6])
+    _, axes = plt.subplots(3, 1, figsize=(PAGE, 7.4), height_ratios=[6.4, 16.4, 6.4])
     dark, red, gold, ground = theme["grey"], theme["red"], theme["gold"], theme["ground"]
 
     def chunks(ax, title, rows_are, color):
         grid(ax, 78, 7.6)
-        ax.text(0, 0.5, title, weight="bold", fontsize=10, va="center")
+        ax.set_title(title)
         for row in range(5):
             note(ax, 11.4, 2.1 + row, f"{rows_are} {row}", "right")
             for chunk in range(8):
                 thread = 8 * row + chunk
                 face = color if thread == 9 else dark if thread < 32 else theme["pale"]
-                cell(ax, 12 + 8 * chunk, 1.6 + row, 8, 1, face, f"thread {thread}", ground if thread < 32 else None)
+                cell(ax, 12 + 8 * chunk, 1.6 + row, 8, 1, face, str(thread), ground if thread < 32 else None)
         note(ax, 44, 7.1, "...", "center")
 
-    chunks(axes[0], "1. Each thread loads 8 elements of a row of x, and stores their codes", "row", red)
+    chunks(axes[0], "1. Each thread loads 8 elements of a row of x,\nand stores their codes (cells: threads)", "row", red)
     chunks(axes[2], "3. Each thread stores 8 codes of a row of the result", "column", gold)
     ax = axes[1]
     grid(ax, 78, 17.6)
-    ax.text(0, 0.5, "2. In the tile (shared memory) a cell is a byte, and four are a word", weight="bold", fontsize=10,
-            va="center")
+    ax.set_title("2. In the tile (shared memory) a cell is a byte,\nand four are a word")
     cells(ax, 12, 1.6, 64, 16, 1, 1)
     cell(ax, 12, 1.6, 64, 4, dark)
     cell(ax, 12, 5.6, 4, 12, theme["line"])
@@ -835,21 +834,18 @@ def rung5():
     for j in range(8):
         cell(ax, 20 + j, 2.6, 1, 1, red)
         cell(ax, 13, 9.6 + j, 1, 1, gold)
-    label(ax, 29.5, 3.1, "thread 9 writes these 8, and its warp rows 0 to 3", red)
-    label(ax, 17.5, 13.6, "after the barrier it reads these 8, and its warp columns 0 to 3", gold)
+    label(ax, 29.5, 3.1, "thread 9 writes these 8,\nand its warp rows 0 to 3", red)
+    label(ax, 17.5, 13.6, "after the barrier it reads these 8,\nand its warp columns 0 to 3", gold)
 
 
 def rung6():
     """Rung 6: words of four rows go through the tile."""
-    _, axes = plt.subplots(4, 1, figsize=(6.6, 9.4), height_ratios=[5.7, 8.6, 18.8, 6.4])
+    _, axes = plt.subplots(4, 1, figsize=(PAGE, 9.6), height_ratios=[4.5, 7.4, 17.6, 5.2])
     dark, red, blue, gold, ground = theme["grey"], theme["red"], theme["blue"], theme["gold"], theme["ground"]
-
-    def title(ax, words):
-        ax.text(0, 0.5, words, weight="bold", fontsize=10, va="center")
 
     ax = axes[0]
     grid(ax, 78, 5.7)
-    title(ax, "1. Each thread loads 8 x 8 elements of x, and stores their codes (cells: threads)")
+    ax.set_title("1. Each thread loads 8 x 8 elements of x,\nand stores their codes (cells: threads)")
     for down in range(3):
         note(ax, 13.4, 2.1 + down, f"rows {8 * down} - {8 * down + 7}", "right")
         for across in range(16):
@@ -860,7 +856,7 @@ def rung6():
 
     ax = axes[1]
     grid(ax, 78, 8.6)
-    title(ax, "2. In its registers thread 17 makes words of four rows of a column")
+    ax.set_title("2. In its registers thread 17 makes words\nof four rows of a column")
     for row in range(8):
         for col in range(8):
             cell(ax, 14 + 1.6 * col, 1.6 + 0.72 * row, 1.6, 0.72, red if row < 4 else blue)
@@ -878,7 +874,7 @@ def rung6():
 
     ax = axes[2]
     grid(ax, 78, 18.8)
-    title(ax, "3. In the tile (shared memory) a cell is a word: word w of a column is in bank w")
+    ax.set_title("3. In the tile (shared memory) a cell is a word:\nword w of a column is in bank w")
     note(ax, 13.4, 2.1, "bank", "right")
     cells(ax, 14, 2.8, 32, 16, 2, 0.95)
     cell(ax, 14, 2.8, 8, 16 * 0.95, dark)
@@ -891,24 +887,24 @@ def rung6():
         cell(ax, 20, 2.8 + col * 0.95, 2, 0.95, blue)
     for word in range(4, 8):
         cell(ax, 14 + 2 * word, 2.8 + 2 * 0.95, 2, 0.95, gold)
-    label(ax, 31, 2.8 + 2.5 * 0.95, "after the barrier thread 17 reads these 4 words", gold)
-    label(ax, 23.5, 2.8 + 11.5 * 0.95, "thread 17 writes these 16, a word with each store", red)
+    label(ax, 31, 2.8 + 2.5 * 0.95, "after the barrier thread 17\nreads these 4 words", gold)
+    label(ax, 23.5, 2.8 + 11.5 * 0.95, "thread 17 writes these 16,\na word with each store", red)
     note(ax, 46, 18.5, "grey: words 0 to 3 of all columns, which its warp writes", "center")
 
     ax = axes[3]
     grid(ax, 78, 6.4)
-    title(ax, "4. Each thread stores 16 codes of a row of the result, four times")
+    ax.set_title("4. Each thread stores 16 codes of a row\nof the result, four times")
     for row in range(5):
         note(ax, 13.4, 2.05 + row * 0.95, f"column {row}", "right")
         for piece in range(8):
             thread = 8 * row + piece
             face = gold if thread == 17 else dark if thread < 32 else theme["pale"]
-            cell(ax, 14 + 8 * piece, 1.6 + row * 0.95, 8, 0.95, face, f"thread {thread}", ground if thread < 32 else None)
+            cell(ax, 14 + 8 * piece, 1.6 + row * 0.95, 8, 0.95, face, str(thread), ground if thread < 32 else None)
 
 
 def rung7():
     """The banks of the words that a warp writes in its first turn, in rungs 6 and 7."""
-    _, axes = plt.subplots(2, 2, figsize=(6.6, 5.0), height_ratios=[4, 1], sharex=True)
+    _, axes = plt.subplots(2, 2, figsize=(PAGE, 4.6), height_ratios=[4, 1], sharex=True)
     colors = (theme["blue"], theme["red"])
     for (ax, bars), swizzled, name in zip(axes.T, (False, True), ("rung 6", "rung 7: swizzled")):
         counts = np.zeros((2, 32), int)
@@ -928,11 +924,11 @@ def rung7():
         bars.bar(np.arange(32) + 0.5, counts[1], 0.8, counts[0], color=colors[1])
         bars.set(ylim=(0, 17), xlabel=f"bank ({'1 clock' if swizzled else '16 clocks'})")
         bars.set_yticks([1 if swizzled else 16])
-        bars.set_xticks(np.arange(0, 32, 4) + 0.5, range(0, 32, 4))
+        bars.set_xticks(np.arange(0, 32, 8) + 0.5, range(0, 32, 8))
     axes[0, 0].set_ylabel("across")
     axes[1, 0].set_ylabel("words")
-    axes[0, 0].text(9, 2.4, "written by the 16 threads\nof down 0", color=colors[0], fontsize=9.5, va="center")
-    axes[0, 0].text(9, 7.4, "of down 1", color=colors[1], fontsize=9.5, va="center")
+    axes[0, 0].text(6, 2.4, "written by the\n16 threads of\ndown 0", color=colors[0], fontsize=9.5, va="center")
+    axes[0, 0].text(6, 7.4, "of down 1", color=colors[1], fontsize=9.5, va="center")
 
 
 def draw(folder, name, function, *values):
