@@ -290,6 +290,8 @@ class Page:
 FIELD = re.compile(r"^(cpu|gpu|test|paper): (.*)$", re.M)
 def inline(text, places):
     """Code, links, bold and italic words of one paragraph. places: where a definition of this lesson stands, by name."""
+    if re.fullmatch(r"\*[^*]+\*", text):  # a caption, which may contain code
+        return f"<em>{inline(text[1:-1], places)}</em>"
     parts = re.split(r"(`[^`]+`)", text)
     for i, part in enumerate(parts):
         if part[:1] == "`":
