@@ -138,7 +138,7 @@ class Cut:
             if line[:at].strip() or at < 0 or at == trailing:
                 rows[-1][1].append(line)
                 trailing = at
-            elif not SEPARATOR.match(line):
+            elif not SEPARATOR.match(line) and "clang-format o" not in line:
                 if rows[-1][1]:
                     rows.append(([], []))
                 rows[-1][0].append(line)
