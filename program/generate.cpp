@@ -177,8 +177,9 @@ static void print_continuation(Model& model, const Vocabulary& vocabulary, const
     std::printf("\n");
 }
 
-// ./train --prompt: prints the text and how the model in a folder continues it. It computes in BF16, in which
-// folders have their weights.
+// ./train --prompt: prints the text and how the model in a folder continues it. It computes in BF16, as other
+// programs do with such a folder: FP8 makes training cheaper, and its rounding would only change the answer.
+// --recipe names another recipe.
 void answer_prompt(const Flags& flags, ProcessGroup& processes) {
     const std::string named = flags.resumes() ? flags.resume : flags.model;
     if (!fs::is_directory(named))

@@ -81,7 +81,12 @@ void print_complete(const Resumed& resumed) {
 
 std::string model_in(const std::string& folder) {
     const std::string newest = find_checkpoint(folder);
-    return newest.empty() ? folder : newest;
+    if (!newest.empty()) return newest;
+    std::error_code none;
+    if (fs::status(path_in(folder, "config.json"), none).type() == fs::file_type::not_found)
+        throw Error(folder, " has no config.json and no complete checkpoint; give the folder of a model, or of ",
+                    "a run that has saved a checkpoint.");
+    return folder;
 }
 
 }  // namespace coat

@@ -45,7 +45,7 @@ void take_flags_of_resumed(int64_t ranks, Resumed& resumed, Flags& flags);
 // Whether the run that --resume continues has made all its steps.
 bool is_complete(const Resumed& resumed, const Flags& flags);
 void print_complete(const Resumed& resumed);
-// The newest checkpoint in the folder of a run; else the folder itself, which is a model's.
+// The newest checkpoint in the folder of a run; else the folder itself, if it is a model's.
 std::string model_in(const std::string& folder);
 
 // -----------------------------------------------------------------------------------------------------------

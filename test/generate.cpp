@@ -94,6 +94,11 @@ TEST_CASE("train: --prompt continues a text with the newest checkpoint on any nu
     CHECK(folder.files() == before);
     check_rejected(folder, "--device cpu --prompt x --model llama-tiny", "--prompt needs a trained model");
     check_rejected(folder, "--device cpu --prompt x --resume nowhere", "--prompt needs a trained model");
+    // A run that is still writing its first checkpoint.
+    fs::create_directories(folder.path / "begun/step-000020.tmp");
+    for (const std::string flag : {"--model", "--resume"})
+        check_rejected(folder, "--device cpu --prompt x " + flag + " begun",
+                       "begun has no config.json and no complete checkpoint; give the folder of a model");
 }
 
 TEST_CASE("train: the end of a run names a command that continues a text; checkpoints have their tokenizer") {

@@ -46,7 +46,7 @@ TEST_CASE("train: sizes and data and files that cannot work are rejected before 
 --ranks 1000 | --ranks 1000 is too many for a machine of;
 --ranks 2 --bacth 2 | --bacth; --ranks 2 --seq 4096 | --seq 4096; --ranks 2 --resume nowhere | nowhere;
 --out '' --log nowhere/log | --log; --out '' --log / | --log; --out text/out | text is not a folder;
---model empty | config.json; --model ./llama-tiny | ./llama-tiny;
+--model empty | empty has no config.json and no complete checkpoint; --model ./llama-tiny | ./llama-tiny;
 --model llama-tiny | write ./llama-tiny for the folder; --model chat | --data contains bytes;
 --model gpt2-tiny --gradients none | --gradients none;
 --model gpt2-tiny --gradients none --clip 0.5 | give --clip 0.;
