@@ -84,8 +84,8 @@ std::string model_in(const std::string& folder) {
     if (!newest.empty()) return newest;
     std::error_code none;
     if (fs::status(path_in(folder, "config.json"), none).type() == fs::file_type::not_found)
-        throw Error(folder, " has no config.json and no complete checkpoint; give the folder of a model, or of ",
-                    "a run that has saved a checkpoint.");
+        throw Error(folder, " has no config.json and no complete checkpoint; give the folder of a model, ",
+                    "or of a run that has saved a checkpoint.");
     return folder;
 }
 
