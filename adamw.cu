@@ -274,8 +274,8 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Va
 }
 
 // Which field of a bundle this lane keeps (the second drawing), and where it is in memory. (A Shard,
-// gpu/operators.h, is what this rank has of one parameter.) A bundle is known by the number of its first
-// span, counted from the beginning of the shard.
+// gpu/operators.h, is what this rank has of one parameter.) Below, `bundle` is the number of a bundle's first
+// span, counted from the beginning of the shard: so bundle + span is the number of a span in the shard.
 struct FieldOfLane {
     bool is_of_v, is_k;
     int pair;         // the number of the field's pair in the bundle
@@ -419,8 +419,8 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
     if (first_bundle >= end) return 0;
     const ElementsOfThread<W> elements(a, shard);
     const FieldOfLane field(shard, elements.shard_spans);
-    const int half =
-        threadIdx.x % 32 / LANES_PER_SPAN;  // of the warp, and so the number of its span in a pair
+    // 0 or 1: which half of the warp, and which span of the pair.
+    const int half = threadIdx.x % 32 / LANES_PER_SPAN;
     uint32_t largest_bits = 0;
     LoadedElements<W> next_elements = elements.load(first_bundle + half);
     float next_field = field.load(first_bundle);

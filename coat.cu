@@ -1,12 +1,12 @@
 // coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface:
 // gpu/operators.h; the same arithmetic on the CPU: part 2 of reference.cpp).
 //
-// What is stored. What non-linear layers save for backward (the inputs of norms and activations; with
-// --attention groups also q, k, v and the output of attention) is E4M3 codes, with a BF16 scale for each 1x16
-// group (part 1). The operand of a GEMM is E4M3 or E5M2 codes with a single scale for the tensor. It is
-// stored row-major, transposed, or both, and only for as long as its GEMMs need it (part 3); codes of weights
-// may be kept for a whole step. The scale follows from the tensor's largest magnitude, its amax, which an
-// earlier kernel has found (part 2).
+// What is stored. What non-linear layers save for backward, the inputs of norms and activations, is E4M3
+// codes, with a BF16 scale for each 1x16 group (part 1). The operand of a GEMM is E4M3 or E5M2 codes with a
+// single scale for the tensor. It is stored row-major, transposed, or both, and only for as long as its GEMMs
+// need it (part 3); codes of weights may be kept for a whole step. The scale follows from the tensor's
+// largest magnitude, its amax, which an earlier kernel has found (part 2). With --attention groups: q, k, v
+// and the output of attention are saved in groups, too.
 //
 // Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 x 8 elements of
 // it: in each of 8 rows a chunk, which is 8 neighbouring columns. It loads and computes them, and stores
@@ -52,9 +52,10 @@ namespace coat::gpu {
 // scale = amax / 448 of the group, code = E4M3(x / scale): Groups::round_in_place_and_store (gpu/device.cuh).
 // A group never crosses a token, so that an outlier costs precision only in its own 16 elements.
 //
-// quantize_groups_kernel() quantizes what attention saves (--attention groups), and the input of the
-// activation. While it has that input at hand it may take the amax of the activation's output, the operand of
-// the next GEMM. residual_add() and embed() (gpu/norm.cu) write all other groups in passing.
+// quantize_groups_kernel() quantizes the input of the activation. While it has that input at hand it takes
+// the amax of the activation's output, the operand of the next GEMM. residual_add() and embed() (gpu/norm.cu)
+// write the groups of the inputs of norms, in passing. With --attention groups: quantize_groups_kernel() also
+// quantizes what attention saves.
 
 // The larger of `largest` and the magnitudes of the activation's output for one row of the thread's values.
 template <int PLANES> static __device__ float amax_of_activation(float largest, const Values (&v)[PLANES]) {

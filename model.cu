@@ -9,8 +9,7 @@
 //                                    and makes the cached FP8 weights
 //     run_micro_batch()              for each micro-batch of the step
 //       forward_and_backward()
-//         forward()                  clears the amaxes of operands (with delayed scaling,
-//                                    begin_step_or_evaluation() does); the embedding; then for each layer:
+//         forward()                  clears the amaxes of operands; the embedding; then for each layer:
 //           attention_block_forward()  norm 1 -> q, k, v -> attention -> output projection -> residual sum
 //           mlp_block_forward()        norm 2 -> gate, up -> activation -> down projection -> residual sum
 //         loss_and_head_backward()   final norm -> logits -> loss; gradients of these, in the opposite order
@@ -19,6 +18,9 @@
 //           attention_block_backward() those of attention_block_forward(), in the opposite order
 //       add_embedding_gradients()    from the gradient of the residual stream
 //     Parameters::update()           AdamW (gpu/state.cpp)
+//
+// With delayed scaling (te): begin_step_or_evaluation() clears the amaxes of operands, not forward(). With
+// --gradients none: the weights are updated within backward, bucket by bucket (finish_bucket()).
 //
 // Linear layers have their own file, gpu/linear.h, which also says when operands are quantized. A function
 // stands after the one that calls it. What several functions call stands before the first of them: two
@@ -36,7 +38,8 @@
 //   - A Pass says what runs: it is given to every function that depends on it.
 //   - Memory is one allocation, the arena (gpu/state.h has its map). What lasts for the run is allocated at
 //     the beginning. What a step needs besides is allocated where it is used, and given back when the
-//     Arena::Scope around it ends.
+//     Arena::Scope around it ends. A Scope with the name until_x holds what is needed until x is computed.
+//     What must outlive a Scope is allocated before it, because memory is a stack.
 //   - What is saved for backward is the list saved_per_layer() in architecture.h. Outputs of norms and
 //     activation functions are not in it: they are stored only as the operand of a GEMM. A LazyTensor
 //     (gpu/operators.h) says what they are computed from, and the kernel that makes the operand computes
@@ -74,10 +77,9 @@ struct ResidualNorm {
     AmaxAndScale* place_for_output_amax() const { return reader ? reader->place_for_x_amax() : nullptr; }
 };
 
-// The residual stream (N, C) in forward. If the recipe saves norm inputs in groups, each sum is stored twice:
-// in groups, as the saved input of the norm that reads the stream next, and in the compute dtype, in a
-// buffer, for the next sum. In other recipes it is stored once, as the saved input of that norm, and there is
-// no buffer.
+// The residual stream (N, C) in forward. Each sum is stored twice: in groups, as the saved input of the norm
+// that reads the stream next; and in the compute dtype, in a buffer, for the next sum. Recipes that save no
+// groups: a sum is stored once, as the saved input of that norm, and there is no buffer.
 struct ResidualStream {
     TensorRef buffer;          // (N, C), or no tensor
     bool forward_reads_saved;  // of the recipe (formats.h)
@@ -91,8 +93,8 @@ struct ResidualStream {
     }
     // The stream before the norm n, in the compute dtype.
     TensorRef before(const ResidualNorm& n) const { return n.saves_groups() ? buffer : n.norm.in; }
-    // The output of the norm n. It is computed from the norm's saved input; or, if that is in groups which
-    // only backward is to read (coat-saved), from the buffer.
+    // The output of the norm n, computed from the norm's saved input. With coat-saved: computed from the
+    // buffer, because only backward is to read the groups.
     LazyTensor normed_by(const ResidualNorm& n) const {
         Norm norm = n.norm;
         if (!norm_reads_saved(n)) norm.in = buffer;
@@ -109,7 +111,7 @@ struct Pass {
     // The rest is for backward.
     bool first_micro_batch = true;  // of the step, on this rank
     // Whether GEMMs overwrite gradients. Otherwise they add to those of the micro-batches before. With
-    // several ranks they always overwrite: gradients are sent, and the sums lie elsewhere.
+    // several ranks: they always overwrite, because gradients are sent, and the sums lie elsewhere.
     bool overwrites_gradients = true;
     // With --gradients none: the settings of the update, which finish_bucket() does. Otherwise null.
     const AdamWOptions* update_in_backward = nullptr;
@@ -216,8 +218,7 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // A step
 
-    // Forward and backward of each micro-batch, then the update. (With --gradients none, finish_bucket()
-    // updates the weights within backward.)
+    // Forward and backward of each micro-batch, then the update.
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& adamw) override {
         const int64_t target_count = sum_of_ranks(counted_targets(targets, tokens_of_rank()));
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
@@ -408,9 +409,10 @@ private:
     // final_norm_input(): norm_backward() of the final norm overwrites its input with this gradient.
     TensorRef dresidual(const Pass& pass) const { return tensor_at(memory_.dresidual, pass.N, config_.C); }
 
-    // Attention reads and writes tensors in the compute dtype: the saved q, k, v and output themselves, or,
-    // if these are saved in groups, a buffer for each. Before a buffer is read, save_and_reload() writes to
-    // it what the groups hold, rounded to BF16: so the saved log-sum-exp fits what backward will read.
+    // Attention reads and writes tensors in the compute dtype: the saved q, k, v and output themselves. With
+    // --attention groups: these are saved in groups, so attention has a buffer for each. Before a buffer is
+    // read, save_and_reload() writes to it what the groups hold, rounded to BF16: so the saved log-sum-exp
+    // fits what backward will read.
     TensorRef attention_buffer(const TensorRef& saved) {
         return saved.storage.fp8() ? allocate_tensor(saved.rows, saved.cols) : saved;
     }
@@ -426,11 +428,11 @@ private:
         if (saved.storage.fp8()) convert(saved, buffer, stream_);
         return buffer;
     }
-    // q, k, v as attention reads them. qkv: as they are saved. RoPE, in forward, comes right after the q, k,
-    // v projection, and q and k are saved with it. But in Qwen3 norms of the heads come first, whose backward
-    // needs their inputs: there q, k, v are saved as the projection writes them, and norms and RoPE follow
-    // here, in backward again. (In reference_model.cpp this is qkv_for_attention(), and rope_at_projection()
-    // belongs to qkv_to_save().)
+    // q, k, v as attention reads them. qkv: as they are saved. The two are the same: forward applies RoPE
+    // right after the q, k, v projection, and saves q and k with it. Qwen3: norms of the heads come before
+    // RoPE, and their backward needs their inputs. So q, k, v are saved as the projection writes them, and
+    // norms and RoPE follow here, in backward again. (In reference_model.cpp this is qkv_for_attention(), and
+    // rope_at_projection() belongs to qkv_to_save().)
     TensorRef attention_input(const Pass& pass, const Layer& layer, const TensorRef& qkv) {
         if (!qk_norms_) return qkv;
         const TensorRef normed_and_rotated = allocate_tensor(pass.N, qkv.cols);
@@ -474,14 +476,19 @@ private:
     //
     //   operand               what it is            who computes its amax
     //   qkv_proj.x            output of norm 1      embed(), or save_residual_sum() of the layer before
-    //   attention_out_proj.x  output of attention   attention_forward(); if the output is saved in groups, a
-    //                                               pass over these: compute_x_amax_if_needed()
+    //   attention_out_proj.x  output of attention   attention_forward()
     //   gate_up_proj.x        output of norm 2      save_residual_sum() in attention_block_forward()
-    //   down_proj.x           output of the         quantize_activation_input(), where it saves gate and up
-    //                         activation            in groups; else a pass: compute_x_amax_if_needed()
-    //   each w                the weight            the last update. With delayed scaling, only while a
-    //                                               history of amaxes is empty, a pass:
-    //                                               LinearLayer::compute_w_amax_if_needed()
+    //   down_proj.x           output of the         quantize_activation_input(), which saves gate and up in
+    //                         activation            groups
+    //   each w                the weight            the last update
+    //
+    // Three exceptions:
+    //   - With --attention groups: for attention_out_proj.x it is a pass over the groups of attention's
+    //     output, compute_x_amax_if_needed().
+    //   - Recipes that save no groups (tensorwise, colossal, te): for down_proj.x it is a pass over the
+    //     activation's output, compute_x_amax_if_needed().
+    //   - With delayed scaling (te): amaxes are needed only while a history of amaxes is empty. For each w it
+    //     is then a pass over the weight, LinearLayer::compute_w_amax_if_needed().
 
     // The embedding and all layers, up to the input of the final norm.
     void forward(const Pass& pass) {
@@ -519,7 +526,7 @@ private:
         // it, while it makes x's codes
         const LazyTensor x = residual.normed_by(norm1);
         layer.qkv_proj.fprop(x, qkv);
-        // rotary positions. (In Qwen3 they come after norms of the heads: attention_input())
+        // rotary positions. Qwen3: they come later, in attention_input()
         if (rope_at_projection())
             rope(rope_args(pass), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
         save_and_reload(qkv, saved_qkv);
@@ -573,8 +580,8 @@ private:
         // residual sum, which saves the input of the next norm
         save_residual_sum(residual, norm2, branch, next);
     }
-    // Saves gate and up (N, 2F), and leaves the amax of the activation's output: of the output that is
-    // computed from the groups if forward reads them, else from the values.
+    // Saves gate and up (N, 2F), and stores the amax of the activation's output at down_proj's x. The output
+    // is computed from the groups. With coat-saved: from the values, as forward does.
     void save_gate_up_in_groups(const Layer& layer, const TensorRef& values, const TensorRef& groups) {
         quantize_activation_input(gated_, values, groups, recipe_.forward_reads_saved,
                                   layer.down_proj.place_for_x_amax(),
@@ -617,11 +624,10 @@ private:
         }
     }
     // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
-    // that reads its weights. What follows depends on the pass:
-    //   measure_quantization()   the gradients serve only to measure what storing the moments would lose
-    //   a step                   with several ranks, each rank sends the gradients to those that own them,
-    //                            where they are added; with one rank they are where they must be
-    //   with --gradients none    the weights of the bucket are updated
+    // that reads its weights. In a step with one rank nothing follows: the gradients are where they must be.
+    //   - In measure_quantization(): the gradients serve only to measure what storing the moments would lose.
+    //   - With several ranks: each rank sends the gradients to those that own them, where they are added.
+    //   - With --gradients none: the weights of the bucket are updated.
     void finish_bucket(const Pass& pass, int64_t bucket) {
         if (context_.quant_report) {
             parameters_.measure_moment_errors_of(bucket, *sharding_, *context_.quant_report);
@@ -716,8 +722,7 @@ private:
     // Gradients of parameters are computed by bucket, between begin_bucket() and finish_bucket().
     //
     // Memory is given back as early as possible, which can be in the middle of a bucket: there a Scope is
-    // ended by end(). A Scope with the name until_x holds what is needed until x is computed. What must
-    // outlive a Scope is allocated before it, because memory is a stack.
+    // ended by end().
     //
     // Who computes the amaxes of the operands, if they are needed before the operands are made:
     //
@@ -726,9 +731,10 @@ private:
     //                         of the layer               final norm: backward comes from there
     //   gate_up_proj.g        dgate_up                   a pass in write_g_operand_and_add_dbias()
     //   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
-    //   qkv_proj.g            dqkv                       attention_backward(); but in Qwen3, where
-    //                                                    qk_norm_backward() changes dqkv after it, a pass in
-    //                                                    make_g_operand_and_add_dbias()
+    //   qkv_proj.g            dqkv                       attention_backward()
+    //
+    // Qwen3: qk_norm_backward() changes dqkv after attention_backward(), so the amax of dqkv takes a pass in
+    // make_g_operand_and_add_dbias().
 
     // From the gradient of the residual stream after a layer to that before norm 2.
     void mlp_block_backward(const Pass& pass, Layer& layer) {
@@ -804,8 +810,8 @@ private:
                                        pass.overwrites_gradients);
         layer.attention_out_proj.dgrad(g_operand, dout);
     }
-    // dout -> dqkv, the gradient of what the q, k, v projection has written; with its amax, unless norms of
-    // heads follow, which change it.
+    // dout -> dqkv, the gradient of what the q, k, v projection has written; and its amax. Qwen3: without the
+    // amax, because norms of heads follow, which change dqkv.
     void core_attention_backward(const Pass& pass, Layer& layer, const TensorRef& dout,
                                  const TensorRef& dqkv) {
         const TensorRef qkv = load_saved(saved_tensor(pass, layer, SavedKind::Qkv));

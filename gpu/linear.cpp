@@ -47,10 +47,11 @@ void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
 
 void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite) {
     const Arena::Scope scope(arena());
-    // In coat-saved, wgrad computes x from the saved groups, but forward did not. So an x of wgrad may exceed
-    // forward's amax by the rounding error of a group, and would saturate: a pass over x raises the amax. The
-    // scale of wgrad's x then follows from the larger of the two amaxes. (In the CPU reference it follows
-    // from the amax of wgrad's x alone, which may be a little smaller.)
+    // wgrad quantizes x with the amax from forward, because both compute the same x. With coat-saved: they do
+    // not. wgrad computes x from the saved groups, and forward did not, so an x of wgrad may exceed forward's
+    // amax by the rounding error of a group, and would saturate. A pass over x therefore raises the amax, and
+    // the scale follows from the larger of the two. (In the CPU reference it follows from the amax of wgrad's
+    // x alone, which may be a little smaller.)
     const bool forward_had_other_x =
         !context_.gpu_context.setup.recipe.forward_reads_saved && x.op != LazyOp::Stored;
     if (forward_had_other_x) compute_x_amax_if_needed(x);
@@ -103,8 +104,9 @@ Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, 
     return operand;
 }
 
-// The operand of w in the form that `gemm` reads. It may be in the cache. Other GPUs may have sent it as
-// row-major codes, which are transposed for dgrad. Otherwise it is made here from the weight.
+// The operand of w in the form that `gemm` reads: from the cache, if weights are cached; else it is made here
+// from the weight. With several ranks: other GPUs may have sent row-major codes, which only have to be
+// transposed for dgrad.
 Operand LinearLayer::get_or_make_w_operand(WhichGemm gemm) const {
     if (context_.caches_weights) return cached_w_operand_;
     const TensorRef w = context_.sharding.weight(weight_index_);
@@ -185,9 +187,9 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
     if (AmaxAndScale* const place = place_for_x_amax()) compute_amax(x, place, stream());
 }
 
-// The update leaves the amax of a weight in the parameter's entry (AmaxTable::of_parameter()). Delayed
-// scaling uses the entry of the operand w instead: its amax is computed here while some history of amaxes is
-// empty.
+// There is nothing to do: the update has left the amax of the weight in the parameter's entry
+// (AmaxTable::of_parameter()). With delayed scaling (te): the operand w has an entry of its own. As long as
+// some history of amaxes is empty, its amax is computed here.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (context_.amax_table.delayed() && context_.needs_amax_before_codes())
         compute_amax(lazy_stored(context_.sharding.weight(weight_index_)), w_amax_and_scale_, stream());

@@ -18,23 +18,26 @@
 //
 // Amaxes. If a tensor has one scale, and scaling is just in time, its amax must be known before its codes are
 // made. Often an earlier kernel has the values at hand: it is given place_for_x_amax() or place_for_g_amax()
-// of the linear layer that will read the tensor, and leaves the amax there. (In recipes that need no amaxes
-// both functions return null.) If no earlier kernel has the values, a pass over the tensor computes the amax
-// just before the codes are made. Who computes which amax stands in model.cu, at the head of its sections on
-// forward and on backward.
+// of the linear layer that will read the tensor, and stores the amax there. If no earlier kernel has the
+// values, a pass over the tensor computes the amax just before the codes are made. Who computes which amax
+// stands in model.cu, at the head of its sections on forward and on backward. Recipes that need no amaxes:
+// both functions return null.
 //
 // Forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad; w again, for dgrad;
-// and x again, for wgrad, with the amax that forward has left. (In coat-saved wgrad raises this amax first:
-// LinearLayer::wgrad() says why.)
+// and x again, for wgrad, with the amax from forward. With coat-saved: wgrad first raises this amax.
 //
 // What a linear layer uses of other files, besides the kernels of gpu/operators.h. Sharding is the interface
 // to the other GPUs; the table says what its functions do if there are none:
 //
 //   GpuContext              the settings of the run, the stream, and the arena (gpu/state.h)
-//   Parameters::params      the list of all parameters; a weight is known by its index in it (gpu/state.h)
+//   Parameters              (gpu/state.h)
+//     params                the list of all parameters; a weight is known by its index in it
+//     bias_index()          the index of the bias that belongs to a weight, if there is one
+//     linear_layer_index()  the number of a linear layer in the order of forward
 //   AmaxTable               an amax and a scale for each operand (gpu/state.h); delayed() and
 //                           any_empty_history concern delayed scaling alone
 //   quant_stats_of()        null, unless quantization is measured
+//   transpose_codes()       only for weights that other GPUs send (gpu/parameter_kernels.h)
 //   FP8_GEMM_MULTIPLE       16 rows (gpu/memory_layout.h)
 //   Sharding
 //     weight()              the weight itself, as it is stored; no codes arrive from elsewhere
@@ -60,7 +63,7 @@ struct LinearContext {
     const LinearFormats formats = linear_formats(gpu_context.setup);
 
     // Whether the amax of an operand must be known before its codes are made: in FP8 with one scale per
-    // tensor, unless scaling is delayed and no history is empty any more.
+    // tensor. With delayed scaling (te): only as long as some history of amaxes is empty.
     bool needs_amax_before_codes() const {
         const bool per_tensor = formats.x.fp8() && formats.x.granularity == PER_TENSOR;
         return per_tensor && (!amax_table.delayed() || amax_table.any_empty_history);
@@ -118,8 +121,8 @@ private:
     const std::optional<size_t> bias_index_;  // the index of the bias (out), if there is one
     const int64_t out_, in_;
     const int64_t linear_layer_index_;  // the number of this layer in the order of forward
-    // The amax of each operand and, if the operand has one scale per tensor, this scale. (In other
-    // granularities the amax serves only to notice infinity and NaN.)
+    // The amax of each operand, and its scale, one for the tensor. Other granularities: the scales are
+    // elsewhere, and the amax serves only to notice infinity and NaN.
     AmaxAndScale* const x_amax_and_scale_;
     AmaxAndScale* const w_amax_and_scale_;
     AmaxAndScale* const g_amax_and_scale_;

@@ -38,8 +38,8 @@ namespace coat::gpu {
 //   amax    an earlier kernel, or compute_amax()
 //   scale   quantize(), as amax / FMAX
 //
-// With several ranks, combine_amaxes() (gpu/parameter_kernels.h) writes both fields of a weight on all of
-// them. For delayed scaling, which only the recipe te has, gpu/other_scaling.h has such a table.
+// With several ranks: combine_amaxes() (gpu/parameter_kernels.h) writes both fields of a weight on all of
+// them. With delayed scaling (te): gpu/other_scaling.h has such a table.
 struct alignas(16) AmaxAndScale {
     float scale;  // codes are multiplied by it
     // The largest |x| so far. atomicMax raises it, on the bits of |x|: as integers, those of infinity are
@@ -190,17 +190,17 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 // what it makes of them.) The output may also have more rows than x: the other rows keep what they hold.
 // quant_stats: what quantizing loses is added to it; it may be null.
 
-// x_amax_out->amax = max(x_amax_out->amax, |x|). The caller clears the amaxes of activations and gradients
-// before every micro-batch or, with delayed scaling, before every step; adamw() clears those of weights. x
-// must not be in FP32.
+// x_amax_out->amax = max(x_amax_out->amax, |x|). x must not be in FP32. The caller clears the amaxes of
+// activations and gradients before every micro-batch; adamw() clears those of weights. With delayed scaling
+// (te): the caller clears the former before every step, not before every micro-batch.
 void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t stream);
 
 // Computes x and writes its FP8 codes, the operand of a GEMM, as out says. x may be computed from BF16
 // tensors and from groups, but not from FP32 tensors. (quantize_groups() writes groups.)
-//   per tensor               The scale is computed from out.tensor.amax_and_scale->amax. If out.delayed is
-//                            true, the scale is that of the history.
+//   per tensor               The scale is computed from out.tensor.amax_and_scale->amax.
 //   per row, 1x128, 128x128  The scales are computed first, from x. They are stored in out.block_scales and
 //                            out.transposed_block_scales, and the amax of x in out.tensor.amax_and_scale.
+// With delayed scaling (te), which out.delayed says: the scale per tensor is that of the history.
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Computes x and stores its values in out, in FP32, or rounded to BF16.
@@ -217,9 +217,8 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
                      cudaStream_t stream);
 // Stores the input x of an activation in 1x16 groups: [gate | up] (N, 2F), or (N, F). The activation's
-// output becomes an operand of the next GEMM, so its amax is found in the same pass: amax_out gets the amax
-// of the output that is computed from the groups if forward_reads_saved (formats.h) is true, else of the
-// output that is computed from x.
+// output becomes an operand of the next GEMM, so its amax is found in the same pass. amax_out gets the amax
+// of activation(groups) if forward_reads_saved (formats.h) is true, else of activation(x).
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                bool forward_reads_saved, AmaxAndScale* amax_out, QuantStats* quant_stats,
                                cudaStream_t stream);
@@ -302,9 +301,8 @@ struct GradientState {
     double sum_of_squares;  // of all buckets so far, before clipping
     double norm;            // the root of sum_of_squares
     float clip_factor;      // what clipping multiplies the gradients by: limit / norm, or 1
-    // Not 0: the step is skipped (StepResult::skipped of model.h says when). Then nothing is updated any
-    // more. (With --gradients none, earlier buckets already were.) The next step has the same bias
-    // correction.
+    // Not 0: the step is skipped (StepResult::skipped of model.h says when). Then nothing is updated, and the
+    // next step has the same bias correction. With --gradients none: earlier buckets already were updated.
     uint32_t skip;
 };
 
