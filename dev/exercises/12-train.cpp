@@ -2,8 +2,8 @@
 //
 // y = linear(swiglu(linear(norm(x)))), and the loss is half the mean of (y - target)^2. Write one step of
 // training that calls what you wrote in the exercises before: quantize_groups (3), adamw (7), linear (8),
-// norm_backward (10) and swiglu_backward (11). The program first names those of them that are not solved yet.
-// Then it trains 100 steps, and prints your loss beside the reference's.
+// norm_backward (10) and swiglu_backward (11). If some of them are not solved yet, the program names these
+// and ends. Else it trains 100 steps, and prints your loss beside the reference's.
 //
 // A step quantizes the norm's input, m.x, in groups; then come the norm, a linear layer with m.gate_up, its
 // output in groups, SwiGLU, a linear layer with m.down, and the loss. Backward goes the same way back, and
@@ -13,6 +13,7 @@
 //
 // Watch for:
 //   linear computes all three GEMMs. In forward, give it any g of y's shape, such as zeros, and use only y.
+//   (Then dgrad and wgrad are computed for nothing, which costs little in so small a model.)
 //   AdamW comes last, because backward reads the weights of forward.
 //
 // train.h has your functions. given:: (in capstone.h) has norm_forward, swiglu_forward, loss, groups(x,

@@ -7,6 +7,8 @@
 #include <random>
 #include <utility>
 
+#include "comparison.h"
+
 using namespace coat;
 using Floats = std::vector<float>;
 using Codes = std::vector<uint8_t>;
@@ -161,39 +163,58 @@ double norm_of(const Floats& x) {
     return std::sqrt(sum);
 }
 
-// After step 1, in sentences: which gradients are those of the reference, and which are not.
-std::string first_gradients(const SmallModel& mine, const SmallModel& reference) {
-    std::string sentences, wrong, right;
+// What is known after step 1, in sentences, and a hint.
+struct Findings {
+    std::string sentences, hint;
+};
+
+// Which gradients are those of the reference, and which are not. Backward comes to m.down first.
+Findings first_gradients(const SmallModel& mine, const SmallModel& reference) {
+    std::string sentences, wrong, right, hint;
     for (const auto& [name, weight] : {std::pair{"norm", &SmallModel::norm},
                                        {"gate_up", &SmallModel::gate_up},
                                        {"down", &SmallModel::down}}) {
         const Floats expected = first_moments(reference.*weight);
         Floats error = first_moments(mine.*weight);
         if (norm_of(error) == 0) {
-            sentences += std::string(" Step 1 did not update m.") + name + ".";
+            sentences += std::string(" In step 1 m.") + name + " was not updated, or its gradient was zero.";
+            hint = std::string("m.") + name +
+                   ": is update called for it, and with a gradient of backward? What linear computes in "
+                   "forward is not one, if its g was zeros.";
             continue;
         }
         for (size_t i = 0; i < error.size(); i++) error[i] -= expected[i];
         std::string& list = norm_of(error) < 0.03 * norm_of(expected) ? right : wrong;
         list += (list.empty() ? "m." : ", m.") + std::string(name);
+        if (&list == &wrong)
+            hint = std::string(
+                       "backward comes to m.down first, then to m.gate_up, then to m.norm. Of the "
+                       "wrong ones m.") +
+                   name +
+                   " is the first: look at what is given to the function that computes its gradient. If "
+                   "that is right, were weights updated before backward read them?";
     }
     if (!wrong.empty()) sentences += " In step 1 the gradient is wrong of: " + wrong + ".";
     if (!right.empty()) sentences += " In step 1 the gradient is right of: " + right + ".";
-    if (right == "m.norm, m.gate_up, m.down")
+    if (right == "m.norm, m.gate_up, m.down") {
         sentences += " So look at what update is given, and how often it is called.";
-    return sentences;
+        hint = "update gets t, the number of the step, once for each weight, and the gradient of this step.";
+    }
+    return {sentences, hint};
 }
 
 }  // namespace
 
-// The losses of the first COMPARED steps must agree. Sums that are rounded in another order make a code here
-// and there another one, and later that grows: a right solution was 0.05% off in step 40, and 5% in step 100.
+// The losses of the first COMPARED steps must agree within TOLERANCE. Sums that are rounded in another order
+// make a code here and there another one, and later that grows: of two right solutions one was 0.05% off in
+// step 40 and 5% in step 100, the other one 0.6% in step 30 and 3% in step 100.
 constexpr int COMPARED = 30;
+constexpr double TOLERANCE = 0.02;
 
 int judge::training(const Function<double(SmallModel&, int)>& step) {
     SmallModel mine = first_model(), reference = first_model();
     double worst = 0;
-    std::string about_step_1;
+    Findings about_step_1;
     for (int t = 1; t <= 100; t++) {
         const double loss = step(mine, t), expected = reference_step(reference, t);
         if (failure.empty() && loss == 0) failure = "nothing is computed yet: write the body of step.";
@@ -201,9 +222,14 @@ int judge::training(const Function<double(SmallModel&, int)>& step) {
         const double difference = std::abs(loss - expected) / expected;
         if (t <= COMPARED && !(difference <= worst)) worst = difference;
         if (t == 1 && !(difference < 1e-3))
-            about_step_1 = " That of step 1 differs already: look at forward.";
-        else if (t == 1)
-            about_step_1 = " That of step 1 agrees: forward is right." + first_gradients(mine, reference);
+            about_step_1 = {" That of step 1 differs already: look at forward.",
+                            "norm reads the groups of m.x, and SwiGLU the groups of what the first linear "
+                            "layer computes. "
+                            "The two linear layers get these results in FP32, and the weights' values."};
+        else if (t == 1) {
+            about_step_1 = first_gradients(mine, reference);
+            about_step_1.sentences = " That of step 1 agrees: forward is right." + about_step_1.sentences;
+        }
         if (t % 10 == 0 || t == 1)
             std::cout << "step " << std::setw(3) << t << "   loss " << std::setprecision(5) << std::setw(9)
                       << loss << "   reference " << std::setw(9) << expected << "\n";
@@ -211,11 +237,17 @@ int judge::training(const Function<double(SmallModel&, int)>& step) {
     const std::string why = std::exchange(failure, "");
     std::cout << "exercise 12: ";
     if (!why.empty()) std::cout << why << "\n";
-    else if (worst < 0.01)
-        std::cout << "passed, the losses of the first 30 steps agree with the reference.\n"
+    else if (worst < TOLERANCE)
+        std::cout << "passed, the losses of the first 30 steps agree with the reference: they differ by "
+                  << std::setprecision(2) << 100 * worst
+                  << "% at most.\n"
+                     "  (Up to 2% are allowed. Sums in another order make a code here and there another one, "
+                     "and with every step that grows: 5% in step 100 are no mistake.)\n"
                      "  Forward keeps both groups and the inputs of the two linear layers (COAT itself "
                      "computes these "
                      "again). norm reads the groups of m.x, because backward has nothing else.\n";
-    else std::cout << "the losses of the first 30 steps differ." << about_step_1 << "\n";
-    return !why.empty() || !(worst < 0.01);
+    else
+        std::cout << "the losses of the first 30 steps differ." << about_step_1.sentences
+                  << hint_line(12, about_step_1.hint);
+    return !why.empty() || !(worst < TOLERANCE);
 }

@@ -309,6 +309,7 @@ enum class EncodeSlip {
     Truncation,
     Up,
     OneKept,
+    OneMasked,
     OneSubtracted,
     LogarithmCutOff,
     ThreeBits,
@@ -334,6 +335,7 @@ float encode_with(EncodeSlip slip, const Fp8& f, float x) {
     if (slip == EncodeSlip::Up) steps = std::ceil(exact);
     int code = int(steps) + (e - 1 + (slip == EncodeSlip::NoBias ? 0 : f.bias)) * (1 << M);
     if (slip == EncodeSlip::OneKept) code += 1 << M;
+    if (slip == EncodeSlip::OneMasked) code = (e + f.bias) * (1 << M) + int(steps) % (1 << M);
     return float((sign | code) & 0xFF);
 }
 
@@ -343,6 +345,10 @@ void compare_code(Comparison& c, const Fp8& f, float x, uint8_t mine) {
     const std::vector<std::pair<EncodeSlip, const char*>> slips = {
         {TiesAway, "A tie goes to the even code, not away from zero: std::nearbyint."},
         {Truncation, "The count is cut off: round it to the nearest."},
+        {OneMasked,
+         "The mask takes the 1 in front away, and more: a carry is lost, and a subnormal value, which has no "
+         "1 in front, gets exponent field 1. Do not mask: begin with field e + bias - 1, and add the whole "
+         "count."},
         {Up, "The count is rounded up: round it to the nearest."},
         {OneKept, "The count has the 1 in front of the mantissa: it adds 1 to the exponent field."},
         {OneSubtracted, "A subnormal value has no 1 in front of its mantissa: none is subtracted there."},
@@ -417,7 +423,10 @@ void compare_factor(Comparison& c, float max, float min, float got) {
     const float nearest_sixteenth = limited(std::rint(exact / 16) / 16);
     c.input = [=](size_t) { return text("max = ", max, ", min = ", min); };
     c("k", Floats{k}, Floats{got},
-      {{"The smallest code that is not zero is subnormal: 2^-9, not 2^-6.",
+      {{"k is neither rounded to a multiple of 1/256 nor limited: the least is 1/16, the most 64.",
+        {float(range / ratio)},
+        1e-3},
+       {"The smallest code that is not zero is subnormal: 2^-9, not 2^-6.",
         {rounded_k(std::log2(448 * 64.0), ratio)},
         near},
        {"The range ends at the smallest value, 2^-9: not at 1.", {rounded_k(std::log2(448.0), ratio)}, near},

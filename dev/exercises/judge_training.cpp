@@ -210,7 +210,7 @@ void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floa
     c.input = [&](size_t i) {
         return text(now[i], " after the update; your max = ", mine.max[i / 128], ", k = ", mine.k[i / 128]);
     };
-    c("code" + of, codes, mine.codes,
+    c("code" + of + " (for your max and k)", codes, mine.codes,
       {{"The codes belong to the new max and k.", outdated},
        {"Storing a moment includes its expansion: given::expand.", linear}});
 }
@@ -288,9 +288,13 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
     const bool w_is_right = c.is_right("change of w");
     const bool k_is_right = c.is_right("k of m") && c.is_right("k of v");
     if (number == 17 && w_is_right != k_is_right) c.progress = "one of the two bugs is mended. ";
-    return c.finish(
-        "The weight moves by the moments in FP32, before they are quantized again: only the next step "
-        "sees the rounding.");
+    const std::string unrounded =
+        "The weight moves by the moments in FP32, before they are quantized again: only the next step sees "
+        "the rounding.";
+    const std::string zeros =
+        " And zeros do not count in the smallest magnitude: with one of them the quotient max / min would be "
+        "infinite and k 1/16, the least, so all codes of the group would lie close together.";
+    return c.finish(number == 17 ? unrounded + zeros : unrounded);
 }
 
 // --- 8 and 9 ---

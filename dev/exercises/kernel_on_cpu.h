@@ -1,8 +1,9 @@
 // kernel_on_cpu.h - runs the kernel of an exercise without a GPU, where there is no nvcc: to g++ a kernel is
 // a function, and the CPU calls it for each thread of a block in turn. A thread runs until it waits at a
-// barrier, or for its warp; then the next thread runs. In every second block the last thread is the first:
-// so a barrier that is missing makes wrong results, in one of the two orders at least. To solve an exercise,
-// nobody needs to read this.
+// barrier, or for its warp; then the next thread runs. All blocks run twice, in the second run with the last
+// thread first: so a barrier that is missing makes wrong results in one of the two orders at least. If the
+// results of the two differ, that is said, and the results are not compared. To solve an exercise, nobody
+// needs to read this.
 #pragma once
 #include <math.h>
 #include <ucontext.h>
@@ -141,23 +142,45 @@ inline void Block::begin() {
 // Arrays of the judge, copied for a kernel between two guards, and back when it has ended.
 class Arrays {
 public:
-    template <class T> T* operator()(const T* given, size_t n) {
+    template <class T> T* operator()(const std::string& name, const T* given, size_t n) {
         Array& a = arrays_.emplace_back();
+        a.name = name;
         a.given = const_cast<T*>(given);
+        a.element = long(sizeof(T));
         a.bytes.assign(n * sizeof(T) + 2 * GUARD, GUARD_BYTE);
         std::memcpy(a.bytes.data() + GUARD, given, n * sizeof(T));
         return reinterpret_cast<T*>(a.bytes.data() + GUARD);
     }
     ~Arrays() {
+        for (const Array& a : arrays_)
+            std::memcpy(a.given, a.bytes.data() + GUARD, a.bytes.size() - 2 * GUARD);
+    }
+    // A sentence about a guard that has been overwritten, or an empty text.
+    std::string written_outside() const {
         for (const Array& a : arrays_) {
-            const size_t end = a.bytes.size() - GUARD;
-            auto is_whole = [&](size_t from) {
-                auto is_guard = [](unsigned char byte) { return byte == GUARD_BYTE; };
-                return std::all_of(a.bytes.begin() + from, a.bytes.begin() + from + GUARD, is_guard);
-            };
-            if ((!is_whole(0) || !is_whole(end)) && judge::failure.empty())
-                judge::failure = "a thread writes outside an array. Check its indices.";
-            std::memcpy(a.given, a.bytes.data() + GUARD, end - GUARD);
+            const long end = long(a.bytes.size() - GUARD);
+            for (long i = 0; i < long(a.bytes.size()); i++) {
+                if ((i >= long(GUARD) && i < end) || a.bytes[i] == GUARD_BYTE) continue;
+                const long index = (i - long(GUARD) - (i < long(GUARD) ? a.element - 1 : 0)) / a.element;
+                return "a thread writes outside an array: " + a.name + "[" + std::to_string(index) +
+                       "], but the size of " + a.name + " is " +
+                       std::to_string((end - long(GUARD)) / a.element) + ". Check its indices.";
+            }
+        }
+        return "";
+    }
+    // The bytes of all arrays
+    std::vector<std::vector<unsigned char>> contents() const {
+        std::vector<std::vector<unsigned char>> result;
+        for (const Array& a : arrays_) result.push_back(a.bytes);
+        return result;
+    }
+    // Gives the arrays these bytes, at the addresses that they have.
+    void restore(const std::vector<std::vector<unsigned char>>& contents) {
+        size_t i = 0;
+        for (Array& a : arrays_) {
+            std::copy(contents[i].begin(), contents[i].end(), a.bytes.begin());
+            i++;
         }
     }
 
@@ -165,23 +188,46 @@ private:
     static constexpr size_t GUARD = 4096;
     static constexpr unsigned char GUARD_BYTE = 0xA5;
     struct Array {
+        std::string name;
         void* given;
+        long element;  // bytes of one
         std::vector<unsigned char> bytes;
     };
     std::list<Array> arrays_;
 };
 
-// Runs a kernel, which body calls with its arguments, for all blocks.
-inline void launch(Index blocks, Index threads, const std::function<void()>& body) {
+// Runs a kernel, which body calls with its arguments, for all blocks. Returns what went wrong, or an empty
+// text.
+inline std::string run_blocks(Index blocks, Index threads, const std::function<void()>& body,
+                              bool last_thread_first) {
     gridDim = blocks;
     blockDim = threads;
     for (unsigned i = 0; i < blocks.x * blocks.y; i++) {
         blockIdx = {i % blocks.x, i / blocks.x, 0};
-        const std::string wrong = block.run(body, i % 2 == 1);
-        if (wrong.empty()) continue;
-        judge::failure = "the kernel never ends: " + wrong;
-        return;
+        const std::string wrong = block.run(body, last_thread_first);
+        if (!wrong.empty()) return "the kernel never ends: " + wrong;
     }
+    return "";
+}
+
+// Runs a kernel on these arrays, with the threads of a block in one order and in the other. The results are
+// those of the second run.
+inline void launch(Arrays& arrays, Index blocks, Index threads, const std::function<void()>& body) {
+    const auto before = arrays.contents();
+    std::string wrong = run_blocks(blocks, threads, body, false);
+    const auto first_run = arrays.contents();
+    if (wrong.empty()) {
+        arrays.restore(before);
+        wrong = run_blocks(blocks, threads, body, true);
+    }
+    if (wrong.empty()) wrong = arrays.written_outside();
+    if (wrong.empty() && arrays.contents() != first_run)
+        wrong =
+            "a race: if the last thread of a block runs first, the results are others. One thread reads or "
+            "overwrites what another one writes, and does not wait for it. Most likely a __syncthreads() is "
+            "missing: all threads must have written before one reads, and all must have read before one "
+            "writes there again.";
+    if (judge::failure.empty()) judge::failure = wrong;
 }
 
 // What a kernel calls
@@ -234,9 +280,10 @@ inline auto launched(judge::Transpose* kernel) {
     return [kernel](int rows, int cols, float inverse, const float* x, uint8_t* codes, uint8_t* transposed) {
         Arrays array;
         const size_t n = size_t(rows) * cols;
-        const float* const my_x = array(x, n);
-        uint8_t *const my_codes = array(codes, n), *const my_transposed = array(transposed, n);
-        launch({unsigned(cols + 31) / 32, unsigned(rows + 31) / 32, 1}, {32, 8, 1},
+        const float* const my_x = array("x", x, n);
+        uint8_t* const my_codes = array("codes", codes, n);
+        uint8_t* const my_transposed = array("transposed", transposed, n);
+        launch(array, {unsigned(cols + 31) / 32, unsigned(rows + 31) / 32, 1}, {32, 8, 1},
                [&] { kernel(rows, cols, inverse, my_x, my_codes, my_transposed); });
     };
 }
@@ -245,13 +292,14 @@ inline auto launched(void (*kernel)(Step, int, const float*, float*, Moment, Mom
     return [kernel](const Step& s, int n, const float* g, float* w, const Moment& m, const Moment& v) {
         Arrays array;
         const size_t groups = (n + 127) / 128;
-        auto moment = [&](const Moment& m) {
-            return Moment{array(m.codes, n), array(m.max, groups), array(m.k, groups)};
+        auto moment = [&](const std::string& name, const Moment& m) {
+            return Moment{array(name + ".codes", m.codes, n), array(name + ".max", m.max, groups),
+                          array(name + ".k", m.k, groups)};
         };
-        const float* const my_g = array(g, n);
-        float* const my_w = array(w, n);
-        const Moment my_m = moment(m), my_v = moment(v);
-        launch({unsigned(groups), 1, 1}, {128, 1, 1}, [&] { kernel(s, n, my_g, my_w, my_m, my_v); });
+        const float* const my_g = array("g", g, n);
+        float* const my_w = array("w", w, n);
+        const Moment my_m = moment("m", m), my_v = moment("v", v);
+        launch(array, {unsigned(groups), 1, 1}, {128, 1, 1}, [&] { kernel(s, n, my_g, my_w, my_m, my_v); });
     };
 }
 

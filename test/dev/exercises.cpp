@@ -117,6 +117,7 @@ const std::vector<Mistake> MISTAKES = {
     {5, "no clamp of subnormal values", "Below the smallest normal value"},
     {5, "masked carry", "the mantissa's carry belongs to the exponent"},
     {5, "masked carry of subnormal values too", "the mantissa's carry belongs to the exponent"},
+    {5, "the 1 in front is masked off", "a carry is lost, and a subnormal value"},
     {5, "ties away", "A tie goes to the even code"},
     {5, "truncation", "The count is cut off"},
     {5, "rounds up", "The count is rounded up"},
@@ -142,6 +143,7 @@ const std::vector<Mistake> MISTAKES = {
     {6, "ln of the range", "One logarithm is natural"},
     {6, "k at least 1", "k may be below 1"},
     {6, "k not limited at 64", "k is at most 64"},
+    {6, "k not limited at 64 and not rounded", "k is neither rounded"},
     {6, "floor to 1/16", "Round to multiples of 1/256, not of 1/16"},
     {6, "nearest 1/16", "Round to multiples of 1/256, not of 1/16"},
     {6, "floor to 1/256", "k is near: round to the nearest multiple of 1/256"},
@@ -412,6 +414,8 @@ auto encode(const Words& mistake) {
         if (mistake == "masked carry" && !subnormal)
             return sign | (field << f.mantissa) | (steps & (one - 1));
         if (masks_subnormal) return sign | (subnormal ? 0 : field << f.mantissa) | (steps & (one - 1));
+        if (mistake == "the 1 in front is masked off")
+            return sign | (((field << f.mantissa) + steps % one) & 0x7F);
         if (mistake == "the 1 in front is counted twice")
             return (sign | ((field << f.mantissa) + steps)) & 0xFF;
         return (sign | ((field - 1) * one + steps)) & 0xFF;
@@ -437,6 +441,7 @@ auto factor(const Words& mistake) {
         if (mistake == "nearest 1/16") k = std::rint(range / ratio * 16) / 16;
         if (mistake == "floor to 1/16") k = std::floor(range / ratio * 16) / 16;
         if (mistake == "k at least 1") k = std::max(k, 1.0f);
+        if (mistake == "not rounded") k = range / ratio;
         k = std::max(k, 1.0f / 16);
         return mistake == "k not limited at 64" ? k : std::min(k, 64.0f);
     };
@@ -865,10 +870,12 @@ TEST_CASE("exercises: the capstone passes with a right step and not with a wrong
     trains("exercise 12: passed, ", "");
     const std::string differ = "the losses of the first 30 steps differ. ";
     const std::string forward = differ + "That of step 1 agrees: forward is right. ";
-    trains((forward + "Step 1 did not update m.norm. In step 1 the gradient is right of: m.gate_up, m.down.")
+    trains((forward + "In step 1 m.norm was not updated, or its gradient was zero. In step 1 the gradient is "
+                      "right of: m.gate_up, m.down.")
                .c_str(),
            "norm is not updated");
-    trains((forward + "Step 1 did not update m.down. In step 1 the gradient is right of: m.norm, m.gate_up.")
+    trains((forward + "In step 1 m.down was not updated, or its gradient was zero. In step 1 the gradient is "
+                      "right of: m.norm, m.gate_up.")
                .c_str(),
            "down is not updated");
     trains((forward +
@@ -881,6 +888,8 @@ TEST_CASE("exercises: the capstone passes with a right step and not with a wrong
             .c_str(),
         "down is updated before backward reads it");
     trains((differ + "That of step 1 differs already: look at forward.").c_str(), "norm is left out");
+    trains("m.gate_up is the first: look at what is given", "down is updated before backward reads it");
+    trains("m.norm: is update called for it", "norm is not updated");
     says("nothing is computed yet", [] { return judge::training([](SmallModel&, int) { return 0.0; }); });
 }
 
@@ -947,7 +956,8 @@ TEST_CASE("exercises: the first run shows what differs and how to get a hint") {
     CHECK_MESSAGE(contains(out.str(), "  expected  "), out.str());
     CHECK(contains(out.str(), "A hint: make exercise N=3 HINT=1"));
     CHECK(contains(out.str(),
-                   "). Right: max of m, k of m, code of m, max of v, k of v, code of v. One of them:"));
+                   "). Right: max of m, k of m, code of m (for your max and k), max of v, k of v, code of v "
+                   "(for your max and k). One of them:"));
     CHECK(
         contains(out.str(), "lr = 0.01, beta1 = 0.9, beta2 = 0.95, eps = 0.01, decay = 0.1, bias1 = 0.271"));
     CHECK(contains(out.str(), "A hint: make exercise N=15 HINT=1"));

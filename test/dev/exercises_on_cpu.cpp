@@ -27,9 +27,10 @@ TEST_CASE("exercises 13 and 14: the CPU runs an empty kernel and typical mistake
 }
 
 TEST_CASE("exercises 13 and 14: on the CPU a missing barrier is always seen") {
-    transposes("transposed code", transpose<Transpose::NoBarrier>);
+    transposes("a __syncthreads() is missing", transpose<Transpose::NoBarrier>);
     transposes("a thread waits in __syncthreads()", transpose<Transpose::SomeEndBeforeTheBarrier>);
-    transposes("a thread writes outside an array", transpose<Transpose::PastTheEnd>);
-    updates("values differ", adamw<Reduction::NoBarrierInRounds>);
-    updates("values differ", adamw<Reduction::NoBarrierAfterIt>);
+    transposes("a thread writes outside an array: codes[1], but the size of codes is 1.",
+               transpose<Transpose::PastTheEnd>);
+    updates("a __syncthreads() is missing", adamw<Reduction::NoBarrierInRounds>);
+    updates("a __syncthreads() is missing", adamw<Reduction::NoBarrierAfterIt>);
 }
