@@ -1,5 +1,6 @@
 // architecture.h - the models: their shapes, the tensors that a transformer layer saves for backward, the
-// parameters with their initial values, and the table of models. It uses the words of formats.h.
+// parameters with their initial values, and the table of models. It uses the words of formats.h. The last two
+// sections can wait: how initial values are drawn, and the models with their limits.
 #pragma once
 #include "formats.h"
 
@@ -36,8 +37,10 @@ inline constexpr Architecture GPT2{
 // RoPE rotates pair i of a head at position t by the angle t f_i, with f_i = theta^(-2i / HS). A model may
 // scale f_i, so that it can read longer texts than in its first training. The names are those of config.json.
 struct RopeScaling {
-    // Llama3 counts the turns of pair i within original_positions. If these are fewer than low_freq_factor,
-    // f_i is divided by the factor; if more than high_freq_factor, f_i stays; between, it is interpolated.
+    // Llama3 looks at the turns of pair i within original_positions:
+    //   fewer than low_freq_factor    f_i is divided by `factor`
+    //   more than high_freq_factor    f_i stays as it is
+    //   between                       f_i is interpolated between the two
     enum Type : uint8_t { Default, Llama3 } type = Default;
     float factor = 1, low_freq_factor = 1, high_freq_factor = 4;
     int64_t original_positions = 8192;
@@ -53,8 +56,8 @@ struct ModelConfig {
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
     int64_t head_size = 0;  // 0: C / NH
     RopeScaling rope_scaling{};
-    // A token attends only to the last `sliding_window` positions; 0: to all. Windows are not implemented, so
-    // --seq is at most the window (longest_sequence()): then the window makes no difference.
+    // A token attends only to the last `sliding_window` positions; 0: to all. Windows are not implemented. So
+    // --seq is at most the window (longest_sequence()), and the window makes no difference.
     int64_t sliding_window = 0;
 
     int64_t HS() const { return head_size ? head_size : C / NH; }
@@ -73,12 +76,11 @@ struct ModelConfig {
 // their operators.
 
 // The saved tensors, in the order of the rows of saved_per_layer(). Backward also needs the outputs of norms
-// and of the activation function. These are not saved: backward computes them again from their saved inputs,
-// which costs little.
+// and of the activation function. It computes these outputs again from the saved inputs, which costs little.
 enum class SavedKind : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 
-// A saved tensor has the shape (N, cols). Only the log-sum-exp has another, (B, NH, T), with as many
-// elements.
+// A saved tensor has the shape (N, cols). Only the log-sum-exp has the shape (B, NH, T), with N * cols
+// elements, too.
 struct SavedTensor {
     SavedKind which;
     const char* name;
@@ -108,17 +110,16 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const
 // Parameters: one table, in the order of the forward pass.
 
 struct Role {
-    bool decays = false;                       // weight decay applies
-    bool moments_in_optimizer_format = false;  // else its moments are in FP32
-    // It is the weight of a linear layer whose GEMMs have the recipe's operands (Recipe::x, w and g). The
-    // head is not: its GEMMs are in the compute dtype.
+    bool decays = false;             // weight decay applies
+    bool quantized_moments = false;  // its moments have the formats Optimizer::m and v; else they are in FP32
+    // It is the weight of a linear layer whose GEMMs read quantized operands (Recipe::x, w and g). The weight
+    // of the head is not: the GEMMs of the head are in the compute dtype.
     bool quantized_linear = false;
     bool starts_at_one = false;  // it starts at 1; else at random values, or at 0 (init_std)
 };
-// EMBEDDING is also the role of learned positions and of the head.
-inline constexpr Role EMBEDDING{.decays = true, .moments_in_optimizer_format = true};
-inline constexpr Role QUANTIZED_LINEAR{
-    .decays = true, .moments_in_optimizer_format = true, .quantized_linear = true};
+// The embedding, learned positions, and the head.
+inline constexpr Role UNQUANTIZED_MATRIX{.decays = true, .quantized_moments = true};
+inline constexpr Role QUANTIZED_LINEAR{.decays = true, .quantized_moments = true, .quantized_linear = true};
 inline constexpr Role NORM_WEIGHT{.starts_at_one = true};
 inline constexpr Role BIAS{};
 
@@ -127,22 +128,23 @@ struct Param {
     Role role;
     int64_t rows, cols;  // a vector of n elements is (1, n)
     float init_std;      // standard deviation of the initial values; 0: they are all 0, or 1 by the role
-    // flat_offset and bucket can wait. flat_offset is the place of the first element in the flat order: all
+    // (flat_offset and bucket can wait.) The place of the first element in the flat order, which has all
     // parameters one after the other, each padded to a multiple of 128 elements. The GPU stores the gradients
-    // of a bucket in this order, and stochastic rounding counts its random bits by it.
+    // of a bucket in the flat order. Stochastic rounding finds the random bits of an element by its place.
     int64_t flat_offset;
     // The number of its bucket, in the order of the forward pass. A bucket is the parameters whose gradients
-    // backward completes at the same time: the GPU sends or updates them together, while backward goes on.
+    // backward completes at the same time. The GPU sends the gradients of a bucket, or updates its
+    // parameters, while backward goes on.
     int64_t bucket;
     int64_t layer;  // the number of its layer, counted from 0; -1: it belongs to no layer
 
     bool is_vector() const { return rows == 1; }
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP_SIZE); }
-    // The format in which this parameter's first or second moments are stored. of_optimizer is the
-    // optimizer's format for them (Optimizer::m or v), which vectors do not use.
+    // The format in which this parameter's first or second moments are stored. of_optimizer: Optimizer::m or
+    // v. Moments of vectors are in FP32 instead.
     Format moment_format(Format of_optimizer) const {
-        return role.moments_in_optimizer_format ? of_optimizer : Format::FP32;
+        return role.quantized_moments ? of_optimizer : Format::FP32;
     }
 };
 
@@ -175,11 +177,11 @@ struct ParamTable {
 
 inline std::vector<Param> parameters(const ModelConfig& config) {
     ParamTable table{.config = config};
-    // GPT-2's initial weights: the matrices whose outputs are added to the residual stream, two in each
-    // layer, get smaller ones.
+    // As in GPT-2, two matrices of each layer have smaller initial weights: those whose outputs are added to
+    // the residual stream.
     const float init_std = 0.02f, residual_std = init_std / std::sqrt(2.0f * config.L);
-    table.add("embedding", EMBEDDING, config.padded_V(), config.C, init_std);
-    if (!config.arch.rope) table.add("positions", EMBEDDING, config.max_T, config.C, init_std);
+    table.add("embedding", UNQUANTIZED_MATRIX, config.padded_V(), config.C, init_std);
+    if (!config.arch.rope) table.add("positions", UNQUANTIZED_MATRIX, config.max_T, config.C, init_std);
     for (int64_t layer = 0; layer < config.L; layer++) {
         table.layer = layer;
         const std::string prefix = concat("layers.", layer, ".");
@@ -201,12 +203,12 @@ inline std::vector<Param> parameters(const ModelConfig& config) {
     table.layer = -1;
     table.bucket++;
     table.add_norm("final_norm");
-    if (!config.tied) table.add("head", EMBEDDING, config.padded_V(), config.C, init_std);
+    if (!config.tied) table.add("head", UNQUANTIZED_MATRIX, config.padded_V(), config.C, init_std);
     return table.params;
 }
 
-// The number of elements of p that are not padding. Padding are the rows after those of the vocabulary, which
-// stay zero.
+// The number of elements of p that are not padding. The embedding and the head have padded_V rows. Their rows
+// from V on are padding, and stay zero.
 inline int64_t used_elements(const ModelConfig& config, const Param& p) {
     return p.name == "embedding" || p.name == "head" ? config.V * p.cols : p.size();
 }
@@ -218,7 +220,7 @@ inline int64_t parameter_count(const ModelConfig& config) {  // elements, withou
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The initial values of parameters
+// The initial values of parameters (this section can wait)
 
 // A random value with the standard deviation init_std, for element i of parameter number `param`. The sum of
 // four uniform integers of 16 bits is nearly a normal variate.
@@ -233,8 +235,10 @@ COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, fl
     return float(int64_t(sum) - 2 * 65535) * (init_std * (1.7320508f / 65536.0f));
 }
 
-// The initial value of element i of parameter number `param`: 1 in norm weights; 0 in biases, whose init_std
-// is 0, and in the padding rows of the vocabulary, from element `used` on; else random.
+// The initial value of element i of parameter number `param`:
+//   1        in the weights of norms
+//   0        in biases, whose init_std is 0, and in padding, which begins at element `used`
+//   random   in all other elements
 COAT_HD inline float initial_value(float init_std, bool starts_at_one, int64_t used, uint64_t seed,
                                    uint64_t param, int64_t i) {
     if (starts_at_one) return 1.0f;
@@ -243,7 +247,7 @@ COAT_HD inline float initial_value(float init_std, bool starts_at_one, int64_t u
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The models by name, and the limits of models
+// The models by name, and the limits of models (this section can wait)
 
 inline const std::vector<ModelConfig>& models() {
     constexpr RopeScaling LLAMA3_BY_8{.type = RopeScaling::Llama3, .factor = 8};

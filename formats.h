@@ -6,15 +6,17 @@
 //   code            a stored element: encode() rounds a value to a code, decode() gives the value of a code
 //   amax            the largest |x| of some elements
 //   scale block     the elements of a matrix that share a scale, rows x cols of them
-//   scale           s = amax / FMAX of a scale block. An element x is stored as code = encode(x / s), and its
-//                   value is decode(code) * s. (CPU and GPU do not divide by s: they multiply by 1 / s)
+//   scale           s = amax / FMAX of a scale block. An element x is stored as code = encode(x / s). Its
+//                   value is decode(code) * s. (CPU and GPU multiply by 1 / s, rounded to FP32, instead of
+//                   dividing by s)
 //   group           of activations: a scale block of 1x16, which is 16 neighbouring features of one token.
-//                   The word alone means this scale group, never a moment group
+//                   The word `group` alone never means a moment group
 //   moment group    128 consecutive elements of an optimizer moment, or the whole moment of a parameter
-//   moment scaling  (max, k), which is stored for a moment group: max is its amax, and k is the exponent of
-//                   dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX
+//   moment scaling  the numbers (max, k) that are stored for a moment group: max is the amax of the moment
+//                   group, and k is the exponent of dynamic range expansion. Without expansion there is no k,
+//                   and the scale is max / FMAX
 //   micro-batch     the sequences that go through the model together. A step adds up the gradients of one or
-//                   more
+//                   more micro-batches
 //   heads           of attention: NH query heads and NKV key/value heads
 //   the head        where the text is not about attention: the model's last matrix, from hidden states to
 //                   logits
@@ -79,8 +81,8 @@ inline constexpr FormatInfo FORMATS[] = {
 
 constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
-// Whether moments in this format have moment scalings. FP8 and FP16 have too little range for moments as they
-// are.
+// Whether moments in this format have moment scalings. FP8 and FP16 do: their range is too small for moments
+// without a scale.
 COAT_HD constexpr bool moments_need_scaling(Format f) { return f != Format::FP32 && f != Format::BF16; }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -153,33 +155,38 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 //
 // Scale blocks of operands are long along the reduction: 128 elements, a row, or the whole tensor. A GEMM
 // multiplies codes. It sums the products of one scale block, where the scales are constant, and multiplies
-// this sum by the scales. Each scale block interrupts the tensor cores for such a multiplication: with groups
-// of 1x16 this would happen too often, so they are no operands of GEMMs.
+// this sum by the scales. The multiplication by the scales interrupts the tensor cores. With groups of 1x16
+// it would interrupt them too often, so no GEMM reads groups.
 //
-// Hopper's FP8 GEMM reads both operands along the dimension that it sums over: this dimension must be the one
-// whose elements are neighbours in memory, the columns. Each operand is read by two GEMMs. One sums over its
-// columns and reads it as it is. The other sums over its rows, so its transpose is quantized. Scale blocks
-// are symmetric if the transpose has the same: a whole tensor and 128x128 are, a row and 1x128 are not. If
-// they are, the transpose has the same codes, too.
+// Hopper's FP8 GEMM reads both operands along the dimension that it sums over. The elements of this dimension
+// must be neighbours in memory. In a row-major matrix they are if the dimension is that of the columns. Each
+// operand is read by two GEMMs. One sums over the operand's columns and reads the operand as it is. The other
+// sums over the operand's rows and reads the transpose, which is quantized for this GEMM.
+//
+// A granularity is symmetric if a matrix and its transpose are cut into the same scale blocks. A whole tensor
+// and 128x128 are symmetric; a row and 1x128 are not. If the granularity is symmetric, the matrix and its
+// transpose have the same codes.
 //
 //   operand   summed over its   summed over its rows   codes are made
 //             columns by        (transposed) by
 //   x         fprop             wgrad                  twice: in forward for fprop, in backward for wgrad
 //   w         fprop             dgrad                  for each GEMM. A GPU may keep them for a whole step
-//   g         dgrad             wgrad                  once for both GEMMs if scale blocks are symmetric
+//   g         dgrad             wgrad                  once for both GEMMs if the granularity is symmetric
 //
-// The Granularity of an operand, in recipes() below, describes the matrix as its GEMM reads it: columns are
-// what the GEMM sums over. So 1x128 of x is 128 features of a token in fprop. In wgrad, which reads the
-// transpose of x, it is 128 tokens of a feature.
+// The Granularity of an operand, in recipes() below, describes the matrix as its GEMM reads it: the GEMM sums
+// over columns. For example, a scale block of x with the granularity 1x128 is
+//   in fprop, which reads x (N, in):      128 features of one token
+//   in wgrad, which reads x^T (in, N):    128 tokens of one feature
 
-// Where the scale of a whole tensor comes from. JustInTime: from the tensor's own amax. Delayed: from the
-// largest amax of the last Recipe::history_steps steps. In the first step there is no history: each of its
-// micro-batches takes the scale from the largest amax of the step so far.
+// Where the scale of a whole tensor comes from.
+//   JustInTime   from the tensor's own amax
+//   Delayed      from the largest amax of the last Recipe::history_steps steps. In the first step there is no
+//                history: each micro-batch uses the largest amax of the step so far, with its own
 enum class Scaling : uint8_t { JustInTime, Delayed };
 
 // Fast accumulation, for fprop, dgrad and wgrad: whether the whole sum of a GEMM stays in the FP8 tensor
-// cores of a Hopper GPU, which keep about 14 bits of it. If not, partial sums are added up in FP32, which
-// takes longer. The CPU reference has no fast accumulation: it always sums in FP32.
+// cores of a Hopper GPU. They keep about 14 bits of the sum. Without fast accumulation partial sums are added
+// up in FP32, and the GEMM takes longer. The CPU reference always sums in FP32.
 using FastAccumulation = std::array<bool, 3>;
 inline constexpr FastAccumulation FAST_IN_NO_GEMM{false, false, false};
 inline constexpr FastAccumulation FAST_IN_FPROP{true, false, false};
@@ -188,7 +195,7 @@ inline constexpr FastAccumulation FAST_IN_ALL_GEMMS{true, true, true};
 struct Recipe {
     const char* name;
     // The compute dtype: the format of the residual stream, attention, GEMM outputs and the head. Gradients
-    // of weights have it too, unless many are summed (model.h, gradient_format).
+    // of weights are in the compute dtype, too, unless more than four are summed (model.h, gradient_format).
     Format compute = Format::BF16;
     // GEMM operands of linear layers: activations, weights, and gradients of outputs.
     Storage x = PLAIN_BF16, w = PLAIN_BF16, g = PLAIN_BF16;
@@ -200,8 +207,8 @@ struct Recipe {
     Scaling scaling = Scaling::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = FAST_IN_NO_GEMM;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
-    // Whether forward computes with the inputs of norms and activation functions as they are saved, like
-    // backward (the paper), or with the values before quantization (coat-saved). In coat-saved the x of fprop
+    // Whether forward computes norms and activation functions from their saved inputs. Backward always does.
+    // If false (coat-saved), forward computes them from the inputs before quantization. Then the x of fprop
     // and the x of wgrad differ a little.
     bool forward_reads_saved = true;
     int history_steps = 1024;  // the number of steps whose amaxes delayed scaling remembers
@@ -244,8 +251,8 @@ inline const std::vector<Recipe>& recipes() {
 }
 
 // The formats of the operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a
-// multiple of 16. If N, the number of tokens in a micro-batch, is not, all linear layers of the run fall back
-// to the compute dtype.
+// multiple of 16. If the number of tokens N is not, all linear layers of the run fall back to the compute
+// dtype.
 struct LinearFormats {
     Storage x, w, g;
     bool fallback;
@@ -274,7 +281,7 @@ template <class Formats> const Storage& storage_of(const Formats& formats, Which
 
 inline constexpr int MOMENT_GROUP_SIZE = 128;
 
-// A row of optimizers(). The optimizer is always AdamW; the rows differ in how its moments are stored.
+// A row of optimizers(): how the moments of AdamW are stored. The optimizer is AdamW in every row.
 struct Optimizer {
     const char* name;
     Format m, v;              // of first and of second moments
@@ -283,14 +290,14 @@ struct Optimizer {
     const char* about = "";   // a line of --help
 
     bool uses_expansion(Format f) const { return expansion && is_fp8(f); }
-    // The number of moment scalings of n elements of a moment in format f: one for each moment group, none if
+    // The number of moment scalings of n elements of a moment in format f: one for each moment group; 0 if
     // the format is not scaled.
     int64_t moment_group_count(Format f, int64_t n) const {
         if (!moments_need_scaling(f)) return 0;
         return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP_SIZE);
     }
-    // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for these. In every row of
-    // the table either both are, or neither.
+    // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for such moments. No row
+    // of the table has only one of m and v like this.
     bool has_fp8_moment_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
 };
 

@@ -1,6 +1,6 @@
 // model.h - a training run: its settings, and the interface Model, which program/train.cpp drives.
 // reference_model.cpp implements it on the CPU and model.cu on the GPU, independently, so that each checks
-// the other. What follows Model can wait: what each of several ranks owns, how they exchange values, and the
+// the other. What follows Model can wait: what each of several ranks owns, how ranks exchange values, and the
 // names of the tensors that a checkpoint contains.
 #pragma once
 #include <algorithm>
@@ -67,13 +67,16 @@ inline void require_supported(const Setup& s) {
                     "use one rank, or another --optimizer.");
 }
 
-// The format in which gradients are summed over the micro-batches of a step, the same for all parameters. A
-// micro-batch adds one gradient to each sum, or two to that of an embedding that is also the head. If no sum
-// has more than four gradients, all are in the compute dtype. Else all are in FP32, because every addition to
-// a BF16 sum rounds it. For example, if the head is the embedding: 2 micro-batches give 4 gradients, in BF16,
-// and 3 give 6, in FP32. The micro-batches of all ranks count: the format does not depend on how they are
-// divided among ranks. (On a GPU the head adds more often, once for each slice of the micro-batch, so its sum
-// has a rule of its own: head_sum_in_fp32() in gpu/memory_layout.h.)
+// The format in which gradients are summed over the micro-batches of a step. All parameters have the same
+// format: the compute dtype if no sum has more than four gradients, else FP32, because every addition to a
+// BF16 sum rounds it. A micro-batch adds one gradient to the sum of a parameter. It adds two to the sum of an
+// embedding that is also the head. For example, in a model with such an embedding:
+//   2 micro-batches   4 gradients   BF16
+//   3 micro-batches   6 gradients   FP32
+// The micro-batches of all ranks count, so the format does not depend on the number of ranks.
+//
+// On a GPU the head adds a gradient for each slice of a micro-batch. So its sum has a rule of its own:
+// head_sum_in_fp32() in gpu/memory_layout.h.
 inline Format gradient_format(const Setup& s) {
     return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute;
 }
@@ -84,10 +87,12 @@ inline Format gradient_format(const Setup& s) {
 struct StepResult {
     double loss;       // nats per token: the mean over all targets of the step that count
     double grad_norm;  // of all gradients, before clipping
-    // Whether the step was abandoned, for one of these reasons: the loss, a gradient or a tensor that was
-    // quantized to FP8 was not finite; the clipped norm was 2^62 or more; or no target counts. Then nothing
-    // was updated, except without keep_gradients: there a GPU may have updated some buckets before it
-    // noticed.
+    // Whether the step was abandoned, for one of these reasons:
+    //   - the loss, a gradient or a tensor that was quantized to FP8 was not finite;
+    //   - the norm after clipping was 2^62 or more;
+    //   - no target counts.
+    // Then nothing was updated. Only without keep_gradients a GPU may have updated some buckets before it
+    // noticed the reason.
     bool skipped;
     int64_t target_count = 0;  // targets that count, in all micro-batches of all ranks
 };
@@ -115,12 +120,12 @@ public:
     virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;
     // The logits (V) of the token that follows the first n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
-    // Measures every quantization in forward and backward of one micro-batch (B, T), and that of the moments
-    // that an update with the default betas would store. k_m and k_v are those of the moments that are stored
-    // now. Nothing is updated.
+    // Measures the errors of every quantization in forward and backward of one micro-batch (B, T), and those
+    // of the moments that an update with the default betas would store. k_m and k_v belong to the moments
+    // that are stored now. Nothing is updated.
     virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
-    // read() copies a tensor of weight_tensors() or optimizer_tensors() to `out`, and write() copies it from
-    // `in`: only the elements that this rank owns (owned()). With keep_gradients, read() also knows
+    // read() copies a tensor of weight_tensors() or optimizer_tensors() to `out`. write() copies it from
+    // `in`. Both copy only the elements that this rank owns (owned()). With keep_gradients, read() also knows
     // "<param>.gradient" (FP32), the gradient of the last step, until the next forward pass.
     virtual void read(const std::string& name, void* out) = 0;
     virtual void write(const std::string& name, const void* in) = 0;
@@ -143,15 +148,18 @@ std::string why_no_gpu(int gpu = 0);
 int gpu_capability();
 
 // -----------------------------------------------------------------------------------------------------------
-// What a rank owns. A matrix is divided among the ranks (as in ZeRO-3). A rank updates the weights, masters
-// and moments of its part. On a GPU a rank stores nothing but its part, and gathers a whole matrix just
-// before it is used. On the CPU every rank has all weights, and sends its part of them after each update. A
-// vector is small: every rank owns the whole of it, and all compute the same. With one rank all of this is
-// trivial.
+// What a rank owns. (With one rank it is everything.)
+//   a matrix   is divided among the ranks, as in ZeRO-3. A rank updates the weights, masters and moments of
+//              its part. On a GPU a rank stores nothing but its part, and gathers a whole matrix just before
+//              the matrix is used. On the CPU every rank has all weights, and after each update it sends the
+//              weights of its part to the others
+//   a vector   is small: every rank owns the whole vector, and computes the same update
 
-// A matrix is cut only at multiples of SHARD_UNIT elements, so no moment group is cut. A sum that is taken
-// first within shard units, then over them, is the same for any number of ranks. If a matrix has fewer shard
-// units than there are ranks, some ranks own nothing of it: a single shard unit belongs to the last rank.
+// A matrix is cut only at multiples of SHARD_UNIT elements.
+//   - So no moment group is cut.
+//   - Sums over a matrix are the same for any number of ranks, because each shard unit is summed first.
+//   - If a matrix has fewer shard units than there are ranks, some ranks own nothing of it. By the formula in
+//     owned(), a single shard unit belongs to the last rank.
 inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP_SIZE;
 
 struct Range {  // consecutive elements
@@ -186,7 +194,7 @@ public:
     // Every rank calls this at the same time. It returns what the ranks have given, by rank, on every rank. A
     // Value is a number or a struct; or a vector or string, which may have another length on each rank.
     template <class Value> std::vector<Value> all_gather(const Value& mine);
-    // The same for bytes. If `on_all` is false, rank 0 alone gets them.
+    // As all_gather(), for bytes. If `on_all` is false, rank 0 alone gets the bytes.
     virtual std::vector<Bytes> gather(const Bytes& mine, bool on_all) = 0;
 
     // Waits until done() is true; done() may sleep for some milliseconds. If another rank ends meanwhile, so
@@ -212,7 +220,7 @@ template <class Value> std::vector<Value> Communicator::all_gather(const Value& 
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// State: all tensors that a run needs to resume, by name. They are the same on the CPU and on a GPU.
+// State: all tensors that a run needs to resume, by name. CPU and GPU have the same tensors.
 
 struct StateTensor {
     // The weight has the name of its parameter. The other tensors of the parameter have this name and a
@@ -222,7 +230,7 @@ struct StateTensor {
     int bytes;          // of an element
     std::vector<int64_t> shape;
     Param param;
-    // How many consecutive elements of the parameter share one element of this tensor; ALL: all of them. For
+    // How many consecutive elements of the parameter share one element of this tensor; ALL: all elements. For
     // example, the 128 elements of a moment group share the max of their moment scaling.
     int64_t shared_by = 1;
     static constexpr int64_t ALL = 0;
@@ -238,9 +246,9 @@ struct StateTensor {
     throw Error("The model has no tensor ", name, ".");
 }
 
-// The index of the parameter that a state tensor belongs to: of "layers.0.qkv" for "layers.0.qkv.m.max". Its
-// name is the longest prefix of the tensor's name among all parameters. ("layers.0.qkv.bias" follows
-// "layers.0.qkv" in the table, so the last match is the longest.)
+// The index of the parameter that a state tensor belongs to: of "layers.0.qkv" for "layers.0.qkv.m.max". Of
+// all names of parameters, that of this parameter is the longest prefix of the tensor's name. The table has
+// "layers.0.qkv.bias" after "layers.0.qkv", so the last match is the longest.
 inline size_t param_index_of(const std::vector<Param>& params, const std::string& tensor) {
     size_t best = params.size();
     for (size_t i = 0; i < params.size(); i++)
@@ -314,8 +322,9 @@ inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
     return table;
 }
 
-// The elements of a state tensor that this rank owns: those of its part of the parameter. A value that all
-// elements of a parameter share is owned by every rank. Model::read() and write() pass the owned elements.
+// The elements of a state tensor that this rank owns: those that belong to its part of the parameter. Every
+// rank owns a value that all elements of a parameter share. Model::read() and write() pass the owned
+// elements.
 inline Range owned(const Setup& s, const StateTensor& t) {
     if (t.shared_by == StateTensor::ALL) return {.first = 0, .count = t.size()};
     const Range part = owned(s, t.param);

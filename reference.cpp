@@ -11,7 +11,7 @@
 // without it. reference_model.cpp makes a training step of all these.
 //
 // Each element of an output is computed by one thread, in a fixed order, so the result is the same for any
-// number of threads. (Only maxima are taken over threads: they are the same in any order.)
+// number of threads. (Only a maximum is taken over threads: its order does not matter.)
 #include "reference.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ namespace coat::reference {
 
 using Floats = std::vector<float>;
 
-// Loops over fewer elements run on one thread: to start others would take longer.
+// Loops over fewer elements run on one thread: starting the others would take longer.
 constexpr int64_t MIN_PARALLEL = 1 << 14;
 
 // ===========================================================================================================
@@ -39,8 +39,8 @@ static uint32_t sign_bit(Format f) { return f == Format::FP16 ? 0x8000 : 0x80; }
 // 2^e as an FP32 value, from -126 to 127: e + 127 is the exponent field, and the mantissa is 0.
 static float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e) << 23); }
 
-// The code of the value in FP8 or FP16 that is nearest to x. Of two that are equally near, it is the one with
-// an even mantissa. Values beyond the largest become the largest.
+// The code of the FP8 or FP16 value that is nearest to x. Of two values that are equally near, it is the one
+// with an even mantissa. A value beyond FMAX becomes FMAX.
 //
 // Values from 2^e to 2^(e+1) are 2^(e - M) apart, with M mantissa bits. For subnormals e is 1 - bias. In E4M3
 // M is 3 and the bias 7:
@@ -65,8 +65,8 @@ uint16_t encode(Format f, float x) {
     return uint16_t((std::isnan(x) ? nan : code) | sign);
 }
 
-// The value of a code of FP8 or FP16. FP32 has the same fields at other places and with another bias. E4M3
-// has no infinity: its largest exponent has values, too, and only the code above the largest value is NaN.
+// The value of a code of FP8 or FP16. FP32 has the same fields, but at other places and with another bias.
+// E4M3 has no infinity. Its largest exponent has values, too, and only the code above that of FMAX is NaN.
 float decode(Format f, uint16_t code) {
     const int M = info(f).mantissa_bits;
     const uint32_t magnitude = code & (sign_bit(f) - 1);
@@ -77,7 +77,7 @@ float decode(Format f, uint16_t code) {
     return code & sign_bit(f) ? -value : value;
 }
 
-// The bits of x rounded to BF16: the nearest, of two the even one. BF16 is the upper half of FP32. Adding
+// The bits of x rounded to the nearest BF16 value, ties to even. BF16 is the upper half of FP32. Adding
 // 0x7FFF, plus 1 if the upper half is odd, carries into the upper half exactly when rounding goes up.
 uint16_t to_bf16(float x) {
     const uint32_t bits = std::bit_cast<uint32_t>(x);
@@ -106,9 +106,9 @@ static void write_element(Format f, uint8_t* codes, int64_t i, float x) {
 }
 
 // An FP32 master weight as a BF16 weight and a signed 16-bit remainder: bits = (weight << 16) + remainder.
-// The weight is the nearest BF16 value; of two that are equally near, the larger in magnitude, because a
-// remainder of +32768 would not fit. If the weight is larger in magnitude than the master, the remainder is
-// negative: the master 0x3F8D9000 is the weight 0x3F8E and the remainder -0x7000.
+// The weight is the nearest BF16 value. Of two values that are equally near, it is the larger in magnitude,
+// because a remainder of +32768 would not fit. If the weight is larger in magnitude than the master, the
+// remainder is negative: the master 0x3F8D9000 is the weight 0x3F8E and the remainder -0x7000.
 void split_master(float master, uint16_t* weight, int16_t* remainder) {
     const uint32_t bits = std::bit_cast<uint32_t>(master);
     *weight = uint16_t((bits + 0x8000u) >> 16);
@@ -118,8 +118,8 @@ float join_master(uint16_t weight, int16_t remainder) {
     return std::bit_cast<float>((uint32_t(weight) << 16) + uint32_t(int32_t(remainder)));  // with its sign
 }
 
-// x rounded to BF16, up or down at random. If the lower half of the bits of x is r, then r of the 65536
-// random integers carry into the upper half: x is rounded up in magnitude with probability r / 65536.
+// x rounded to BF16, up or down at random. Let r be the lower half of the bits of x. Of the 65536 random
+// integers, r carry into the upper half. So x is rounded up in magnitude with probability r / 65536.
 uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
     const uint64_t random = (rounding_bits(key, uint64_t(i) / 4) >> (16 * (i % 4))) & 0xFFFF;
     return uint16_t((std::bit_cast<uint32_t>(x) + uint32_t(random)) >> 16);
@@ -130,16 +130,18 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 //
 // The elements of a scale block share a scale s = amax / FMAX. The amax is the largest |x| of the scale
 // block, and FMAX is the format's largest value. Then code = encode(x / s) and x = decode(code) * s. The
-// granularity says which elements form a scale block. (CPU and GPU do not divide by s: they multiply by 1 /
-// s, rounded to FP32.)
+// granularity says which elements form a scale block.
 
 // The scale of a scale block: s = amax / FMAX, or 1 for a block of zeros. A scale that is stored in BF16 is
-// rounded to the nearest, and may be too small by a factor of 1 + 2^-8. In E4M3 amax / s is then at most
-// 449.75. It saturates at 448, which is the value nearest to it: there is no more error than rounding makes.
+// rounded to the nearest BF16 value, so it may be too small by a factor of 1 + 2^-8. In E4M3 amax / s is then
+// at most 448 (1 + 2^-8) = 449.75. encode() saturates amax / s at 448, which is the E4M3 value nearest to it.
+// So there is no more error than rounding makes.
 //
-// If amax is not finite, the step must be skipped, but codes saturate and would hide it. A whole tensor gets
-// the scale 1: the caller has seen the amax (check_finite() in reference_model.cpp). A smaller scale block
-// gets the scale NaN, which reaches the loss or a gradient. So a GPU checks no amaxes of groups.
+// If amax is not finite, the step must be skipped. But codes saturate, and would hide the infinity.
+//   a whole tensor         has the scale 1. The caller has noted its amax (note_whether_finite() in
+//                          reference_model.cpp)
+//   a smaller scale block  has the scale NaN, which reaches the loss or a gradient. So a GPU need not look at
+//                          the amaxes of groups
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -147,8 +149,8 @@ float scale_of(const Storage& storage, float amax) {
     return round_to(storage.scale_format, s);
 }
 
-// The largest |x| of n neighbours; infinity if one is NaN. The bits of |x| have the order of the magnitudes,
-// with NaN above infinity: a maximum of floats could lose a NaN.
+// The largest |x| of n neighbours; infinity if one is NaN. It compares bits, not floats, because a maximum of
+// floats could lose a NaN. The bits of |x| have the order of the magnitudes, with NaN above infinity.
 static float amax_of_neighbours(const float* x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFFu);
@@ -156,8 +158,8 @@ static float amax_of_neighbours(const float* x, int64_t n) {
 }
 
 // The amax of a whole tensor. Group scaling (paper, section 5.2) takes it in two stages: first the amaxes of
-// groups, then the largest of these. On a GPU this mostly needs no pass of its own: a kernel that has the
-// values in registers takes their amax.
+// groups, then the largest of these amaxes. A GPU mostly takes the amax without another pass over the tensor:
+// the kernel that computes the values has them in registers.
 float compute_amax(const float* x, int64_t n) {
     float largest = 0;
 #pragma omp parallel for reduction(max : largest) if (n > MIN_PARALLEL)
@@ -230,9 +232,10 @@ static void compute_codes(const float* x, StoredMatrix& q) {
     });
 }
 
-// Adds the errors of all elements of x (rows, cols) to statistics. A value that is above FMAX s by up to half
-// the spacing of values there is rounded to FMAX, as any value is to its neighbour. A value that is further
-// above counts as saturated. In E4M3 the spacing at 448 is 32, so these are values beyond 464 s.
+// Adds the errors of all elements of x (rows, cols) to statistics. Values are saturated if they exceed FMAX s
+// by more than rounding does, which is half the spacing of values at FMAX. In E4M3 the spacing at 448 is 32:
+//   |x| up to 464 s   is rounded to 448 s, as any value is rounded to its neighbour
+//   |x| beyond 464 s  is saturated
 static void measure_quant_errors(const float* x, const StoredMatrix& q, QuantStats& stats) {
     const FormatInfo& f = info(q.storage.format);
     const float half_spacing = std::ldexp(0.5f, std::ilogb(f.fmax) - f.mantissa_bits);  // at FMAX
@@ -288,9 +291,11 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 }
 
 // A GEMM operand x (rows, cols) with the rounding of FP8: quantized and dequantized again. Tensor cores
-// multiply codes and scale the result; here the GEMM is in FP32, and its operands are the decoded values. The
-// columns of a granularity run along the reduction (formats.h, Recipes). So for a reduction over rows the
-// transpose is quantized, unless it has the same scale blocks.
+// multiply codes and scale the result. Here the GEMM is in FP32, and its operands are the decoded values.
+//
+// The columns of a granularity run along the reduction (formats.h, Recipes). So for a reduction over rows the
+// transpose is quantized. If the granularity is symmetric, this would give the same values, and x itself is
+// quantized.
 Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage& storage, ReduceOver over,
                      QuantStats* stats, std::optional<float> scale) {
     if (over == ReduceOver::Columns || storage.granularity.symmetric())
@@ -300,29 +305,29 @@ Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage&
     return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
-// Delayed scaling (recipe te): notes the amax of a tensor of this step, and returns the scale to quantize it
-// with. While the history has no amax, the scale comes from the largest amax of the step so far.
+// Delayed scaling (recipe te): notes the amax of a tensor of this step, and returns the scale to quantize the
+// tensor with. While the history has no amax, the scale comes from the largest amax of the step so far.
 float DelayedScale::note_amax_and_get_scale(const Storage& storage, float tensor_amax) {
     amax = std::max(amax, tensor_amax);
     return scale > 0 ? scale : scale_of(storage, amax);
 }
 
-// Delayed scaling at the end of a step. The amax of the step replaces the oldest of the history,
-// and max(history) / FMAX is the scale of the next step. If this maximum is 0 or not finite, the scale stays.
-void DelayedScale::update_history_and_scale(Format fp8) {
+// Delayed scaling at the end of a step. The amax of the step replaces the oldest of the history. The scale of
+// the next step is max(history) / FMAX. If max(history) is 0 or not finite, the scale stays as it is.
+void DelayedScale::update_history_and_scale(Format f) {
     std::rotate(history.begin(), history.end() - 1, history.end());  // forgets the oldest
     history.front() = amax;
     amax = 0;
     const float largest = compute_amax(history.data(), int64_t(history.size()));
-    if (std::isfinite(largest) && largest > 0) scale = scale_of(Storage{.format = fp8}, largest);
+    if (std::isfinite(largest) && largest > 0) scale = scale_of(Storage{.format = f}, largest);
 }
 
 // ===========================================================================================================
 // 3. FP8 optimizer with dynamic range expansion (paper, section 4)
 //
-// The dynamic range of a format is R = FMAX / FMIN, its largest over its smallest positive value. For E4M3 it
-// is 448 / 2^-9 = 229,376. A moment group X has R_X = max|X| / min|X|, where the minimum is the smallest that
-// is not zero. R_X is often below 1,000, so the moment group uses only a part of E4M3's codes. So the paper
+// The dynamic range of a format is its largest over its smallest positive value, R = FMAX / FMIN. For E4M3 R
+// is 448 / 2^-9 = 229,376. That of a moment group X is R_X = max|X| / min|X|, where min|X| leaves out zeros.
+// R_X is often below 1,000, so the moment group uses only a part of E4M3's codes. Therefore the paper
 // (section 4.2, equation 4) stretches the moment group to the dynamic range of the format before it is
 // quantized, and contracts it afterwards:
 //   expand:    f(x) = sign(x) |x|^k           k = log(R) / log(R_X): then R_f(X) = R
@@ -330,38 +335,39 @@ void DelayedScale::update_history_and_scale(Format fp8) {
 //   contract:  x = f^-1(decode(code) * s)
 // f(x) / s = sign(x) FMAX (|x| / max)^k, so the codes and the moment scaling (max, k) are all that is stored.
 
-// k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64. The lower limit changes no k: even
-// R_X = 2^277, the widest of FP32, gives 16/256 in E4M3. Rounding hides that the logarithms of CPU and GPU
-// differ in their last bits: most k are the same on both. (The released code rounds down to a multiple of
-// 1/16, which costs precision.) If all magnitudes are equal, log R_X is 0 and any k is exact: every code is
-// that of FMAX or -FMAX, and contract() gives max or -max.
-float expansion_factor(Format fp8, float max, float min_nonzero) {
+// k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64.
+//   - Rounding: logarithms of CPU and GPU differ in their last bits. After rounding, most k are the same on
+//     both. (The released code rounds down to a multiple of 1/16, which costs precision.)
+//   - The lower limit changes no k. The widest R_X of FP32 is 2^277, and in E4M3 its k is 16/256.
+//   - The upper limit: if all magnitudes are equal, log(R_X) is 0, and k is 64. Here every k is exact: all
+//     codes are those of FMAX or -FMAX, and contract() gives max or -max.
+float expansion_factor(Format f, float max, float min_nonzero) {
     const float k_max = 64.0f;
-    const float log_range = std::log2(info(fp8).fmax) - std::log2(info(fp8).fmin);  // log R
-    const float log_ratio = std::log2(max) - std::log2(min_nonzero);                // log R_X
-    if (log_ratio * k_max <= log_range) return k_max;                               // also for log R_X = 0
+    const float log_range = std::log2(info(f).fmax) - std::log2(info(f).fmin);  // log R
+    const float log_ratio = std::log2(max) - std::log2(min_nonzero);            // log R_X
+    if (log_ratio * k_max <= log_range) return k_max;                           // also for log R_X = 0
     return std::max(std::rint(256.0f * log_range / log_ratio) / 256.0f, 1.0f / 16.0f);
 }
 
 // The expanded value, sign(x) FMAX (|x| / max)^k, which encode() rounds to a code. The power is computed with
 // logarithms, because |x| / max may underflow.
-float expand(Format fp8, float x, float max, float k) {
+float expand(Format f, float x, float max, float k) {
     if (x == 0) return 0.0f;
-    return std::copysign(info(fp8).fmax * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
+    return std::copysign(info(f).fmax * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
 }
 
 // The inverse of expand(): x = sign(y) max (|y| / FMAX)^(1/k) for a decoded y. If R_X is very large, the
-// power underflows in FP32, although its product with max does not. So max is multiplied twice by the square
-// root of the power. The result is at least the smallest positive value: a second moment that is not zero
-// must not become zero.
-float contract(Format fp8, float y, float max, float k) {
+// power underflows in FP32, although the product of max and the power does not. So max is multiplied twice by
+// the square root of the power. |x| is at least the smallest positive FP32 value: a second moment that is not
+// zero must not become zero.
+float contract(Format f, float y, float max, float k) {
     if (y == 0 || max == 0) return 0.0f;
-    const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(fp8).fmax)) / (2 * k));
+    const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(f).fmax)) / (2 * k));
     return std::copysign(std::max(max * root * root, 0x1p-149f), y);
 }
 
-// Without expansion: the scale of a moment group whose amax is max. (It is finite, because a step with a
-// gradient norm of 2^62 or more is skipped: no group needs the scale NaN.)
+// Without expansion: the scale of a moment group whose amax is max. It is never NaN: a step is skipped if the
+// norm of its gradients is 2^62 or more after clipping. So moments and their amaxes are finite.
 static float moment_scale(Format f, float max) { return scale_of(Storage{.format = f}, max); }
 
 void Moment::init(const Optimizer& optimizer, Format f, int64_t elements) {
@@ -379,9 +385,10 @@ void Moment::init(const Optimizer& optimizer, Format f, int64_t elements) {
 float Moment::value(int64_t i) const {
     const float y = read_element(format, codes.data(), i);
     if (!moments_need_scaling(format)) return y;
-    const int64_t g = i / moment_group_size();
-    if (expanded) return contract(format, y, max[g], k[g]);
-    return max[g] == 0 ? 0.0f : y * moment_scale(format, max[g]);
+    const int64_t moment_group = i / moment_group_size();
+    const float largest = max[moment_group];
+    if (expanded) return contract(format, y, largest, k[moment_group]);
+    return largest == 0 ? 0.0f : y * moment_scale(format, largest);
 }
 
 void Moment::load(float* x) const {
@@ -389,26 +396,30 @@ void Moment::load(float* x) const {
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
-// Stores the elements from first to end - 1, which are moment group g: first its moment scaling, then its
+// Stores the elements from first to end - 1, which form one moment group: first the moment scaling, then the
 // codes.
 //
 // A second moment that became zero would make the next update explode, because the update divides by
-// sqrt(v) + eps. So it gets the smallest positive code, that of FMIN. This happens only without expansion.
-// (With it the smallest value becomes FMIN, or at worst 0.69 FMIN, which is rounded to FMIN: k may be rounded
-// up by 1/512, which makes the value FMIN R_X^(-1/512), and R_X is at most 2^277.) In fp8lm, which has second
-// moments in FP16, only values below about 2^-40 of the largest become zero, and they may stay zero.
-void Moment::store_moment_group(int64_t g, int64_t first, int64_t end, const float* x,
+// sqrt(v) + eps. So a positive second moment gets at least the smallest positive code, that of FMIN.
+//   without expansion  this is needed
+//   with expansion     no value becomes zero. k is rounded up by at most 1/512, and R_X is at most 2^277. So
+//                      the smallest value becomes at least FMIN R_X^(-1/512) = 0.69 FMIN, and is rounded to
+//                      FMIN
+//   fp8lm              has second moments in FP16. Only values below about 2^-40 of the largest become zero,
+//                      and they may stay zero
+void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x,
                                 bool is_second_moment) {
     float largest = 0, smallest = INFINITY;  // magnitudes; `smallest` leaves out zeros
     for (int64_t i = first; i < end; i++) {
         largest = std::max(largest, std::abs(x[i]));
         if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
     }
-    max[g] = largest;
-    if (expanded) k[g] = largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
+    const float factor = expanded && largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
+    max[moment_group] = largest;
+    if (expanded) k[moment_group] = factor;
     const float inverse = 1.0f / moment_scale(format, largest);  // only for moments without expansion
     for (int64_t i = first; i < end; i++) {
-        const float y = expanded ? expand(format, x[i], max[g], k[g]) : x[i] * inverse;
+        const float y = expanded ? expand(format, x[i], largest, factor) : x[i] * inverse;
         write_element(format, codes.data(), i, y);
         const bool vanished = x[i] > 0 && read_element(format, codes.data(), i) == 0;
         if (is_second_moment && !per_tensor && vanished)
@@ -416,7 +427,7 @@ void Moment::store_moment_group(int64_t g, int64_t first, int64_t end, const flo
     }
 }
 
-// Stores x (n), one moment group after the other. Formats that are not scaled have no moment groups.
+// Stores x (n) by moment groups. Formats that are not scaled have no moment groups.
 void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
     if (!moments_need_scaling(format)) {
 #pragma omp parallel for if (n > MIN_PARALLEL)
@@ -506,7 +517,7 @@ void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const
 // The backward pass of norm_forward(). With d = dy * weight:
 //   dx = (d - mean(d) - xhat * mean(d * xhat)) * rstd
 //   dweight += sum(dy * xhat),  dbias += sum(dy)
-// The means are over a row, and RMSNorm has no mean(d). The sums are over the rows.
+// mean() is over the C elements of a row; RMSNorm has no mean(d). sum() is over the N rows.
 template <class Real>
 void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias) {
@@ -529,7 +540,7 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
             dx[n * C + c] = (dy[n * C + c] * weight[c] - mean_d - xhat * mean_d_xhat) * rstd;
         }
     }
-    const int64_t width = 64;  // a thread has 64 columns, so every sum runs over the rows in order
+    const int64_t width = 64;  // a thread sums 64 columns, so every sum runs over the rows in order
 #pragma omp parallel for
     for (int64_t first = 0; first < C; first += width)
         for (int64_t n = 0; n < N; n++)
@@ -666,8 +677,8 @@ template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Rea
     for (int64_t i = 0; i < n; i++) y[i] += factor * x[i];
 }
 
-// out[j] = factor * (x . column j) for the first n columns of a matrix (HS, T). This is a sum over HS, but
-// the inner loop runs over j, because that loop vectorizes.
+// out[j] = factor * (x . column j) for the first n columns of a matrix (HS, T). The sum is over HS, but the
+// inner loop runs over j, because that loop vectorizes.
 template <class Real>
 static void dot_products(int64_t HS, int64_t T, const Real* x, const std::vector<Real>& columns, int64_t n,
                          Real factor, Real* out) {
@@ -677,7 +688,7 @@ static void dot_products(int64_t HS, int64_t T, const Real* x, const std::vector
 
 // Causal attention: query t reads the keys and values j <= t,
 //   p_j = softmax_j(q . k_j / sqrt(HS)),  out = sum_j p_j v_j.
-// The largest score is subtracted from all. This does not change the softmax, and exp cannot overflow.
+// The largest score is subtracted from all scores. The softmax stays the same, and exp cannot overflow.
 template <class Real>
 void attention_forward(const ModelConfig& config, int64_t B, int64_t T, const Real* qkv, Real* out,
                        Real* lse) {
@@ -688,7 +699,7 @@ void attention_forward(const ModelConfig& config, int64_t B, int64_t T, const Re
     for (int64_t b = 0; b < B; b++)
         for (int64_t head = 0; head < NH; head++) {
             const int64_t kv_head = head / (NH / config.NKV);
-            // Each is (T, HS). Its rows are `stride` elements apart.
+            // Queries, keys and values: (T, HS) each, with rows that are `stride` elements apart.
             const Real* queries = qkv + b * T * stride + head * HS;
             const Real* keys = qkv + b * T * stride + config.q_cols() + kv_head * HS;
             const Real* values = keys + config.kv_cols();
@@ -715,7 +726,7 @@ void attention_forward(const ModelConfig& config, int64_t B, int64_t T, const Re
 //   p_j = exp(q . k_j / sqrt(HS) - lse)
 //   dp_j = dout . v_j,  ds_j = p_j (dp_j - dout . out) / sqrt(HS)
 //   dv_j += p_j dout,  dq += ds_j k_j,  dk_j += ds_j q
-// One thread has all query heads that share a key/value head, so sums have a fixed order.
+// One thread computes all query heads that share a key/value head, so the sums dk and dv have a fixed order.
 template <class Real>
 void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const Real* qkv, const Real* out,
                         const Real* lse, const Real* dout, Real* dqkv) {
@@ -727,8 +738,8 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
 #pragma omp parallel for collapse(2)
     for (int64_t b = 0; b < B; b++)
         for (int64_t kv_head = 0; kv_head < config.NKV; kv_head++) {
-            // Where the keys and values of this head begin in qkv, and their gradients in dqkv: (T, HS), with
-            // rows that are `stride` elements apart.
+            // Where the keys and values of this head begin in qkv, and the gradients of both in dqkv. Each is
+            // (T, HS), with rows that are `stride` elements apart.
             const int64_t keys_at = b * T * stride + config.q_cols() + kv_head * HS;
             const int64_t values_at = keys_at + config.kv_cols();
             const Real* k = qkv + keys_at;
@@ -759,7 +770,7 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
 
 // The loss and its gradient, which replaces the logits:
 //   loss = log(sum_v exp(logit_v)) - logit_target,  dlogit_v = softmax(logits)_v - (v == target)
-// Both are 0 if a target does not count. The gradients are multiplied by `loss_weight`.
+// Loss and gradient are 0 if a target does not count. The gradient is multiplied by `loss_weight`.
 template <class Real>
 double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride, Real* logits,
                                           const int32_t* targets, Real loss_weight) {
@@ -785,7 +796,8 @@ double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride
     return std::accumulate(losses.begin(), losses.end(), 0.0);
 }
 
-// The compiler generates code for a template only where it is told to: here, for the callers in other files.
+// The compiler generates the code of a template only where it is told to. Here it is, for the callers in
+// other files.
 // clang-format off
 #define INSTANTIATE(Real)                                                                                   \
     template void norm_forward(bool, Real, int64_t, int64_t, const Real*, const Real*, const Real*, Real*); \

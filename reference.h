@@ -3,8 +3,12 @@
 // Training uses the operators through make_reference_model() (model.h).
 //
 // Here are shapes, units and special cases. The equations, their reasons, and what each function does step by
-// step are in reference.cpp. All pointers are to row-major arrays, with shapes such as (rows, cols). The
-// template parameter Real is float. It is double only where tests compare gradients with finite differences.
+// step are in reference.cpp. So read a section of this file, then the part of reference.cpp with its number.
+// Section 5 can wait: it is for tests.
+//
+// All pointers are to row-major arrays, with shapes such as (rows, cols). The template parameter Real is
+// float. It is double only where tests compare gradients with finite differences. That is the only reason for
+// the templates of section 4, and for each `if constexpr` in reference_model.cpp.
 #pragma once
 #include <optional>
 
@@ -13,21 +17,21 @@
 
 namespace coat::reference {
 
-// --- Formats: rounding is to nearest, ties to even; NaN stays NaN ---
+// --- 1. Formats: rounding is to nearest, ties to even; NaN stays NaN ---
 uint16_t encode(Format f, float x);     // FP32 to FP8 or FP16; saturates, never infinity
 float decode(Format f, uint16_t code);  // FP8 or FP16 to FP32
 uint16_t to_bf16(float x);              // the bits; overflows to infinity
 float from_bf16(uint16_t bits);
 float round_to(Format f, float x);  // x as the nearest value of f, which is FP32 or BF16
 
-// An FP32 master weight as a BF16 weight and a signed 16-bit remainder, and the master of the two.
+// An FP32 master weight -> a BF16 weight and a signed 16-bit remainder, and back.
 void split_master(float master, uint16_t* weight, int16_t* remainder);
 float join_master(uint16_t weight, int16_t remainder);
 // The BF16 bits of a weight without a master: element i of the flat order of all parameters, rounded with the
 // random bits of step.h, rounding_bits().
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
-// --- Quantizers (paper, preliminaries and section 5) ---
+// --- 2. Quantizers (paper, preliminaries and section 5) ---
 // A stored matrix (rows, cols): value(row, col) = the value of its code times the scale of its scale block.
 // In FP32 and BF16 there are no scales.
 struct StoredMatrix {
@@ -61,23 +65,24 @@ std::vector<float> fake_quantize(const std::vector<float>& x, int64_t rows, int6
 
 // Delayed scaling (formats.h, Scaling) of one operand of a linear layer.
 struct DelayedScale {
-    // The amaxes of the last recipe.history_steps steps, the newest first; 0 for steps before the first. It
-    // has no elements if this operand has no delayed scaling.
+    // The amaxes of the last recipe.history_steps steps, the newest first; 0 for steps before the first. The
+    // vector is empty if this operand has no delayed scaling.
     std::vector<float> history;
     float scale = 0;  // the scale in the current step, from the history; 0: the history has no amax yet
     float amax = 0;   // the largest amax of the current step so far, over its micro-batches
     // Raises amax to that of a tensor of the current step. Returns the scale to quantize this tensor with.
     float note_amax_and_get_scale(const Storage& storage, float tensor_amax);
-    // After a step: moves amax into the history, and clears it. scale becomes the largest amax of the history
-    // over FMAX, unless that amax is 0 or not finite.
-    void update_history_and_scale(Format fp8);
+    // After a step: moves `amax` into the history, and sets it to 0. scale = max(history) / FMAX of format f,
+    // unless max(history) is 0 or not finite.
+    void update_history_and_scale(Format f);
 };
 
-// --- FP8 optimizer with dynamic range expansion (paper, section 4) ---
+// --- 3. FP8 optimizer with dynamic range expansion (paper, section 4) ---
+// The format f of all three is E4M3 or E5M2.
 // k of a moment group whose nonzero magnitudes lie between min_nonzero and max.
-float expansion_factor(Format fp8, float max, float min_nonzero);
-float expand(Format fp8, float x, float max, float k);    // with the sign of x; the magnitude is at most FMAX
-float contract(Format fp8, float y, float max, float k);  // its inverse, with the sign of y; at most max
+float expansion_factor(Format f, float max, float min_nonzero);
+float expand(Format f, float x, float max, float k);    // with the sign of x; the magnitude is at most FMAX
+float contract(Format f, float y, float max, float k);  // the inverse of expand(); at most max
 
 // One moment (n) of one parameter, in any format. The elements of a moment group share a moment scaling (max,
 // k). The last moment group may be short. A moment group of zeros has max = 0 and k = 1.
@@ -95,16 +100,16 @@ struct Moment {
     // A moment of n zeros. f: the format that the optimizer has for it, or FP32 (Param::moment_format()).
     void init(const Optimizer& optimizer, Format f, int64_t n);
     void load(float* x) const;  // x: (n)
-    // Stores x (n). If the format is scaled, the errors are added to *stats. A positive second moment in a
-    // moment group of 128 gets at least the smallest positive code: if it became zero, the next update, which
-    // divides by sqrt(v) + eps, would explode.
+    // Stores x (n). If the format is scaled, the errors are added to *stats. In a moment group of 128 a
+    // positive second moment gets at least the smallest positive code.
     void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
     int64_t moment_group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP_SIZE; }
 
 private:
     float value(int64_t i) const;
-    void store_moment_group(int64_t g, int64_t first, int64_t end, const float* x, bool is_second_moment);
+    void store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x,
+                            bool is_second_moment);
 };
 
 struct AdamWConstants {
@@ -122,17 +127,18 @@ AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double 
 void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, float* master, float* m,
            float* v);
 
-// --- Operators, forward and backward ---
+// --- 4. Operators, forward and backward ---
 // Backward functions add to the gradients of parameters, and overwrite all others. dX is the gradient of X.
 
-// An operand of matmul(): its element (row, col) is data[row * row_stride + col * col_stride], so a transpose
+// An operand of matmul(). Its element (row, col) is data[row * row_stride + col * col_stride], so a transpose
 // costs nothing.
-template <class Real> struct Matrix {
+template <class Real> struct MatrixView {
     const Real* data;
     int64_t row_stride, col_stride;
 };
 // c (m, n) += a (m, k) b (k, n).
-template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> a, Matrix<Real> b, Real* c);
+template <class Real>
+void matmul(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real> b, Real* c);
 
 // x, y, dy, dx: (N, C). weight, bias, dweight, dbias: (C).
 // RMSNorm: y = x / rms(x) * weight; bias is null, and dbias may be null.
@@ -145,7 +151,8 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
                    const Real* dy, Real* dx, Real* dweight, Real* dbias);
 
 // RMSNorm of each head of q and of k in qkv (N, qkv_cols), in place. weight, dweight: (2 HS), [of q | of k].
-// Backward turns dqkv, the gradient of the norms' outputs, into that of their inputs. qkv are the inputs.
+// Backward: qkv are the inputs of the norms; dqkv, the gradient of their outputs, becomes the gradient of
+// their inputs.
 template <class Real>
 void qk_norm_forward(const ModelConfig& config, int64_t N, const Real* weight, Real* qkv);
 template <class Real>
@@ -161,7 +168,7 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
                          Real* dgate_up);
 
 // Rotates q and k of qkv (B, T, qkv_cols) in place. Pairs are (i, i + HS/2), as in Hugging Face. The backward
-// pass is the inverse: it rotates the gradients by the opposite angle.
+// pass rotates the gradients by the opposite angle (inverse = true).
 double rope_frequency(const ModelConfig& config, int64_t i);  // of pair i, 0 <= i < HS / 2
 template <class Real> void rope(const ModelConfig& config, int64_t B, int64_t T, Real* qkv, bool inverse);
 
@@ -183,7 +190,7 @@ double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride
 // y += factor x, both (n).
 template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Real* y);
 
-// --- The whole step in double, for tests ---
+// --- 5. The whole step in double, for tests (in reference_model.cpp) ---
 // Mean loss of one micro-batch in the recipe fp32, and its gradients by parameter if the pointer is not null.
 double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
                       const std::vector<std::vector<double>>& weights, const int32_t* tokens,

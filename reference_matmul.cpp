@@ -25,10 +25,11 @@ static std::vector<Real> pack(int64_t width, const Real* x, int64_t row_stride, 
 constexpr int64_t TILE_ROWS = 6, TILE_COLS = 16, DEPTH = 512;  // matmul's tile of c, and its parts of k
 
 // c (m, n) += a (m, k) b (k, n). It is computed in tiles of 6 x 16 elements that stay in registers while the
-// sum runs over k. a and b are packed into panels, so that this loop reads memory in order: a panel of a has
-// 6 rows of a, a panel of b has 16 columns of b, which are rows of its transpose. k is cut into parts of 512,
-// so that the panels of a part stay in the caches.
-template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> a, Matrix<Real> b, Real* c) {
+// sum runs over k. a and b are packed into panels, so that the loop over k reads memory in order. A panel of
+// a has 6 rows of a. A panel of b has 16 columns of b, which are rows of its transpose. k is cut into parts
+// of 512, so that the panels of a part stay in the caches.
+template <class Real>
+void matmul(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real> b, Real* c) {
     for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
         const int64_t depth = std::min(DEPTH, k - k0);
         const auto packed_a =
@@ -50,8 +51,9 @@ template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> 
                     panel_a += TILE_ROWS;
                     panel_b += TILE_COLS;
                 }
-                // The last loops have bounds that the compiler does not know. If they read `sum`, it would be
-                // kept in memory, not in registers, also in the loop above. So they read a copy.
+                // The last two loops have bounds that the compiler does not know. If they read `sum`, the
+                // compiler would keep it in memory, not in registers, also in the loop over d. So they read a
+                // copy.
                 for (int row = 0; row < TILE_ROWS; row++)
                     for (int col = 0; col < TILE_COLS; col++) tile[row][col] = sum[row][col];
                 for (int64_t row = 0; row < std::min(TILE_ROWS, m - i); row++)
@@ -61,7 +63,7 @@ template <class Real> void matmul(int64_t m, int64_t n, int64_t k, Matrix<Real> 
     }
 }
 
-template void matmul(int64_t, int64_t, int64_t, Matrix<float>, Matrix<float>, float*);
-template void matmul(int64_t, int64_t, int64_t, Matrix<double>, Matrix<double>, double*);
+template void matmul(int64_t, int64_t, int64_t, MatrixView<float>, MatrixView<float>, float*);
+template void matmul(int64_t, int64_t, int64_t, MatrixView<double>, MatrixView<double>, double*);
 
 }  // namespace coat::reference

@@ -21,23 +21,23 @@ using Floats = std::vector<float>;
 // 5. The precision flow (paper, section 5): which tensor has which format
 //
 // A tensor that is stored is quantized, or in the recipe's compute dtype (BF16). Only attention's log-sum-exp
-// and the sums of many gradients (gradient_format) are in FP32. In the recipe coat:
+// and the sums of more than four gradients (gradient_format) are in FP32. In the recipe coat:
 //   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
 //   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
 //     of the activation
 //   all other tensors             BF16: attention, residual stream, final norm, embedding, head
-// Four results go to the quantizer directly from FP32: on a GPU one kernel computes and quantizes them.
+// Some tensors go to the quantizer directly from FP32: on a GPU one kernel computes and quantizes them.
 //   residual sums                           residual_sum and residual_sum2 in layer_forward()
 //   outputs of norms                        apply_norm()
 //   output of the activation function       apply_activation()
 //   gradient of the activation's input      dgate_up in layer_backward()
-// With --attention groups a fifth does: attention's output, as it is loaded from its groups. All others are
-// rounded to BF16 first.
+//   attention's output                      only with --attention groups, when it is loaded from its groups
+// All other tensors are rounded to BF16 before they are quantized.
 //
-// Backward computes the outputs of norms and of the activation function again, from the saved inputs. Both
-// passes read the same quantized values, so backward takes each derivative at the values with which
-// forward computed. It treats rounding as the identity. (In coat-saved forward reads other values: see
-// what_forward_reads().)
+// Backward computes the outputs of norms and of the activation function again, from the saved inputs. Forward
+// has computed them from the same quantized values, so backward takes each derivative where forward was.
+// Backward treats rounding as the identity. In the recipe coat-saved forward reads other values than
+// backward: see what_forward_reads().
 
 namespace {
 
@@ -68,7 +68,8 @@ public:
         }
     }
 
-    // Comes before a step, or a forward pass on its own: forgets what was observed of earlier tensors.
+    // Forgets what was observed of earlier tensors. Comes before a step, and before a forward pass on its
+    // own.
     void reset_finite_and_amaxes() {
         finite = true;
         for (auto& operands : delayed_scales)
@@ -76,15 +77,14 @@ public:
     }
 
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses. Backward adds the gradients of loss_weight times this sum to `gradients`. loss_weight is
-    // 1 / the number of targets of the step that count: so all micro-batches together give the gradients of
-    // the mean loss.
-    double run_micro_batch(const int32_t* tokens, const int32_t* targets, int64_t sequences, int64_t length,
-                           double loss_weight, bool backward) {
-        const Tensor x = forward(tokens, sequences, length);    // (N, C)
+    // of the losses. Backward adds the gradients of loss_weight * this sum to `gradients`. With loss_weight =
+    // 1 / (targets of the step that count), all micro-batches together give the gradients of the mean loss.
+    double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
+        const Tensor x = forward(tokens, setup.B, setup.T);     // (N, C)
         const Tensor y = rounded(apply_norm("final_norm", x));  // (N, C)
         Tensor logits = head_forward(y);                        // (N, padded_V)
-        // The logits become their gradients. (Evaluation needs the loss alone, but gradients cost little.)
+        // The gradients of the logits replace the logits. (Evaluation needs only the loss, but the gradients
+        // cost little.)
         const double loss = cross_entropy_forward_and_backward(N_, config_.V, config_.padded_V(),
                                                                logits.data(), targets, Real(loss_weight));
         finite = finite && std::isfinite(loss);
@@ -109,8 +109,7 @@ public:
 
 private:
     using SavedActivation = std::conditional_t<QUANTIZES, StoredMatrix, Tensor>;
-    // What a layer saves for backward (paper, table 2). The tensors are those of saved_per_layer() in
-    // architecture.h, from which --plan and the GPU take theirs.
+    // What a layer saves for backward (paper, table 2): the tensors of saved_per_layer() in architecture.h.
     struct SavedLayer {
         SavedActivation norm1_input, norm2_input;  // (N, C)
         SavedActivation qkv;                       // (N, qkv_cols)
@@ -123,9 +122,9 @@ private:
     const Recipe& recipe_ = setup.recipe;
     const LinearFormats formats_ = linear_formats(setup);
     std::map<std::string, size_t> param_index_;  // by name: the index of the parameter in params
-    // The size of the micro-batch in the current pass, and what its layers have saved.
+    // The sizes of the current pass: forward() sets them, and nearly all functions read them. N_ = B_ * T_.
     int64_t B_ = 0, T_ = 0, N_ = 0;
-    std::vector<SavedLayer> saved_layers_;
+    std::vector<SavedLayer> saved_layers_;  // of the current pass
 
     // --- Values, gradients, names ---
 
@@ -150,9 +149,10 @@ private:
     const Tensor& weight(const std::string& name) const { return weights[param_index_.at(name)]; }
     std::string head_name() const { return config_.tied ? "embedding" : "head"; }
 
-    // tokens (B, T) -> input of the final norm (N, C). Sets the sizes B_, T_ and N_, which all functions of a
-    // pass read. The embedding is not quantized, as in the paper:
-    // residual[n] = embedding[token n] (+ positions[n mod T]).
+    // tokens (B, T) -> input of the final norm (N, C). Sets the sizes B_, T_ and N_. As in the paper, the
+    // embedding is not quantized:
+    //   residual[n] = embedding[token n]                         with RoPE
+    //   residual[n] = embedding[token n] + positions[n mod T]    with learned positions
     Tensor forward(const int32_t* tokens, int64_t sequences, int64_t length) {
         B_ = sequences;
         T_ = length;
@@ -171,16 +171,17 @@ private:
 
     // --- What a layer saves for backward ---
 
-    // FP8 codes saturate, which hides an infinity. So this checks the amax of each tensor that is quantized
-    // to FP8. (Those with small scale blocks would not need it, see scale_of(), but it costs little here.)
-    void check_finite(float amax) { finite = finite && std::isfinite(amax); }
+    // FP8 codes saturate, which hides an infinity. So `finite` notes the amax of each tensor that is
+    // quantized to FP8. (A tensor with small scale blocks would not need this, see scale_of(). But it costs
+    // little.)
+    void note_whether_finite(float amax) { finite = finite && std::isfinite(amax); }
 
     // Saves x (N, cols) for backward, stored as `storage` says. load_saved() gives the stored values.
     SavedActivation save_for_backward(const Tensor& x, int64_t cols, const Storage& storage,
                                       ReportKind kind) {
         if constexpr (!QUANTIZES) return x;
         else {
-            if (storage.fp8()) check_finite(compute_amax(x.data(), int64_t(x.size())));
+            if (storage.fp8()) note_whether_finite(compute_amax(x.data(), int64_t(x.size())));
             return quantize(x.data(), N_, cols, storage, stats_of(kind));
         }
     }
@@ -199,9 +200,9 @@ private:
     //   Qwen3                   projection -> saved -> norms of heads -> RoPE -> attention
     //   GPT-2                   projection -> saved -> attention
     //
-    // The backward pass of a norm needs the norm's input, so Qwen3 saves q, k and v before the norms. That of
-    // RoPE needs no values, so the other models save q and k as attention reads them. (On the GPU:
-    // rope_at_projection(), attention_input() and core_attention_backward() of model.cu.)
+    // The backward pass of a norm needs the norm's input, so Qwen3 saves q, k and v before the norms. The
+    // backward pass of RoPE needs no values, so the other models save q and k as attention reads them. (On
+    // the GPU: rope_at_projection(), attention_input() and core_attention_backward() of model.cu.)
 
     // q, k and v (N, qkv_cols) as the projection gives them -> as they are saved, in the compute dtype.
     Tensor qkv_to_save(Tensor qkv) const {
@@ -217,8 +218,9 @@ private:
         rope(config_, B_, T_, qkv.data(), /*inverse=*/false);
         return rounded(qkv);
     }
-    // The backward pass of both: dqkv (N, qkv_cols), the gradient of what attention reads -> the gradient of
-    // what the projection gives. saved_qkv: as loaded. Adds to the gradient of the weight of Qwen3's norms.
+    // The backward pass of RoPE and of the norms of heads: dqkv (N, qkv_cols), the gradient of what attention
+    // reads -> the gradient of what the projection gives. saved_qkv: what load_saved() gives. Adds to the
+    // gradient of the weight of Qwen3's norms.
     Tensor qkv_backward(const std::string& prefix, const Tensor& saved_qkv, Tensor dqkv) {
         if (config_.arch.rope) {
             rope(config_, B_, T_, dqkv.data(), /*inverse=*/true);
@@ -236,13 +238,14 @@ private:
 
     // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
-    // Layer l: the residual stream before the layer (N, C) -> after it (N, C), both as sums in FP32. A sum
-    // has two readers. The norm reads it as it is saved, in groups; the next sum reads it rounded to BF16.
+    // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C). Both are sums in FP32.
+    // The next norm reads such a sum from its FP8 groups; the next residual add reads it in BF16.
     Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         SavedLayer& saved = saved_layers_.emplace_back();
 
-        // Residual sum -> norm 1 input, saved in groups. The norm reads these, or (coat-saved) the BF16 sum.
+        // Residual sum -> norm 1 input, saved in groups. Norm 1 reads the groups. (In coat-saved it reads the
+        // sum in BF16.)
         saved.norm1_input =
             save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
@@ -253,8 +256,8 @@ private:
         saved.qkv = save_for_backward(qkv_to_save(projected), config_.qkv_cols(), recipe_.saved_attention,
                                       ReportKind::Attention);
 
-        // Attention reads q, k and v as backward will load them: the log-sum-exp has to belong to these
-        // values. Values that are dequantized from groups are FP32, and attention reads them rounded to BF16.
+        // Attention reads q, k and v as backward will load them, because the log-sum-exp has to belong to the
+        // loaded values. Values from groups are FP32, so they are rounded to BF16 for attention.
         const Tensor qkv = qkv_for_attention(prefix, rounded(load_saved(saved.qkv)));
         Tensor attention_output(N_ * config_.q_cols());
         saved.lse.resize(N_ * config_.NH);
@@ -280,9 +283,9 @@ private:
         return add(rounded(residual_sum2), linear_forward(prefix + "down", act));
     }
 
-    // Layer l: the gradient of the residual stream after the layer (N, C) -> before it (N, C). At the input
-    // of each branch two gradients are added: one comes along the stream, one through the branch. dX is the
-    // gradient of X.
+    // Layer l: the gradient of the residual stream after the layer (N, C) -> before the layer (N, C). At the
+    // input of each branch two gradients are added: one comes along the stream, one through the branch. dX is
+    // the gradient of X.
     Tensor layer_backward(int64_t l, Tensor dresidual) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         const SavedLayer& saved = saved_layers_[l];
@@ -301,7 +304,7 @@ private:
         dresidual = rounded(add(dresidual, apply_norm_backward(prefix + "norm2", norm2_input, dnorm2)));
 
         // Attention out. wgrad quantizes the attention output as it is saved. The backward pass of attention,
-        // below, reads it rounded to the compute dtype.
+        // below, reads the attention output rounded to the compute dtype.
         const Tensor dattention_output =
             linear_backward(prefix + "attention_out", load_saved(saved.attention_output), dresidual);
 
@@ -323,10 +326,11 @@ private:
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
-    // `tensor` (rows, cols), which is x, w or g of the linear layer with the weight number i, as a GEMM reads
-    // it: quantized and decoded again. If the operand is FP8, this checks that the tensor is finite. With
-    // delayed scaling its amax goes into the operand's history, from which its scale comes. Else its scales
-    // are just-in-time.
+    // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. tensor: (rows, cols). i:
+    // the number of the layer's weight. If the operand is FP8:
+    //   - `finite` notes whether the tensor is finite.
+    //   - Scales are just-in-time. Only with delayed scaling the scale comes from the operand's history, and
+    //     the amax of the tensor goes into this history.
     Tensor make_operand(WhichOperand which, size_t i, const Tensor& tensor, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return tensor;
         else {
@@ -334,7 +338,7 @@ private:
             std::optional<float> delayed_scale;
             if (storage.fp8()) {
                 const float amax = compute_amax(tensor.data(), int64_t(tensor.size()));
-                check_finite(amax);
+                note_whether_finite(amax);
                 if (recipe_.scaling == Scaling::Delayed)
                     delayed_scale = delayed_scales[i][int(which)].note_amax_and_get_scale(storage, amax);
             }
@@ -343,8 +347,8 @@ private:
         }
     }
 
-    // x (N, in) -> y (N, out). x_operand, w_operand and g_operand are what the GEMMs read: FP32 values. Where
-    // the operand's format is FP8, as in most recipes, each is a code times its scale.
+    // x (N, in) -> y (N, out). x_operand, w_operand and g_operand are what the GEMMs read: FP32 values. If
+    // the format of an operand is FP8, each of its values is a code times a scale.
     Tensor linear_forward(const std::string& name, const Tensor& x) {
         const size_t i = param_index_.at(name);
         const int64_t in = params[i].cols, out = params[i].rows;
@@ -369,17 +373,16 @@ private:
         Tensor dx(N_ * in), dw(out * in);
         // dgrad: dx = g w
         matmul<Real>(N_, in, out, {g_operand.data(), out, 1}, {w_operand.data(), in, 1}, dx.data());
-        // wgrad: dw = g^T x. It sums over tokens. With symmetric scale blocks it reads the same operand as
-        // dgrad: to quantize g again would give the same values. With others g is quantized once more, in
-        // blocks along the tokens.
+        // wgrad: dw = g^T x, which sums over tokens. If the granularity of g is symmetric, wgrad reads the
+        // operand of dgrad. Otherwise g is quantized once more, in scale blocks along the tokens.
         const bool is_symmetric = formats_.g.granularity.symmetric();
         const Tensor g_transposed_operand =
             is_symmetric ? g_operand : make_operand(WhichOperand::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g_transposed_operand.data(), 1, out}, {x_operand.data(), in, 1},
                      dw.data());
         add_gradient(name, dw);
-        // dbias is the sum of dy over tokens, without the rounding of FP8. Without FP8 it sums g_operand,
-        // which is dy rounded to the compute dtype.
+        // dbias is a sum over tokens. In FP8 recipes it sums dy itself, not the FP8 values of g_operand. In
+        // other recipes it sums g_operand, which is dy rounded to the compute dtype.
         if (has_bias(name)) {
             Tensor dbias(out);
             const Tensor& g = formats_.g.fp8() ? dy : g_operand;
@@ -440,8 +443,9 @@ private:
         return rounded(dy);
     }
 
-    // Adds to the gradients of the embedding and of the learned positions. The gradient of a row is the sum
-    // over all places that have its token, or its position. dresidual: (N, C).
+    // Adds to the gradients of the embedding and of the learned positions. dresidual: (N, C).
+    //   dembedding[token] = sum of dresidual[n] over all n with this token
+    //   dpositions[t]     = sum of dresidual[n] over all n with n mod T = t
     void add_embedding_gradients(const int32_t* tokens, const Tensor& dresidual) {
         const int64_t C = config_.C;
         const bool positions = !config_.arch.rope;
@@ -458,21 +462,23 @@ private:
 // ===========================================================================================================
 // 6. The Model that program/train.cpp drives: weights, moments, and one training step
 //
-// Each rank has all weights and the sums of all gradients, and updates the part of the state that it owns.
+// Read this part for one rank first. Then owned() is the whole parameter, and all_gather(x) is a list with x
+// alone. What several ranks do comes last. Each of several ranks has all weights and the sums of all
+// gradients, and updates the part of the state that it owns.
 
 class ReferenceModel : public Model {
-    // The state of one parameter. weight and remainder have all elements of the parameter, but only those
-    // that this rank owns are up to date. The moments have only the elements that this rank owns.
+    // The state of one parameter. `weight` and `remainder` have all elements of the parameter, but only the
+    // elements that this rank owns are up to date. The moments have only the elements that this rank owns.
     struct ParamState {
         std::vector<uint16_t> weight;    // BF16
-        std::vector<int16_t> remainder;  // of the FP32 master; 0 without a master
+        std::vector<int16_t> remainder;  // of the FP32 masters; 0 without masters
         Moment m, v;
     };
-    Network<float> network_;  // has the weights as forward and backward read them, and the gradients
+    Network<float> network_;  // has the weights that forward and backward read, and the gradients
     const Setup& setup_ = network_.setup;
     const std::vector<Param>& params_ = network_.params;
     std::vector<ParamState> states_;  // by parameter
-    // Several ranks: the sums of the gradients of all ranks and micro-batches so far, by parameter.
+    // With several ranks, by parameter: see reduce_gradients().
     std::vector<Floats> sums_;
 
 public:
@@ -501,17 +507,17 @@ public:
         network_.reset_finite_and_amaxes();
         const int64_t tokens_of_rank = setup_.micro_batches_per_rank * setup_.B * setup_.T;
         int64_t target_count = 0;  // targets of the step that count
-        for (int64_t theirs : all_gather(counted_targets(targets, tokens_of_rank))) target_count += theirs;
+        for (int64_t of_rank : all_gather(counted_targets(targets, tokens_of_rank))) target_count += of_rank;
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
 
         const double loss = forward_and_backward(tokens, targets, target_count) / double(target_count);
         const double grad_norm = gradient_norm();
-        // No rank updates if one has met a value that is not finite. (Ranks send a char, because vector<bool>
-        // has no array of its elements.)
+        // No rank updates if one of them has met a value that is not finite. (Ranks send a char, because
+        // vector<bool> has no array of its elements.)
         bool finite = true;
-        for (char theirs : all_gather(char(network_.finite))) finite = finite && theirs;
-        // The norm after clipping. Below 2^62 the square of a gradient fits every format of v. NaN is
-        // skipped, too.
+        for (char of_rank : all_gather(char(network_.finite))) finite = finite && of_rank;
+        // If the norm after clipping is below 2^62, the square of each gradient fits every format of v. The
+        // comparison is false for NaN, so such a step is skipped, too.
         const double clipped_norm = grad_norm * clip_factor(options, grad_norm);
         const bool skipped = !finite || !(clipped_norm < 0x1p62);
         if (!skipped) update_all(options, grad_norm);
@@ -521,9 +527,8 @@ public:
     double evaluate(const int32_t* tokens, const int32_t* targets) override {
         network_.reset_finite_and_amaxes();
         const double divisor = divisor_of_mean(targets, setup_.B * setup_.T);
-        const double sum =
-            network_.run_micro_batch(tokens, targets, setup_.B, setup_.T, 1.0 / divisor, /*backward=*/false);
-        // A quotient, as in step(), so that both have the same bits.
+        const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
+        // It divides, as step() does, so that the loss has the same bits as in step().
         return network_.finite ? sum / divisor : NAN;
     }
 
@@ -539,10 +544,10 @@ public:
         QuantReport report;
         network_.stats = report.kinds;
         const double loss_weight = 1.0 / divisor_of_mean(targets, setup_.B * setup_.T);
-        network_.run_micro_batch(tokens, targets, setup_.B, setup_.T, loss_weight, /*backward=*/true);
+        network_.run_micro_batch(tokens, targets, loss_weight, /*backward=*/true);
         // k_m and k_v belong to the moments that are stored now. The errors belong to the moments that a step
-        // with these gradients, unclipped, and with the default betas would store. This step is computed with
-        // lr = 0, on a copy of the state.
+        // with these gradients would store, with the default betas and without clipping. Here such a step is
+        // made on a copy of the state, with lr = 0.
         for (size_t i = 0; i < params_.size(); i++) {
             ParamState s = states_[i];
             report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
@@ -571,21 +576,20 @@ public:
 private:
     // --- The parts of a step ---
 
-    // All micro-batches of the step. Afterwards the network has the gradients of the mean loss over the
-    // target_count targets that count. Returns the sum of the losses of all ranks. Losses are added in the
-    // order of the micro-batches: number i of rank r is number i * ranks + r of the step.
+    // Forward and backward of all micro-batches of the step. Afterwards the network has the gradients of the
+    // mean loss over the target_count targets that count. Returns the sum of the losses of all ranks, added
+    // in the order of the micro-batches: micro-batch i of rank r is number i * ranks + r of the step.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
-        const int64_t batch_tokens = setup_.B * setup_.T;
+        const int64_t micro_batch_tokens = setup_.B * setup_.T;
         const int64_t micro_batches = setup_.micro_batches_per_rank;
         const double loss_weight = 1.0 / double(target_count);
         std::vector<double> losses;  // by micro-batch
         for (int64_t i = 0; i < micro_batches; i++) {
-            // One rank adds up all micro-batches in network_.gradients. Several ranks have the gradients of
-            // one micro-batch there, and add them up in sums_.
+            // With one rank, network_.gradients adds up all micro-batches. With several ranks it has the
+            // gradients of one micro-batch, and sums_ adds them up.
             if (i == 0 || setup_.communicator) clear_gradients();
-            const int64_t first = i * batch_tokens;
-            losses.push_back(network_.run_micro_batch(tokens + first, targets + first, setup_.B, setup_.T,
-                                                      loss_weight,
+            const int64_t first = i * micro_batch_tokens;
+            losses.push_back(network_.run_micro_batch(tokens + first, targets + first, loss_weight,
                                                       /*backward=*/true));
             if (setup_.communicator) reduce_gradients(/*is_first_micro_batch=*/i == 0);
         }
@@ -597,8 +601,9 @@ private:
         return loss;
     }
 
-    // The norm of all gradients. The squares are summed first within shard units, then over them. (So a GPU
-    // gets the same sum with any number of ranks, because each rank has whole shard units.)
+    // The norm of all gradients: sqrt(sum of g^2). Each shard unit is summed first, then the sums of the
+    // shard units are added. (A rank of a GPU run has whole shard units. So the norm there is the same for
+    // any number of ranks.)
     double gradient_norm() const {
         double sum = 0;
         for (const Floats& gradient : network_.gradients)
@@ -611,7 +616,7 @@ private:
         return std::sqrt(sum);
     }
 
-    // Updates all parameters. grad_norm: of all gradients, before clipping.
+    // Updates all parameters. grad_norm: the norm of all gradients, before clipping.
     void update_all(const AdamWOptions& options, double grad_norm) {
         const uint64_t key = rounding_key(setup_.seed, options.step + options.skipped_steps);
         for (size_t i = 0; i < params_.size(); i++) {
@@ -622,8 +627,8 @@ private:
     }
 
     // Updates the elements of parameter i that this rank owns: dequantizes the moments, computes AdamW in
-    // FP32, and quantizes the moments again. s is the state of the parameter, or a copy of this state. If
-    // network_.stats is set (measure_quantization()), the errors of the moments are added to it.
+    // FP32, and quantizes the moments again. s is states_[i], or a copy of it in measure_quantization().
+    // There network_.stats is set, and the errors of the moments are added to it.
     void update_parameter(ParamState& s, size_t i, const AdamWConstants& constants, uint64_t key) const {
         const auto [first, n] = owned(setup_, params_[i]);
         Floats master(n), m(n), v(n);
@@ -640,6 +645,19 @@ private:
         }
     }
 
+    // Delayed scaling: the amax of an operand, the largest of all ranks, goes into the operand's history. If
+    // linear layers fall back from FP8, they take no amaxes, and histories and scales stay as they are.
+    void update_delayed_scales() {
+        if (!linear_formats(setup_).x.fp8()) return;
+        for (auto& operands : network_.delayed_scales)
+            for (WhichOperand o : LINEAR_OPERANDS) {
+                DelayedScale& d = operands[int(o)];
+                if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
+                for (float of_rank : all_gather(d.amax)) d.amax = std::max(d.amax, of_rank);
+                d.update_history_and_scale(storage_of(setup_.recipe, o).format);
+            }
+    }
+
     // --- Weights and gradients ---
 
     void clear_gradients() {
@@ -652,56 +670,9 @@ private:
         return bf16 ? from_bf16(s.weight[e]) : join_master(s.weight[e], s.remainder[e]);
     }
 
-    // --- What ranks exchange ---
-
-    // A value, or a vector of values, of all ranks in their order.
-    template <class Element> std::vector<Element> all_gather(const Element& mine) const {
-        return setup_.communicator ? setup_.communicator->all_gather(mine) : std::vector<Element>{mine};
-    }
-
-    // After every micro-batch: sum = round(sum + g_0 + g_1 + ...), where g_r is the gradient of rank r. The
-    // additions are in FP32 and in the order of the ranks.
-    void reduce_gradients(bool is_first_micro_batch) {
-        for (size_t i = 0; i < params_.size(); i++) {
-            Floats& sum = sums_[i];
-            if (is_first_micro_batch) sum.assign(params_[i].size(), 0.0f);
-            const std::vector<Floats> of_ranks = all_gather(network_.gradients[i]);
-            for (size_t e = 0; e < sum.size(); e++) {
-                for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
-                sum[e] = round_to(gradient_format(setup_), sum[e]);
-            }
-        }
-    }
-
-    // Renews the weights of a parameter, with which the network computes, after an update or write() has
-    // changed its state. Each rank sends those of the part that it owns to all.
-    void refresh_weight_on_all_ranks(size_t i) {
-        const ParamState& s = states_[i];
-        const Range own = owned(setup_, params_[i]);
-        Floats mine(own.count);
-        for (int64_t e = 0; e < own.count; e++) mine[e] = weight_of(s, own.first + e);
-        const bool is_sharded = !params_[i].is_vector();  // a vector is whole on every rank
-        auto to = network_.weights[i].begin();
-        for (const Floats& part : is_sharded ? all_gather(mine) : std::vector<Floats>{mine})
-            to = std::copy(part.begin(), part.end(), to);
-    }
-
-    // Delayed scaling: the amax of an operand is the largest of all ranks, and goes into its history. Linear
-    // layers that fall back from FP8 take no amaxes: then histories and scales stay as they are.
-    void update_delayed_scales() {
-        if (!linear_formats(setup_).x.fp8()) return;
-        for (auto& operands : network_.delayed_scales)
-            for (WhichOperand o : LINEAR_OPERANDS) {
-                DelayedScale& d = operands[int(o)];
-                if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
-                for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
-                d.update_history_and_scale(storage_of(setup_.recipe, o).format);
-            }
-    }
-
     // --- The state by name ---
 
-    // Where the elements of a state tensor are that this rank owns.
+    // The place in memory of the elements of a state tensor that this rank owns.
     struct Memory {
         void* data;
         size_t bytes;
@@ -734,6 +705,40 @@ private:
         if (place == places.end()) no_such_tensor(name);
         return place->second;
     }
+
+    // --- What ranks exchange ---
+
+    // A value, or a vector of values, of each rank, in the order of the ranks.
+    template <class Element> std::vector<Element> all_gather(const Element& mine) const {
+        return setup_.communicator ? setup_.communicator->all_gather(mine) : std::vector<Element>{mine};
+    }
+
+    // After every micro-batch: sum = round(sum + g_0 + g_1 + ...), where g_r is the gradient of rank r. The
+    // additions are in FP32 and in the order of the ranks.
+    void reduce_gradients(bool is_first_micro_batch) {
+        for (size_t i = 0; i < params_.size(); i++) {
+            Floats& sum = sums_[i];
+            if (is_first_micro_batch) sum.assign(params_[i].size(), 0.0f);
+            const std::vector<Floats> of_ranks = all_gather(network_.gradients[i]);
+            for (size_t e = 0; e < sum.size(); e++) {
+                for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
+                sum[e] = round_to(gradient_format(setup_), sum[e]);
+            }
+        }
+    }
+
+    // Renews network_.weights[i] after an update or write() has changed states_[i]. Each rank sends the
+    // weights that it owns to all ranks. A vector is not sent, because every rank owns the whole vector.
+    void refresh_weight_on_all_ranks(size_t i) {
+        const ParamState& s = states_[i];
+        const Range own = owned(setup_, params_[i]);
+        Floats mine(own.count);
+        for (int64_t e = 0; e < own.count; e++) mine[e] = weight_of(s, own.first + e);
+        const bool is_sharded = !params_[i].is_vector();
+        auto to = network_.weights[i].begin();
+        for (const Floats& part : is_sharded ? all_gather(mine) : std::vector<Floats>{mine})
+            to = std::copy(part.begin(), part.end(), to);
+    }
 };
 
 }  // namespace
@@ -747,7 +752,7 @@ double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
     network.weights = weights;
     const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);
     const double loss =
-        network.run_micro_batch(tokens, targets, B, T, loss_weight, gradients != nullptr) * loss_weight;
+        network.run_micro_batch(tokens, targets, loss_weight, gradients != nullptr) * loss_weight;
     if (gradients) *gradients = network.gradients;
     return loss;
 }

@@ -1,6 +1,10 @@
-// step.h - what a training step needs besides formats, on the CPU and on a GPU: the settings of AdamW, the
-// targets that do not count, stochastic rounding, and the statistics of quantization errors. Each part can be
-// read where it is used.
+// step.h - what a training step needs besides formats, on the CPU and on a GPU. Each section can wait until
+// another file uses it:
+//   AdamWOptions                      in reference.cpp, part 3: adamw_constants()
+//   NO_TARGET                         in reference.cpp, part 4: cross_entropy_forward_and_backward()
+//   rounding_bits(), rounding_key()   in reference.cpp, part 1: round_stochastically()
+//   QuantStats                        in reference.cpp, part 2: quantize()
+//   QuantReport                       in model.h: Model::measure_quantization()
 #pragma once
 #include "formats.h"
 
@@ -11,12 +15,12 @@ namespace coat {
 
 // What a step of AdamW is given besides parameters and gradients.
 struct AdamWOptions {
-    int64_t step;  // the number of this update, from 1, for the bias correction. Skipped steps do not count
+    int64_t step;  // the number of this update, for the bias correction: from 1, without skipped steps
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     // The largest norm that all gradients together may have; 0: no clipping.
     float clip = 1.0f;
-    // How many steps before this one were skipped. step + skipped_steps is the number of this attempt. It
-    // seeds stochastic rounding, so that no two attempts have the same random bits.
+    // How many steps before this one were skipped. step + skipped_steps is the number of this attempt, which
+    // seeds stochastic rounding: no two attempts have the same random bits.
     int64_t skipped_steps = 0;
 };
 
@@ -24,7 +28,8 @@ struct AdamWOptions {
 // Targets of the loss
 
 // A target that does not count, for example a token of a user's question: its loss and its gradient are 0.
-// The loss of a step is the mean over the targets that count, in all its micro-batches on all ranks.
+// The loss of a step is the mean over the targets that count, in all micro-batches of all ranks. (A rank is
+// one of the processes of a run: model.h.)
 inline constexpr int32_t NO_TARGET = -1;
 
 // -----------------------------------------------------------------------------------------------------------
@@ -36,13 +41,15 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
     z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
     return z ^ (z >> 29);
 }
-// A rounding is bf16 = (bits of the FP32 value + 16 random bits) >> 16. Its expected value is the FP32 value:
-// updates of less than half the spacing of BF16 values are not lost, but count on average.
+// A rounding is bf16 = (bits of the FP32 value + 16 random bits) >> 16. Its expected value is the FP32 value.
+// So an update of less than half the spacing of BF16 values is not lost: it counts on average.
+//
 // rounding_bits(key, q) has the random bits of elements 4q to 4q + 3 in the flat order of all parameters
 // (architecture.h, Param::flat_offset). The lowest 16 bits are for element 4q.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
-// The key of one update. attempt = AdamWOptions::step + AdamWOptions::skipped_steps. The lower 32 bits are 0:
-// up to 2^34 elements, adding q leaves the upper 32 bits as they are, and these differ from update to update.
+// The key of one update. attempt = AdamWOptions::step + AdamWOptions::skipped_steps. The lower 32 bits of the
+// key are 0. In a model of at most 2^34 elements q is below 2^32, so key + q has the key's upper 32 bits.
+// They differ from update to update.
 inline uint64_t rounding_key(uint64_t seed, int64_t attempt) {
     return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(attempt)) << 32;
 }
@@ -55,7 +62,7 @@ struct QuantStats {
     int64_t elements = 0;
     // Elements that are cut off: |x| / scale is above FMAX by more than half the spacing of values there.
     int64_t saturated = 0;
-    int64_t flushed = 0;    // elements that were not zero and became zero
+    int64_t flushed = 0;  // elements that were not zero and became zero
 
     double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-noise ratio in dB
     QuantStats& operator+=(const QuantStats& o) {

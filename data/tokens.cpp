@@ -75,13 +75,13 @@ std::vector<uint32_t> TokenStream::words(int64_t first, int64_t count) const {
     return all;
 }
 
-void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* targets) const {
+void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* labels) const {
     for (uint32_t word : words(first, count)) {
         const int32_t token = word & ~NOT_COUNTED;
         if (token > largest_)
             throw Error("--data was changed during the run, and now has token ", token, "; restore it.");
         *tokens++ = token;
-        *targets++ = word & NOT_COUNTED ? NO_TARGET : token;
+        *labels++ = word & NOT_COUNTED ? NO_TARGET : token;
     }
 }
 

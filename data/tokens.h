@@ -4,10 +4,11 @@
 // The tokens of a text are its bytes (vocabulary 256), without a byte order mark at its beginning.
 //
 // Token files have llm.c's format: a header of 256 int32 (magic, version, number of tokens), then uint16
-// (magic 20240520) or uint32 (magic 20240801). Two things are ours: in uint32 the highest bit marks a token
-// that does not count as a target, say of a user's question, and the fourth word of the header is the --seq
-// of packed conversations, 0 for text. A file tokenizer.bin beside them (vocabulary.h) says what their tokens
-// mean. data/tokenize.py writes all of these.
+// (magic 20240520) or uint32 (magic 20240801). Two things are ours:
+//   - In uint32 the highest bit marks a token that does not count as a target, say of a user's question.
+//   - The fourth word of the header is the --seq of packed conversations; 0 for text.
+// A file tokenizer.bin beside the token files (vocabulary.h) says what the tokens mean. data/tokenize.py
+// writes token files and tokenizer.bin.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -40,9 +41,9 @@ public:
     void append(const TokenStream& other);
     TokenStream take_end(int64_t count);  // removes the last `count` tokens, and returns them
 
-    // Copies tokens [first, first + count). Targets are the same tokens, or NO_TARGET where they do not
-    // count.
-    void read(int64_t first, int64_t count, int32_t* tokens, int32_t* targets) const;
+    // Copies tokens [first, first + count). labels[i] is tokens[i], or NO_TARGET if this token does not count
+    // as a target.
+    void read(int64_t first, int64_t count, int32_t* tokens, int32_t* labels) const;
 
     struct Facts {
         int64_t largest = -1;  // the largest token; -1 if there are none
@@ -85,10 +86,10 @@ struct CorpusOptions {
     std::string val{};
     // Files and folders that the run itself writes: these are no data.
     std::vector<std::string> written{};
-    // The files of the run that is continued: other files are new, and left out. Empty: a new run.
+    // The files of the run that is continued: other files are new, and left out. Empty in a new run.
     std::vector<DataFile> known{};
-    // The largest number of bytes of text that are copied into memory: copied text may change on the disk
-    // meanwhile. Text beyond this number is read from the disk when it is needed.
+    // The largest number of bytes of text that are copied into memory. Text that is copied may change on the
+    // disk during the run. Text beyond this number is read from the disk when it is needed.
     int64_t copied_bytes = int64_t{1} << 30;
 };
 
@@ -105,16 +106,17 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options = {});
 // -----------------------------------------------------------------------------------------------------------
 // Micro-batches
 
-// Divides a stream into windows of T + 1 tokens that overlap by one token, and returns them in a random
-// order, which differs between epochs. The order is a function of the seed and the epoch: there is no state
-// to save.
+// Divides a stream into windows of T + 1 tokens that overlap by one token, and returns the windows in a
+// random order, which differs between epochs. The order is a function of the seed and the epoch, so there is
+// no state to save.
 class Loader {
 public:
-    // Error if the stream has fewer tokens than one batch needs. It says what they are for.
+    // Error if the stream has fewer windows than a micro-batch has sequences. The message has `purpose`.
     Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed,
            const std::string& purpose = "to train on");
     int64_t windows() const { return windows_; }  // in an epoch
-    // Micro-batch `number` of the run: (B, T) each. A target is the token that follows, or NO_TARGET.
+    // Micro-batch `number` of the run. tokens, targets: (B, T). The target of a token is the token that
+    // follows it, or NO_TARGET.
     void read(int64_t number, int32_t* tokens, int32_t* targets) const;
 
 private:

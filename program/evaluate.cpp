@@ -8,21 +8,22 @@
 
 namespace coat {
 
-// How many held-out windows are evaluated: --eval-tokens, or all that there are. The number depends neither
-// on --batch nor on the number of ranks, and so the loss does not.
+// How many held-out windows are evaluated: those of --eval-tokens, or all that there are. The number does not
+// depend on --batch or on the number of ranks. So the validation loss of one run can be compared with that of
+// another.
 static int64_t evaluated_window_count(const Run& run) {
     return std::clamp<int64_t>(run.flags.eval_tokens / run.setup.T, 1, run.held_out_windows->windows());
 }
 
-// Reads micro-batch `number` of the evaluated windows. If fewer than B windows are left for it, or none, a
-// window is repeated without targets: it adds nothing to the loss, and brings no values that would change an
-// amax.
+// Reads micro-batch `number` of the evaluated windows. If fewer than B windows are left for it, or none,
+// windows are repeated without targets. A repeated window adds nothing to the loss, and has no new values
+// that could raise an amax.
 static void read_validation_batch(Run& run, int64_t number) {
     const int64_t T = run.setup.T;
     const int64_t first = number * run.setup.B;
     const int64_t windows = evaluated_window_count(run);
-    run.tokens.resize(run.batch_tokens());
-    run.targets.resize(run.batch_tokens());
+    run.tokens.resize(run.micro_batch_tokens());
+    run.targets.resize(run.micro_batch_tokens());
     read_or_fail_together(run, [&] {
         for (int64_t i = 0; i < run.setup.B; i++) {
             const bool is_left = first + i < windows;
@@ -44,7 +45,7 @@ Validation measure_validation(Run& run) {
     } sum{0, 0};
     for (int64_t first = 0; first < batches; first += run.setup.ranks) {  // one micro-batch for each rank
         read_validation_batch(run, first + run.setup.rank);
-        const int64_t targets = counted_targets(run.targets.data(), run.batch_tokens());
+        const int64_t targets = counted_targets(run.targets.data(), run.micro_batch_tokens());
         const double mean = run.model->evaluate(run.tokens.data(), run.targets.data());
         const LossSum mine{.loss = mean * double(targets), .targets = targets};
         for (const LossSum& theirs : run.processes.all_gather(mine)) {
@@ -60,7 +61,7 @@ Validation measure_validation(Run& run) {
     return {.loss = loss, .targets = sum.targets};
 }
 
-// The seed follows from the step, so that a resumed run draws the samples of one that was not stopped.
+// The seed follows from the step, so a resumed run draws the same samples as a run that was not stopped.
 Sample draw_sample(const Run& run) {
     constexpr int64_t LONGEST = 240;
     const int64_t T = run.setup.T;
@@ -76,7 +77,7 @@ Sample draw_sample(const Run& run) {
     return sample;
 }
 
-// The values of all ranks, one after the other.
+// The values of all ranks, in the order of the ranks.
 static std::vector<float> values_on_all_ranks(const Run& run, const std::vector<float>& mine) {
     std::vector<float> all;
     for (const std::vector<float>& theirs : run.processes.all_gather(mine))
@@ -84,7 +85,7 @@ static std::vector<float> values_on_all_ranks(const Run& run, const std::vector<
     return all;
 }
 
-// Every rank measures the same micro-batch, and the moments that it keeps.
+// Every rank measures the same micro-batch, but only the moments that it owns.
 QuantReport measure_quantization(Run& run) {
     const bool trained = run.flags.steps > 0;  // --steps 0 updates no moments
     read_validation_batch(run, 0);

@@ -166,13 +166,13 @@ void print_end(Run& run, double validation, const StepTimes& times) {
                 with_noun(times.steps, "step").c_str(), duration(times.seconds).c_str(), skipped,
                 state.first_validation, validation);
     if (times.steps > 1) {
-        const double step_seconds = times.timed / double(times.steps - 1);
-        const double rate = double(run.step_tokens()) / step_seconds;
+        const double seconds_per_step = times.step_seconds / double(times.steps - 1);
+        const double rate = double(run.step_tokens()) / seconds_per_step;
         const int64_t first = state.step - times.steps + 2;
         const std::string steps =
             first < state.step ? concat("Steps ", first, " to ", state.step) : concat("Step ", first);
         std::printf("%s took %.0f ms%s: %.0f tok/s without validation and saving.\n", steps.c_str(),
-                    step_seconds * 1e3, first < state.step ? " each" : "", rate);
+                    seconds_per_step * 1e3, first < state.step ? " each" : "", rate);
         end["tokens_per_second"] = rate;
     }
     run.write_to_log("end", end);
@@ -192,7 +192,7 @@ double validate_and_report(Run& run) {
     return validation.loss;
 }
 
-// Lets the model continue the beginning of the held-out text, prints and logs that.
+// Lets the model continue the beginning of the held-out text. Prints and logs the text and its continuation.
 void report_sample(Run& run) {
     const Sample sample = draw_sample(run);
     if (sample.tokens.empty()) return;
@@ -213,7 +213,8 @@ static std::string snr_text(const QuantStats& s) {
     return s.noise == 0 ? "no error" : finite_text(s.snr_db(), 1, " dB");
 }
 
-// A row for each kind of tensor that was quantized; no table if none was, as with a recipe without FP8.
+// Prints a row for each kind of tensor that was quantized. If there is none, as with a recipe without FP8, it
+// prints no title either.
 static void print_kinds(const QuantReport& report) {
     bool has_title = false;
     for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
@@ -235,8 +236,7 @@ static void print_expansion(const char* moments, std::vector<float> k) {
                 at(0), at(0.25), at(0.5), at(0.75), at(1));
 }
 
-// Measures and prints how well FP8 represents each kind of tensor. After a run also the moments that its
-// gradients would lead to, and the expansion factors k in use.
+// Measures and prints how well FP8 represents each kind of tensor: measure_quantization() in evaluate.cpp.
 void report_quantization(Run& run) {
     const QuantReport report = measure_quantization(run);
     print_kinds(report);

@@ -41,7 +41,7 @@ struct Run {
     const Setup setup;
     ProcessGroup& processes;           // all ranks, even if there is only this one
     const std::string why_no_gpu;      // why this process can use no GPU; empty if it can, or need not
-    const std::string weights_folder;  // that the run starts from, or continues; empty: random weights
+    const std::string weights_folder;  // has the weights to start or go on with; empty: random weights
     const Resumed resumed;             // empty in a new run
     const Corpus corpus;
     const FileContents other_files;  // of `weights_folder`, for the checkpoints; on rank 0
@@ -59,8 +59,8 @@ struct Run {
     // Whether the model is at the end of a step that may be saved, and that is in no checkpoint yet.
     bool at_savable_step = false;
 
-    int64_t batch_tokens() const { return setup.B * setup.T; }
-    int64_t step_tokens() const { return micro_batches_of_step(setup) * batch_tokens(); }
+    int64_t micro_batch_tokens() const { return setup.B * setup.T; }
+    int64_t step_tokens() const { return micro_batches_of_step(setup) * micro_batch_tokens(); }
     bool is_rank_0() const { return setup.rank == 0; }
 
     void write_to_log(const char* kind, const ordered_json& fields) {
@@ -71,9 +71,11 @@ struct Run {
 // -----------------------------------------------------------------------------------------------------------
 // report.cpp: what a run prints. Every rank calls these functions, and rank 0 alone prints and logs.
 
-// The floating-point operations of training on one token of a sequence of T. For each weight of a GEMM they
-// are 2 in forward and 4 in backward. The head counts, looking up the embedding does not. Attention in each
-// layer has 6 T for each element of q: two products with T / 2 keys on average, forward and twice backward.
+// The floating-point operations of training on one token of a sequence of T:
+//   for each weight of a GEMM   2 in forward, 4 in backward. The head counts, the look-up of the embedding
+//                               does not
+//   for each element of q       6 T: two products with T / 2 keys on average, at 2 operations each. Backward
+//                               does twice the operations of forward
 double flops_per_token(const ModelConfig& config, int64_t T);
 
 void print_start(const Run& run);
@@ -82,8 +84,8 @@ void print_step(Run& run, const StepResult& result, float lr, double seconds, do
 // The steps that were made since this program was started, and the seconds that they took.
 struct StepTimes {
     int64_t steps;
-    double seconds;  // with validations, samples and saves
-    double timed;    // without these, and without the first step
+    double seconds;       // all that passed, with validations, samples and saves
+    double step_seconds;  // of all steps but the first, without validations, samples and saves
 };
 void print_end(Run& run, double validation, const StepTimes& times);
 double validate_and_report(Run& run);
@@ -94,29 +96,31 @@ void report_quantization(Run& run);
 // evaluate.cpp: what is measured on held-out text. Every rank calls these functions at the same time.
 
 struct Validation {
-    double loss;      // in nats: the mean over the targets of the evaluated windows that count
-    int64_t targets;  // the number of these targets
+    double loss;      // in nats: the mean over the targets that count, of the evaluated windows
+    int64_t targets;  // the number of targets that count
 };
 Validation measure_validation(Run& run);  // Error if no target counts, or if the loss is not finite
 
 struct Sample {
     std::vector<int32_t> tokens;  // empty if no window of the text has room for a continuation
-    int64_t prompt;               // how many of them are held-out text; the model has made the rest
+    int64_t prompt;               // the first `prompt` tokens are held-out text; the model has made the rest
 };
 Sample draw_sample(const Run& run);
 
 // How well FP8 represents each kind of tensor, measured on one micro-batch, forward and backward. After a run
-// also the moments that its gradients would lead to, and the expansion factors k in use, on all ranks.
+// also the moments that the gradients of this micro-batch would lead to, and the expansion factors k in use,
+// on all ranks.
 QuantReport measure_quantization(Run& run);
 
 // -----------------------------------------------------------------------------------------------------------
 // train.cpp
 
-// The steps of warm-up that a run makes. A warm-up that is longer than the run would end below the peak; it
-// is shortened to a tenth of the run.
+// The steps of warm-up that a run makes. With a warm-up that is longer than the run, the learning rate would
+// never reach the peak. So such a warm-up is shortened to a tenth of the run: 100 of 100 steps stay 100, and
+// 101 of 100 steps become 10.
 int64_t warmup_steps(int64_t warmup, int64_t steps);
 // The learning rate of one step, counted from 0: linear warm-up to the peak, then half a cosine to a tenth of
-// it.
+// the peak. If fewer than two steps follow the warm-up, the run ends at the peak.
 float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
 int train(Run& run);  // returns the exit code
 

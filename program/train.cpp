@@ -1,8 +1,11 @@
-// train.cpp - the training loop. Every rank goes through it, and all take the same decisions. now() is the
-// time in seconds (clock.h); `signal_received` is the signal that has come to this process, or 0
-// (processes.h).
-// save(), save_last(), note_checkpoint() and read_or_fail_together() are in checkpoints.h; find_checkpoint()
-// is in data/checkpoint.h.
+// train.cpp - the training loop. Every rank goes through it, and all ranks take the same decisions. What it
+// uses, besides run.h, and where it is declared:
+//   checkpoints.h        create_and_lock_output_folder(), save(), save_last(), note_checkpoint(),
+//                        read_or_fail_together()
+//   clock.h              now(): the time in seconds. seconds_per_minute()
+//   processes.h          signal_received: the signal that has come to this process, or 0
+//   data/checkpoint.h    find_checkpoint()
+//   text.h               printable(): text that a terminal can show
 #include <cmath>
 
 #include "../data/files.h"
@@ -25,10 +28,10 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     constexpr double PI = 3.14159265358979323846;
     warmup = warmup_steps(warmup, steps);
     if (step < warmup) return float(peak * (step + 1) / warmup);
-    // n: the steps after the warm-up. If there are 100 or more, this is the usual cosine of n steps, as in
-    // nanoGPT and torchtitan, which ends one step after the last one. If there are fewer, the cosine is
-    // shortened: its last step lies at 99%, and has 0.1002 of the peak's rate. (Of three steps the last would
-    // else have 0.33.)
+    // n: the steps after the warm-up. The usual cosine, as in nanoGPT and torchtitan, reaches a tenth of the
+    // peak one step after the run. With few steps the last one would stay well above a tenth: of three steps
+    // it would have 0.33 of the peak. So if n is below 100, the cosine is shortened until the last step lies
+    // at 99% of it, with 0.1002 of the peak.
     const double n = double(steps - warmup);
     const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
     const double progress = std::min(1.0, double(step - warmup) / length);
@@ -45,13 +48,13 @@ struct Progress {
     int64_t steps_before;      // the steps that the run had made when this program started
     double started, saved_at;  // when the loop began, and when it last saved
     double save_interval;      // between saves, without --save-every
-    double timed = 0;          // what all steps but the first took. (The first warms caches.)
-    int skipped_in_a_row = 0;  // the number of steps that were skipped since the last that was not
+    double step_seconds = 0;   // what all steps but the first took. (The first step warms caches.)
+    int skipped_in_a_row = 0;  // the number of steps that were skipped since the last step that was not
 };
 
 // What has happened during a step that the loop must react to.
 struct Events {
-    int signal;  // that has come; 0: none
+    int signal;  // the signal that has come; 0: none
     bool save_is_due;
 };
 
@@ -65,7 +68,7 @@ static int finish(Run& run, const Progress& progress);
 // Trains until --steps, or until a signal comes. Returns the exit code.
 int train(Run& run) {
     const Flags& flags = run.flags;
-    // A run that is resumed already has a checkpoint: an error message can name it.
+    // A run that is resumed already has a checkpoint, which an error message can name.
     if (!flags.out.empty()) note_checkpoint(run, find_checkpoint(flags.out));
     if (run.state.step == 0) run.state.first_validation = validate_and_report(run);
     create_and_lock_output_folder(run);
@@ -91,11 +94,12 @@ int train(Run& run) {
     return finish(run, progress);
 }
 
-// Reads this rank's micro-batches of the next step. Ranks take micro-batches in turn: so one rank with a
-// larger --accumulate reads the same ones in a step as several ranks.
+// Reads this rank's micro-batches of the next step. Ranks take micro-batches in turn. So a step has the same
+// micro-batches on one rank with a larger --accumulate as on several ranks.
 static void read_step(Run& run) {
     const Setup& s = run.setup;
-    const int64_t n = run.batch_tokens(), first = run.state.step * micro_batches_of_step(s) + s.rank;
+    const int64_t n = run.micro_batch_tokens();
+    const int64_t first = run.state.step * micro_batches_of_step(s) + s.rank;
     run.tokens.resize(s.micro_batches_per_rank * n);
     run.targets.resize(s.micro_batches_per_rank * n);
     read_or_fail_together(run, [&] {
@@ -129,27 +133,29 @@ static void count_step(Run& run, const StepResult& result, Progress& progress) {
     } else if (result.target_count) {
         progress.skipped_in_a_row++;
     }
-    // Whether a signal or an error saves this step. If it was skipped, an earlier update may have made
-    // weights overflow. They must not replace a good checkpoint. But if there is no checkpoint, they are
-    // better than nothing. (For the last step of a run there is a better check: see finish().)
+    // Whether a signal or an error saves this step. If the step was skipped, an earlier update may have made
+    // weights overflow. Such weights must not replace a good checkpoint. But if there is no checkpoint, they
+    // are better than nothing. (For the last step of a run there is a better check: see finish().)
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
 // One optimizer step: reads its micro-batches, updates the model, counts and prints the step. Error if so
 // many steps in a row were skipped that the run has diverged.
 static void train_step(Run& run, Progress& progress) {
-    constexpr int MOST_SKIPPED = 20;  // steps in a row: then the run has diverged
+    constexpr int MOST_SKIPPED = 20;  // if so many steps in a row are skipped, the run has diverged
     const double before = now();
     const AdamWOptions adamw = next_update(run);
     read_step(run);
-    // If step() fails, some weights are those of this step and some those of the last: they are not saved.
+    // If step() fails, some weights may be updated and others not. Such weights are not saved.
     run.at_savable_step = false;
     const StepResult result = run.model->step(run.tokens.data(), run.targets.data(), adamw);
     count_step(run, result, progress);
 
     const double seconds = now() - before;
     const double steps_made = double(run.state.step - progress.steps_before);
-    if (steps_made > 1) progress.timed += seconds;
+    if (steps_made > 1) progress.step_seconds += seconds;
+    // The rest of the run is estimated from all time since the loop began. Validations, samples and saves
+    // count, because the rest of the run has them, too. So the estimate rises after each of them.
     const double seconds_per_step = (now() - progress.started) / steps_made;
     const double seconds_left = seconds_per_step * double(run.flags.steps - run.state.step);
     print_step(run, result, adamw.lr, seconds, seconds_left);
@@ -160,8 +166,8 @@ static void train_step(Run& run, Progress& progress) {
                     "other weights.");
 }
 
-// Returns the same on all ranks, because all must do the same: a signal to one rank stops all, and the time
-// to save comes by the clock of rank 0.
+// Returns the same events on all ranks, so that all ranks do the same. A signal to one rank stops all ranks.
+// The time to save comes by the clock of rank 0.
 static Events events_on_all_ranks(Run& run, const Progress& progress) {
     const Events mine{.signal = signal_received,
                       .save_is_due = now() - progress.saved_at >= progress.save_interval};
@@ -182,8 +188,8 @@ static int save_and_end_at_signal(Run& run, int signal) {
 }
 
 // Validates and saves the last step, and prints what the run was. Returns the exit code: not 0 if --out could
-// not be written. validate_and_report() throws if the loss is not finite, so here the weights are finite, and
-// the step is saved even if it was skipped.
+// not be written. validate_and_report() throws if the loss is not finite. So when save_last() is called the
+// weights are finite, and the step is saved even if it was skipped.
 static int finish(Run& run, const Progress& progress) {
     const double validation = validate_and_report(run);
     const int code = save_last(run);
@@ -191,7 +197,7 @@ static int finish(Run& run, const Progress& progress) {
     print_end(run, validation,
               {.steps = run.state.step - progress.steps_before,
                .seconds = now() - progress.started,
-               .timed = progress.timed});
+               .step_seconds = progress.step_seconds});
     return code;
 }
 

@@ -506,7 +506,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
                 INFO(tensor.name);
                 const bool same = after.at(tensor.name) == state.at(tensor.name);
                 if (make == make_reference_model || p.bucket <= bucket) CHECK(same);
-                else if (tensor.name == p.name + (p.role.moments_in_optimizer_format ? moment : ".m"))
+                else if (tensor.name == p.name + (p.role.quantized_moments ? moment : ".m"))
                     CHECK(!same);
             }
         }
@@ -659,7 +659,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
             if (kind >= int(ReportKind::Moment1)) {
                 QuantStats expected;
                 for (const Param& p : t.params())
-                    if (p.role.moments_in_optimizer_format)
+                    if (p.role.quantized_moments)
                         Update(*t.model, state, p, {1, 0.0f}, 0)
                             .store(kind == int(ReportKind::Moment2), &expected);
                 CHECK(stats.elements == expected.elements);

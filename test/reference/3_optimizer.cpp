@@ -9,18 +9,33 @@ using namespace coat::reference;
 
 static double log2_range(Format f) { return std::log2(double(info(f).fmax) / double(info(f).fmin)); }
 
-// Error of y = FMAX 2^(k (log2 |x| - log2 max)) in FP32, and back. Logarithms are below 150 and round by
-// 2^-17, so the exponent is wrong by at most 2^-15. So much is the value wrong, and y by k times as much.
+// The error of y = FMAX 2^(k (log2 |x| - log2 max)) in FP32, and back. Logarithms are below 150 and round by
+// 2^-17, so the difference of two is wrong by at most 2^-15. This, times ln 2, is the relative error of the
+// value. The relative error of y is k times as large.
 constexpr double EXPONENT_ERROR = 0x1p-15 * 0.6931;
 
-// Largest relative error of a value that is encoded with exponent k and has the magnitude max * ratio. The
-// code is wrong by half a step relative to y, and value = max (code / FMAX)^(1/k): the error is divided by
-// about k. A range of 10, typical of second moments, gives k = log2(229376) / log2(10) = 5.3.
+// The largest relative error of a value that is encoded with exponent k and has the magnitude max * ratio.
+// The code of y is wrong by half a step. The value is max (y / FMAX)^(1/k), so its error is that of y divided
+// by about k. For example, a range of 10, typical of second moments, gives k = log2(229376) / log2(10) = 5.3.
 static double expansion_bound(Format f, double ratio, double k) {
     const double y = info(f).fmax * std::pow(ratio, k);
     const double step = std::max(std::ldexp(1.0, -info(f).mantissa_bits - 1), info(f).fmin / 2 / y);
     const double up = std::pow(1 + step, 1 / k) - 1, down = step < 1 ? 1 - std::pow(1 - step, 1 / k) : 1.0;
     return std::max(up, down) + 2 * EXPONENT_ERROR * (1 + 1 / k);
+}
+
+// Code i of a moment that has scalings.
+static int stored_code(const Moment& moment, size_t i) {
+    if (moment.format == Format::FP16) return moment.codes[2 * i] | moment.codes[2 * i + 1] << 8;
+    return moment.codes[i];
+}
+
+// Whether `got` may be read back for a positive or negative `exact` that was stored with expansion.
+static bool is_expanded_value(Format f, double exact, double got, double max, double k) {
+    if (exact == 0) return got == 0;
+    if (std::fabs(exact) == max) return got == exact;
+    const double bound = expansion_bound(f, std::fabs(exact) / max, k) * std::fabs(exact) + 0x1p-149;
+    return got * exact >= 0 && std::fabs(got - exact) <= bound;
 }
 
 // Stores x in a moment and checks max, k, codes, values and statistics by their definition. Only where the
@@ -54,22 +69,18 @@ static void check_moment(Format f, bool expand, bool per_tensor, bool second, co
             if (scaled) REQUIRE(moment.max[g] == max);
             if (expands) REQUIRE(moment.k[g] == k);
         }
-        const double exact = x[i], got = values[i];
-        bool right = scaled || values[i] == round_to(f, x[i]);
-        if (scaled) {
-            int code = encode(f, expands ? coat::reference::expand(f, x[i], max, k) : x[i] * (1 / s));
-            if (positive && x[i] > 0 && decode(f, uint16_t(code)) == 0) code = 1;
-            const int stored =
-                f == Format::FP16 ? moment.codes[2 * i] | moment.codes[2 * i + 1] << 8 : moment.codes[i];
-            right = stored == code && got * exact >= 0 && (!positive || (got > 0) == (exact > 0));
-            if (!expands) right &= values[i] == decode(f, uint16_t(code)) * (max > 0 ? s : 0);
-            else if (exact == 0) right &= got == 0;
-            else
-                right &= std::fabs(got - exact) <=
-                             expansion_bound(f, std::fabs(exact) / max, k) * std::fabs(exact) + 0x1p-149 &&
-                         (std::fabs(exact) < max || got == exact);
+        INFO(i, ": ", x[i], " became ", values[i], "; max ", max, ", k ", k);
+        if (!scaled) {
+            REQUIRE(values[i] == round_to(f, x[i]));
+            continue;
         }
-        if (!right) FAIL(i << ": " << exact << " became " << got << "; max " << max << ", k " << k);
+        const float y = expands ? coat::reference::expand(f, x[i], max, k) : x[i] * (1 / s);
+        int code = encode(f, y);
+        if (positive && x[i] > 0 && decode(f, uint16_t(code)) == 0) code = 1;
+        REQUIRE(stored_code(moment, i) == code);
+        if (positive) REQUIRE((values[i] > 0) == (x[i] > 0));
+        if (expands) REQUIRE(is_expanded_value(f, x[i], values[i], max, k));
+        else REQUIRE(values[i] == decode(f, uint16_t(code)) * (max > 0 ? s : 0));
     }
     if (scaled) check_stats(stats, x, values);
     else CHECK(stats.elements == 0);
@@ -166,7 +177,7 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
     }
 }
 
-TEST_CASE("round_stochastically: by the rule of model.h; exact values stay; the mean is the value") {
+TEST_CASE("round_stochastically: by the rule of step.h; exact values stay; the mean is the value") {
     FRESH_RANDOM(rng);
     for (int64_t i = 0; i < count(200000, 10000); i++) {
         const uint64_t key = rng.bits();

@@ -51,7 +51,7 @@ TEST_CASE("matmul: adds the product of the triple loop for every layout") {
             const auto a = rng.normals<float>(M * K), b = rng.normals<float>(K * N),
                        before = rng.normals<float>(M * N);
             const bool a_transposed = layout & 1, b_transposed = layout & 2;
-            const Matrix<float> A{a.data(), a_transposed ? 1 : K, a_transposed ? M : 1},
+            const MatrixView<float> A{a.data(), a_transposed ? 1 : K, a_transposed ? M : 1},
                 B{b.data(), b_transposed ? 1 : N, b_transposed ? K : 1};
             Floats c = before;
             matmul(M, N, K, A, B, c.data());
