@@ -22,11 +22,12 @@ struct LoopState {
 // Creates a folder and those above it that are missing, and syncs each folder that gets a new entry.
 void create_folders(const std::string& folder);
 
-// Saves to the folder OUT/step-000300 and returns its path; then removes all but the newest `keep`
-// checkpoints in OUT. A kill or a power failure at any moment leaves the last complete checkpoint. If the
-// disk is full, all ranks get the Error, older checkpoints stay, and no part of the new one is left. Every
-// rank calls this function and sends what it keeps; rank 0 alone writes. The files do not depend on the
-// number of ranks.
+// Saves to the folder OUT/step-000300. Then removes all but the newest `keep` checkpoints in OUT. Returns the
+// path of the new checkpoint.
+//   - A kill or a power failure at any moment leaves the last complete checkpoint.
+//   - If the disk is full, all ranks get the Error, older checkpoints stay, and no part of the new one stays.
+//   - Every rank calls this function and sends what it owns; rank 0 alone writes. The files do not depend on
+//     the number of ranks.
 std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
                             const FileContents& other_files = {}, int64_t keep = 2);
 
@@ -48,8 +49,8 @@ struct WholeCheckpoint {
 };
 WholeCheckpoint find_whole_checkpoint(const std::string& folder);  // Error if there is none
 
-// Renames a checkpoint that is not whole, so that its name is no longer that of a checkpoint, and returns the
-// new name.
+// Renames a checkpoint that is not whole, so that its name is no longer that of a checkpoint. Returns the new
+// name.
 std::string set_aside(const std::string& checkpoint);
 
 LoopState read_loop_state(const std::string& checkpoint);  // Error if a field of trainer.json was changed

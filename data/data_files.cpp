@@ -104,8 +104,8 @@ private:
 
 }  // namespace
 
-// The data among the files of a folder, in the byte order of their paths: its token files or, if it has none,
-// those that may be text.
+// The data among the files of a folder, in the byte order of their paths: the token files or, if there are
+// none, the files that may be text.
 static std::vector<std::string> data_in_folder(const std::string& folder, std::vector<std::string> files,
                                                std::vector<LeftOut>& left_out) {
     std::sort(files.begin(), files.end());

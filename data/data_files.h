@@ -20,11 +20,12 @@ struct FoundFiles {
     size_t held_out = 0;             // this many of them, the first, are those of --val
     std::vector<LeftOut> left_out;
 };
-// The files that --data names, separated by commas. Of a folder these are its token files (*.bin), or if it
-// has none all files below it, without hidden ones and those of models and checkpoints. Links are followed.
-// written: files and folders that the run itself writes, which are no data. val: what --val names, likewise;
-// a file that both name is one of --val. Error if one of them names a file that can be neither text nor
-// tokens.
+// The files of --data and --val.
+//   data, val   files and folders, separated by commas. A folder stands for its token files (*.bin). If there
+//               are none, it stands for all files below it, without hidden files and those of models and
+//               checkpoints. Links are followed. A file that both name is one of --val
+//   written     files and folders that the run itself writes: they are no data
+// Error if --data or --val names a file that can be neither text nor tokens.
 FoundFiles find_data_files(const std::string& data, const std::vector<std::string>& written,
                            const std::string& val = "");
 bool is_token_file(const std::string& path);

@@ -32,8 +32,8 @@ public:
     const uint8_t* data() const { return static_cast<const uint8_t*>(memory_); }  // null if the file is empty
     int64_t bytes() const { return bytes_; }
     std::string_view text() const { return {static_cast<const char*>(memory_), size_t(bytes_)}; }
-    // Copies bytes, from a place in data(). Error if they cannot be read or the file has become shorter, in
-    // which case touching its memory would end the program.
+    // Copies bytes from a place in data(). Error if they cannot be read, or if the file has become shorter.
+    // (Reading data() itself would then end the program.)
     void copy(const uint8_t* from, int64_t bytes, uint8_t* to) const;
 
 private:
@@ -49,8 +49,8 @@ uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash);
 uint64_t hash_of(const MappedFile& file);
 std::string hash_file(const std::string& path);  // the hash of the file, as a decimal number
 
-// Closes a file and waits until it is on the disk. Error if this or an earlier write has failed, so callers
-// need not check their writes.
+// Closes a file and waits until it is on the disk. Error if this or any write to the file has
+// failed: so callers need not check their writes.
 void close_and_sync(std::ofstream& file, const std::string& path);
 void save_file(const std::string& path, const std::string& bytes);  // writes, closes and syncs a file
 

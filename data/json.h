@@ -25,9 +25,11 @@ struct Fields {
 
     bool has(const std::string& field) const { return object.contains(field) && !object[field].is_null(); }
 
-    // The field as a T: int64_t is a whole number up to 10^15, so that sums do not overflow; float is a
-    // positive number; double, bool, std::string, std::vector<int64_t>; Fields is an object. A missing field
-    // has the value `otherwise`; without one it is an Error.
+    // The field as a T. A missing field has the value `otherwise`; without this value it is an Error.
+    //   int64_t   a whole number up to 10^15, so that sums do not overflow
+    //   float     a positive number
+    //   Fields    an object
+    //   others    double, bool, std::string, std::vector<int64_t>: what JSON calls them
     template <class T> T get(const std::string& field, const std::optional<T>& otherwise = {}) const;
 
     // Throws an Error, which says that the field is not what is expected.

@@ -13,8 +13,8 @@ namespace coat {
 // The shape of the model in a folder; Error if its architecture is none of architecture.h.
 ModelConfig read_model_config(const std::string& folder);
 
-// Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16; with Setup::keep_masters
-// also the remainders of the FP32 values. Every rank reads the files and writes what it keeps.
+// Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16. With Setup::keep_masters
+// the remainders of the FP32 values are copied, too. Every rank reads the files and writes what it owns.
 void load_weights(const std::string& folder, Model& model);
 // Error unless load_weights() can read the files of the folder. This function is called before a model is
 // made, because config.json may ask for any amount of memory.
@@ -35,8 +35,8 @@ bool is_tokenizer_file(const std::string& name);
 
 // The name of a file of the tokenizer that is in this folder; empty if there is none.
 std::string tokenizer_in(const std::string& folder);
-// Whether the same token has another text in the tokenizer of folder b than in that of a. False if that is
-// not known: it is if both have tokenizer.bin, or if both have tokenizer.json with a list of tokens.
+// Whether a token has another text in the tokenizer of folder b than in that of folder a. This is known only
+// if both have tokenizer.bin, or both have tokenizer.json with a list of tokens. False if it is not known.
 bool tokenizers_differ(const std::string& a, const std::string& b);
 
 // Returns all bytes of a tensor on rank 0, and none on other ranks. Every rank calls this function at the
@@ -44,7 +44,7 @@ bool tokenizers_differ(const std::string& a, const std::string& b);
 std::vector<uint8_t> gather_whole_tensor(Model& model, const StateTensor& t);
 
 // Writes config.json, model.safetensors (BF16) and other files into an existing folder. Every rank calls this
-// function and sends what it keeps; rank 0 alone writes. If that fails, rank 0 throws an Error after all
+// function and sends what it owns; rank 0 alone writes. If writing fails, rank 0 throws an Error after all
 // ranks have sent everything.
 void save_model_folder(const std::string& folder, Model& model, const FileContents& other_files);
 

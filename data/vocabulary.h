@@ -15,7 +15,7 @@ struct Vocabulary {
     int64_t size() const { return int64_t(pieces.size()); }
     std::string decode(const std::vector<int32_t>& tokens) const;  // a token that is not known becomes <17>
 
-    // Whether each byte is one token, as in GPT-2, Llama 3 and Qwen, and so encode() can be used. (In a
+    // Whether each byte is one token, as in GPT-2, Llama 3 and Qwen. Only then encode() can be used. (In a
     // vocabulary of SentencePiece, as Llama 2 has it, the numbers of tokens do not tell the order of merges.)
     bool is_byte_level() const;
     // The tokens of a text by byte pair encoding. Added tokens such as <|endoftext|> do not come from text.

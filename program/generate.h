@@ -18,16 +18,17 @@ struct SamplingOptions {
     uint64_t seed = 1;
 };
 
-// Appends new tokens to `tokens`, which has at least one. The model sees the last --seq tokens; each new one
-// costs a whole forward pass, because nothing is saved between them. Every rank calls it at the same time and
-// gets the same tokens. `on_token` is called after each token that was appended.
+// Appends new tokens to `tokens`, which has at least one. The model sees the last --seq tokens. Each new
+// token costs a whole forward pass, because nothing is saved between passes. Every rank calls this function
+// at the same time and gets the same tokens. `on_token` is called after each token that was appended.
 void generate_tokens(
     Model& model, ProcessGroup& processes, const SamplingOptions& drawing, std::vector<int32_t>& tokens,
     const std::function<void()>& on_token = [] {});
 
-// The tokens that a sample continues, from held-out data in windows of T tokens. If the data are text, these
-// are its first tokens. If they are conversations, these are the tokens before the first one that counts in
-// the loss: a question, without its answer. Empty if no window has room for an answer.
+// The tokens that a sample continues, from held-out data in windows of T tokens:
+//   of text            the first tokens
+//   of conversations   the tokens before the first token that counts in the loss: a question without its
+//                      answer. There are none if no window has room for an answer
 std::vector<int32_t> sample_prompt(const TokenStream& held_out, int64_t T);
 
 // The command that continues a text with this checkpoint of a run; empty if there is none.

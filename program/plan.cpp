@@ -1,5 +1,5 @@
-// plan.cpp - the tables of plan.h, computed from architecture.h and model.h: a new recipe or model is a row
-// there.
+// plan.cpp - the tables of plan.h, computed from formats.h, architecture.h and model.h. A new recipe or model
+// needs only its row in recipes() or models().
 #include "plan.h"
 
 #include <map>

@@ -43,8 +43,8 @@ Setup bf16_baseline(Setup s);
 
 // The bytes of CUDA, cuBLASLt and the loaded kernels, measured on an H200 with CUDA 13.0.
 inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
-// memory_plan() with the rows that a GPU adds: the total is all that the run takes there. The working memory
-// of operators is in it only if built_with_cuda(): a program without CUDA does not know it.
+// memory_plan() with the rows that a GPU adds: the total is all that the run takes on a GPU. The total has
+// the workspace only if built_with_cuda(): a program without CUDA does not know the size of the workspace.
 std::vector<MemoryRow> gpu_memory_plan(const Setup& s);
 
 // -----------------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ static int open_socket_at(const addrinfo& at, bool listens, double seconds) {
     return -1;
 }
 
-// Likewise, at the first usable address that the name of rank 0's machine has.
+// As open_socket_at(), at the first usable address that the name of rank 0's machine has.
 static int open_socket(const Launch& launch, double seconds) {
     addrinfo hints{}, *found = nullptr;
     hints.ai_socktype = SOCK_STREAM;
@@ -346,8 +346,8 @@ double ProcessGroup::heard(int rank) {
     return peers_[rank].heard;
 }
 
-// Reads the bytes that have come from a rank, without waiting, and returns whether they are a whole value. If
-// the rank has failed or ended, or has sent what no rank sends, this process ends, too.
+// Reads the bytes that have come from a rank, without waiting. Returns whether they are a whole value. If the
+// rank has failed or ended, or has sent what no rank sends, this process ends, too.
 bool ProcessGroup::has_sent(int rank) {
     const std::lock_guard reading(reading_);
     Peer& peer = peers_[rank];

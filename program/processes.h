@@ -1,9 +1,9 @@
 // processes.h - the processes of a run: how they start, exchange small values and end together
 // (processes.cpp).
 //
-// A run on several GPUs has one process for each GPU, called a rank. Rank 0 has a socket to each of the
-// others. Small values and the tensors of checkpoints go through it; on the CPU everything does. What GPUs
-// exchange directly is in gpu/.
+// A run on several GPUs has one process for each GPU, called a rank. Rank 0 has a socket to each other rank.
+// Small values and the tensors of checkpoints go through these sockets. On the CPU gradients and weights go
+// through them, too. What GPUs exchange directly is in gpu/.
 #pragma once
 #include <csignal>
 #include <mutex>
@@ -16,17 +16,18 @@ namespace coat {
 // The signal that asks this process to end after the current step; main.cpp's handler sets it.
 inline volatile std::sig_atomic_t signal_received = 0;
 
-// How this process was started. The ranks of a run are started by torchrun, on one machine or on several,
-// which tells each of them in the variables RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; or,
-// with --ranks, by rank 0 itself.
+// How this process was started. There are two ways:
+//   torchrun   starts the ranks, on one machine or on several. It describes a rank in the variables RANK,
+//              WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT
+//   --ranks    rank 0 starts the other ranks itself
 struct Launch {
     int rank = 0, ranks = 1;
     int local_rank = 0;   // the rank's number among those of its machine, which chooses the GPU
     std::string address;  // of rank 0; empty if rank 0 starts the other ranks itself
     int port = 0;         // at which rank 0 listens
 };
-// Reads these variables. Error if one is wrong, or contradicts --ranks. ranks_flag is 0 if --ranks is not
-// given.
+// Reads the variables of torchrun. Error if one is wrong, or contradicts --ranks. ranks_flag is 0 if --ranks
+// is not given.
 Launch find_launch(int64_t ranks_flag);
 
 // The ranks of a run that are processes.
@@ -35,7 +36,8 @@ public:
     // Starts or finds the other ranks; Error if they have not connected within `seconds`. Without an address
     // it forks, so it must come before CUDA and before the first parallel loop.
     static std::unique_ptr<ProcessGroup> start(const Launch& launch, double seconds = 60);
-    // sockets has one for each rank, or -1. Rank 0 has one to each of the others, they have one to rank 0.
+    // sockets: one for each rank, or -1. Rank 0 has a socket to each other rank; the others have one socket,
+    // to rank 0.
     explicit ProcessGroup(int rank = 0, int local_rank = 0, const std::vector<int>& sockets = {-1});
     ~ProcessGroup() override;  // waits until all ranks have come here
     ProcessGroup(const ProcessGroup&) = delete;

@@ -14,8 +14,7 @@ std::string folder_of_resumed(const Flags& flags) {
     return fs::canonical(last).parent_path().string();
 }
 
-// Says which checkpoints are skipped, because they are not whole, and renames those in a folder that is
-// locked.
+// Says which checkpoints are skipped because they are not whole. Renames them if their folder is locked.
 static void set_aside_skipped(const std::vector<WholeCheckpoint::Skipped>& skipped,
                               const std::string& locked_out) {
     for (const auto& [path, why] : skipped) {

@@ -1,7 +1,9 @@
 // start.h - from the command line to a run: the functions that main.cpp calls, in this order, on every rank.
 // Flags that were not given may follow from the device, from a checkpoint, from other flags and from the
-// data: functions that set them take Flags that are not const. A function whose name ends with on_all_ranks
-// waits for all ranks, here and in other files: on one rank alone it would never return.
+// data. The functions that set such flags take Flags that are not const.
+//
+// Here and in other files, a function whose name ends with on_all_ranks waits for all ranks. Called on one
+// rank alone it would never return.
 #pragma once
 #include "run.h"
 
@@ -18,7 +20,7 @@ struct RunLocation {
     std::vector<std::string> output_files;  // that standard output and error go to: they are no data
 };
 
-// The files that standard output and error go to. Asked for before start_ranks(), which closes some of them.
+// The files that standard output and error go to. Comes before start_ranks(), which closes some of the files.
 std::vector<std::string> files_of_output();
 // Starts or finds the other ranks. From here on only rank 0 prints.
 std::unique_ptr<ProcessGroup> start_ranks(const Launch& launch, const Flags& flags);
@@ -34,13 +36,14 @@ void answer_prompt(const Flags& flags, ProcessGroup& processes);
 // resume.cpp: --resume
 
 std::string folder_of_resumed(const Flags& flags);  // the folder with the checkpoints that --resume continues
-// The newest of them that is whole. Says which newer ones are not. If their folder is --out, and is locked,
-// these are renamed: they would stand in the way of later ones.
+// Returns the newest checkpoint in folder_of_resumed() that is whole, and says which newer ones are not
+// whole. If the folder is --out, and is locked, the checkpoints that are not whole are renamed: they would
+// stand in the way of later ones.
 std::string find_resumed_on_all_ranks(const Flags& flags, bool out_is_locked, ProcessGroup& processes);
 Resumed read_resumed(const std::string& checkpoint);
-// Sets the flags that are not given as they were in the run that is continued, and notes in resumed.changes
-// how those that are given change its steps. The micro-batches of a step are shared by the ranks that there
-// are now.
+// Sets the flags that are not given as they were in the run that is continued. Notes in resumed.changes how
+// the flags that are given change the steps to come. The micro-batches of a step are shared by the ranks that
+// there are now.
 void take_flags_of_resumed(int64_t ranks, Resumed& resumed, Flags& flags);
 // Whether the run that --resume continues has made all its steps.
 bool is_complete(const Resumed& resumed, const Flags& flags);
@@ -56,23 +59,25 @@ struct ModelAndFormats {
     // The folder that the run starts from: the checkpoint that it continues, or --model, or the newest
     // checkpoint in it; empty if --model names a row of the table.
     std::string weights_folder;
-    ModelConfig config;  // a row of the table may have vocabulary size 0: that of the data
-    Recipe recipe;  // as this GPU runs it, so that print-outs show that. make_gpu_model() asks for itself
+    ModelConfig config;  // with the vocabulary size 0 in some rows of the table: make_setup() sets it
+    Recipe recipe;       // as this GPU runs it, for the print-outs. make_gpu_model() asks the GPU once more
     Optimizer optimizer;
 };
 // Sets --optimizer if it is not given. Error if --gradients and --clip contradict each other.
 ModelAndFormats choose_model_and_formats(const RunLocation& location, const Resumed& resumed, Flags& flags);
 // Reads --data; nothing for a plan, which needs no data.
 Corpus load_data_on_all_ranks(const RunLocation& location, const Flags& flags, const Resumed& resumed);
-// --seq. If it is not given, that of packed conversations, or else the default, or the longest that the model
-// can have. Error if the data are packed for another one.
+// --seq. If it is not given: the --seq of packed conversations; else the default, or the longest --seq of the
+// model if that is shorter. Error if the data are packed for another --seq.
 int64_t choose_sequence_length(const Flags& flags, const ModelConfig& config, const Corpus& data);
-// Error if the tokens of the data are none of the model's, or if the run is not supported.
+// Error if the model does not have the tokens of the data, or if the run is not supported.
 Setup make_setup(const RunLocation& location, const Flags& flags, const ModelAndFormats& chosen,
                  const Corpus& data);
-// --lr. If it is not given, that of the run that is continued, or else the default for such weights.
+// --lr. If it is not given: the --lr of the run that is continued; else the default for new weights, or for
+// weights from a folder.
 double choose_learning_rate(const Flags& flags, const ModelAndFormats& chosen, const Setup& setup);
-int64_t choose_warmup(const Flags& flags);  // --warmup, likewise; the default depends on --steps
+// --warmup. If it is not given: the --warmup of the run that is continued; else the default for --steps.
+int64_t choose_warmup(const Flags& flags);
 // The tokenizer and other files that checkpoints have besides the model. A model without a tokenizer gets the
 // tokenizer.bin of the token files, so that --prompt can use it.
 FileContents find_other_files(const std::string& weights_folder, const Corpus& corpus);
@@ -81,7 +86,7 @@ ordered_json settings_to_save_on_all_ranks(const Run& run);
 void require_same_on_all_ranks(const Run& run);  // Error if ranks differ in a flag, in data or in the model
 void require_data_of_resumed(const Run& run);    // Error if the run that is continued had other data
 void open_windows(Run& run);                     // Error if the data have fewer tokens than a micro-batch
-// With the weights of a checkpoint or of a folder, or with random ones.
+// A model with the weights of a checkpoint or of a folder, or with random weights.
 std::unique_ptr<Model> make_model(const Run& run);
 // Every start of ./train begins its lines of the log with its flags.
 void log_settings(Run& run);
