@@ -49,8 +49,8 @@ uint64_t hash_bytes(const void* data, int64_t bytes, uint64_t hash);
 uint64_t hash_of(const MappedFile& file);
 std::string hash_file(const std::string& path);  // the hash of the file, as a decimal number
 
-// Closes a file and waits until it is on the disk. Error if this or any write to the file has
-// failed: so callers need not check their writes.
+// Closes a file and waits until it is on the disk. Error if this or any write to the file has failed: so
+// callers need not check their writes.
 void close_and_sync(std::ofstream& file, const std::string& path);
 void save_file(const std::string& path, const std::string& bytes);  // writes, closes and syncs a file
 
