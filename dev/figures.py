@@ -74,11 +74,11 @@ def scale():
     _, (lines, errors) = plt.subplots(2, 1, figsize=(PAGE, 5.6), sharex=True, height_ratios=[3, 2])
     magnitudes = np.abs(GROUP)
     divided = magnitudes / (24 / 448)
-    regions = ((2.0**-14, 2.0**-10, theme["red"], "become 0"), (2.0**-10, 2.0**-6, theme["gold"], "subnormal:\nless precise"),
+    regions = ((2.0**-14, 2.0**-10, theme["red"], "become 0"), (2.0**-10, 2.0**-6, theme["gold"], "subnormal:\nless exact"),
                (2.0**-6, 448, theme["blue"], "normal: error at most 6.25%"))
     for low, high, color, words in regions:
         lines.fill_between([low, high], -0.35, 0, color=color, alpha=0.25, linewidth=0)
-        lines.text((low * high)**0.5, -0.175, words, ha="center", va="center", fontsize=9)
+        lines.text((low * high)**0.5, -0.175, words, ha="center", va="center", fontsize=7.8 if high == 2.0**-6 else 9)
         errors.axvspan(low, high, color=color, alpha=0.12, linewidth=0)
     for x, y in zip(magnitudes, divided):
         color = theme["green"] if x < 24 else theme["red"]
@@ -230,8 +230,8 @@ def gemms():
     length = {"T": 1.75, "I": 1.45, "O": 1.1}
     words = {"T": "tokens", "I": "in", "O": "out"}
     colors = {"E4M3": theme["blue"], "E5M2": theme["red"], "BF16": theme["soft"]}
-    _, ax = plt.subplots(figsize=(PAGE, 6.0))
-    ax.set(xlim=(0, 9.0), ylim=(-1.9, 8.2), aspect="equal")
+    _, ax = plt.subplots(figsize=(PAGE, 5.3))
+    ax.set(xlim=(0, 9.0), ylim=(-1.55, 8.3), aspect="equal")
     ax.axis("off")
 
     def matrix(left, middle, name, sizes, format, in_memory=""):
@@ -405,10 +405,10 @@ def flow_operator(ax, row, y, colors):
         path(ax, (FORWARD - WIDE / 2 - 0.38, y), (FORWARD - WIDE / 2, y))
         note(ax, FORWARD - WIDE / 2 - 0.45, y, "w", "right", color=theme["text"], weight="bold")
         right = BACKWARD + WIDE / 2
-        path(ax, (right + 0.38, y + 0.14), (right, y + 0.14))
-        note(ax, right + 0.43, y + 0.14, "w", color=theme["text"], weight="bold")
-        path(ax, (right, y - 0.14), (right + 0.38, y - 0.14))
-        note(ax, right + 0.43, y - 0.14, "dw", color=theme["text"], weight="bold")
+        path(ax, (right + 0.24, y + 0.14), (right, y + 0.14))
+        note(ax, right + 0.33, y + 0.14, "w", color=theme["text"], weight="bold")
+        path(ax, (right, y - 0.14), (right + 0.24, y - 0.14))
+        note(ax, right + 0.33, y - 0.14, "dw", color=theme["text"], weight="bold")
     if LAYER[row + 1][1] != "add":
         path(ax, (FORWARD, y - TALL / 2), (FORWARD, y - 1 + TALL / 2))
         note(ax, FORWARD + 0.12, y - 0.5, out)
@@ -540,7 +540,7 @@ def residual_add():
     path(ax, (9.35, 14.6), (7.9, 14.6), (7.9, 13.93))
     memory(12.7, "residual stream\nBF16: 2 bytes")
     path(ax, (8.1, 13.27), (8.1, 12.7), (9.35, 12.7))
-    memory(11.2, "norm 2's input\nE4M3 1x16: 1.1 bytes", theme["green"])
+    memory(11.2, "norm 2's input\nE4M3: 1.1 bytes", theme["green"])
     memory(9.1, "mean (0), 1 / RMS\n8 bytes a row")
     memory(5.55, "amax\n4 bytes a tensor")
     memory(0.65, "x of gate and up\nE4M3: 1 byte", theme["blue"])

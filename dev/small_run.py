@@ -4,6 +4,7 @@ checkpoint of ./train.
 """
 import pathlib
 import subprocess
+import sys
 
 import numpy as np
 
@@ -32,6 +33,8 @@ class Run:
         if folder == FOLDER and not (folder / "step-000120").exists():  # a run that was interrupted goes on
             begin = ["--device", "cpu", "--recipe", "coat", "--optimizer", "fp32", "--steps", "120",
                      "--warmup", "100", "--data", TEXT, "--eval-every", "0", "--sample-every", "0", "--out", folder]
+            if not pathlib.Path(train).exists():
+                sys.exit(f"The small model is trained by {train}, which is not there. Build it with: make train")
             subprocess.run([train, *(["--resume", folder] if any(folder.glob("step-*")) else begin)], check=True)
         checkpoint = sorted(folder.glob("step-*"))[-1]
         state = moments.tensors(checkpoint / "optimizer.state")

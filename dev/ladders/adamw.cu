@@ -122,7 +122,7 @@ unsigned blocks_with(int64_t n, int64_t parameters_of_block) {
 // loop, and a barrier, __syncthreads(), at which the threads of the block wait for each other. nvcc 13.0
 // unrolls this loop, so that the reductions take 170: the program that was measured has 770.
 //
-// Predict: which of the three resources decides, and what is the time?
+// Predict: with the 940, which of the three resources decides, and what is the time?
 
 // The equations. Later rungs have structs of their own, with the same functions.
 struct AsWritten {
@@ -726,7 +726,7 @@ void launch_rung8(const State& s, const Constants& c) { rung8<<<blocks_at_once()
 //   make build/ladder_adamw && build/ladder_adamw 3 10
 //
 // compares it with the reference and measures it beside rung 3. Hints stand at the end of this file. Without
-// a GPU: layouts.py, in this folder, asks which lane has what in rungs 2, 5 and 8, and checks your answers.
+// a GPU: layouts.py, in this folder, asks which lane has what in rungs 5 and 8, and checks your answers.
 [[maybe_unused]] __global__ void my_kernel([[maybe_unused]] State s, [[maybe_unused]] Constants c) {}
 
 void launch_my_kernel([[maybe_unused]] const State& s, [[maybe_unused]] const Constants& c) {

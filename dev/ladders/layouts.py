@@ -35,16 +35,17 @@ def chunk_stored(thread, step):
 
 
 def piece_place(piece, across):
-    """Rung 7. The columns of a tile have 32 words, four rows each, in shared memory. Thread (across, down) of 16 x 16
-    has words 2 down (its upper word) and 2 down + 1 (its lower word) of eight columns. Four words that follow each
-    other are a piece: words 0 to 3 are piece 0. Return the place of a piece, 0 to 7, among those of a column whose
-    threads have this `across`. Together with the next function: each store of a warp is to take 1 clock."""
+    """Rung 7. Write it after you have read rung 6, and before rung 7, whose text has the answer. The columns of a tile
+    have 32 words, four rows each, in shared memory. Thread (across, down) of 16 x 16 has words 2 down (its upper word)
+    and 2 down + 1 (its lower word) of eight columns. Four words that follow each other are a piece: words 0 to 3 are
+    piece 0. Return the place of a piece, 0 to 7, among those of a column whose threads have this `across`. Together
+    with the next function: each store of a warp is to take 1 clock."""
     return None
 
 
 def upper_or_lower(turn, across):
-    """Rung 7. A thread stores one word of each of its columns in turn 0, and the other one in turn 1. Return which: 0
-    for the upper word, 1 for the lower one."""
+    """Rung 7, to be written before you read it, too. A thread stores one word of each of its columns in turn 0, and the
+    other one in turn 1. Return which: 0 for the upper word, 1 for the lower one."""
     return None
 
 

@@ -331,8 +331,13 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 // After a barrier a thread reads both words of two columns. Each pair is 8 rows of a column, which are
 // neighbours in the result: one store.
 //
-// In full size a thread has 8 rows of 8 columns of a tile of 128 x 128. The 16 x 16 threads of a block lie
-// over it so. Thread (across, down) is number 16 * down + across, and a warp is two rows of this drawing:
+// In full size a thread has 8 rows of 8 columns of a tile of 128 x 128. All that follows is in this picture:
+//
+// Picture: dev/figures/rung6.svg | Rung 6. Red and blue is what thread 17 loads and writes, golden what it
+// reads and stores after the barrier: codes of other threads. Its warp is grey.
+//
+// The 16 x 16 threads of a block lie over the tile so. Thread (across, down) is number 16 * down + across,
+// and a warp is two rows of this drawing:
 //
 //                       columns    0 - 7        8 - 15     ...   120 - 127
 //   rows   0 -   7                 thread 0     thread 1         thread 15         down 0
@@ -378,10 +383,8 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 //   store transposed      bytes 16 - 31 of rows 2, 34, 66, 98       a store: 128 bytes of each of 4 rows,
 //                         of the result: 4 stores of 16 bytes       16 sectors
 //
-// Picture: dev/figures/rung6.svg | Rung 6. Red and blue is what thread 17 loads and writes, golden what it
-// reads and stores after the barrier: codes of other threads. Its warp is grey.
-//
-// All 8 loads of x are on their way before the first is used.
+// All 8 loads of x are on their way before the first is used. A thread needs more registers than before, so
+// only four blocks of 256 threads fit on a multiprocessor: half as many threads as in rung 3.
 //
 // Counted: 8 instructions for an element. A word has four elements, so without conflicts writing the words
 // takes a quarter of 8.8 us, 2.2 us of shared memory, and reading them as much.
@@ -629,7 +632,8 @@ int main(int argc, char** argv) {
 //
 // 32 neighbouring bytes are one sector, and a warp's store wants no other, where rung 1's wanted 32.
 //
-// The prediction was made from instructions, for both kernels. Measured alone, they take 177 and 153 us.
+// The prediction began with the instructions of both kernels, 200 us. The 50 us above that were a guess:
+// the counts do not give them. Measured alone, the kernels take 177 and 153 us.
 // These are times in us; the first kernel has 47 of the 92 instructions, and 3 of the 5 bytes:
 //
 //                     instructions   shared memory   memory   latency   measured
