@@ -42,10 +42,8 @@
 // and 16 to 16,384 spans each, took 30.6 ms, with the same bits.
 //
 // dev/ladders/adamw.cu builds a simpler kernel up, idea by idea: for a single parameter, and without the
-// careful path of part 1. There the two save nothing: rung 6, which has neither, is as fast as rung 8, which
-// has both. Why it differs here is known only in part. A block of this kernel first finds its parameter and
-// fills its tables, so a kernel with many short blocks loses time. (The rest of the cause was not measured;
-// the answer to rung 8 says more.)
+// careful path of part 1. That kernel gains nothing from the two. The answer to its rung 8 says what is known
+// of the reason.
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
@@ -74,14 +72,14 @@ struct MomentScaling {
     float max, k;
 };
 
-enum class WhichMoment : uint8_t { First, Second };  // m has signs, v has none
+enum class MomentKind : uint8_t { First, Second };  // m has signs, v has none
 
 // How the codes of a moment are made. This is known when a kernel is compiled, so that no code branches on
 // it. Below, Traits is a MomentTraits.
-template <WhichMoment WHICH, Format FORMAT, bool EXPANSION> struct MomentTraits {
+template <MomentKind KIND, Format FORMAT, bool EXPANSION> struct MomentTraits {
     static constexpr bool E5M2 = FORMAT == Format::E5M2;
     static constexpr bool EXPANDS = EXPANSION;
-    static constexpr bool SIGNED = WHICH == WhichMoment::First;
+    static constexpr bool SIGNED = KIND == MomentKind::First;
     static constexpr float FMAX = info(FORMAT).fmax;  // the largest value of the format: 448 for E4M3
     static constexpr float FMIN = info(FORMAT).fmin;  // the smallest positive one: 2^-9
     static constexpr float LOG_FMAX = E5M2 ? 15.80735492f : 8.80735492f;    // log2(FMAX)
@@ -152,7 +150,7 @@ __device__ float contract_carefully(const MomentScaling& scaling, float inverse_
 template <class Traits> __device__ float at_least_fmin(float y, float x) {
     return !Traits::SIGNED && x > 0 && y < Traits::FMIN ? Traits::FMIN : y;
 }
-template <class Traits> __device__ uint2 encode_with_signs(Values& y, const Values& x) {
+template <class Traits> __device__ uint2 encode_with_signs(ChunkValues& y, const ChunkValues& x) {
     if (Traits::SIGNED)
         for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
     return encode(Traits::E5M2, y, 1.0f);
@@ -164,10 +162,10 @@ template <class Traits> __device__ uint2 encode_with_signs(Values& y, const Valu
 // large, and then that moment becomes FMIN R_X^(-1/512). On the fast path R_X is at most 2^120 or so, which
 // makes R_X^(-1/512) at least 0.85.
 template <class Traits, Path PATH>
-__device__ uint2 encode_moments(const MomentScaling& scaling, const Values& x) {
+__device__ uint2 encode_moments(const MomentScaling& scaling, const ChunkValues& x) {
     const float inverse_max = inverse_of_max(scaling.max);
     const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, scaling.max));  // without expansion
-    Values y;
+    ChunkValues y;
     for (int j = 0; j < CHUNK; j++) {
         if (PATH == Path::Careful)
             y[j] = at_least_fmin<Traits>(expand_carefully<Traits>(scaling, x[j]), x[j]);
@@ -256,7 +254,7 @@ __device__ Codes encode_both(const SpanFields& fields, const NewMoments& moments
 // The moment scaling of a moment group, from its new moments in 16 lanes. Magnitudes are compared as bits: as
 // integers the bits have the same order. For a zero, bits - 1 is the largest integer, so that the minimum
 // leaves it out. (In a moment group of zeros both magnitudes become 0.)
-template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Values& x) {
+template <class Traits> __device__ MomentScaling scaling_of_new_moments(const ChunkValues& x) {
     uint32_t largest_bits = 0, smallest_bits_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits = magnitude_bits(x[j]);
@@ -278,10 +276,10 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Va
 // span, counted from the beginning of the shard: so bundle + span is the number of a span in the shard.
 struct FieldOfLane {
     bool is_of_v, is_k;
-    int pair;         // the number of the field's pair in the bundle
-    int span;         // the number of the field's span in the bundle
-    float* of_shard;  // this field of all spans of the shard; null if the moment has no k
-    int shard_spans;  // how many spans the shard has
+    int pair;                // the number of the field's pair in the bundle
+    int span;                // the number of the field's span in the bundle
+    float* fields_in_shard;  // this field of all spans of the shard; null if the moment has no k
+    int shard_spans;         // how many spans the shard has
 
     __device__ FieldOfLane(const Shard& shard, int number_of_spans) : shard_spans(number_of_spans) {
         const int lane = threadIdx.x % 32;
@@ -290,15 +288,17 @@ struct FieldOfLane {
         pair = lane % LANES_PER_SPAN / FIELDS_PER_SPAN;
         span = pair * SPANS_PER_PAIR + lane / LANES_PER_SPAN;
         const MomentRef moment = is_of_v ? shard.v : shard.m;
-        of_shard = is_k ? moment.k : moment.max;
+        fields_in_shard = is_k ? moment.k : moment.max;
     }
     // If the field's span is past the last one of the shard, load() reads the field of the last span, and
     // store() does nothing.
     __device__ float load(int bundle) const {
-        return of_shard ? load_global<float>(of_shard + min(bundle + span, shard_spans - 1)) : 1.0f;
+        return fields_in_shard ? load_global<float>(fields_in_shard + min(bundle + span, shard_spans - 1))
+                               : 1.0f;
     }
     __device__ void store(int bundle, float value) const {
-        if (of_shard && bundle + span < shard_spans) store_word(of_shard + bundle + span, value);
+        if (fields_in_shard && bundle + span < shard_spans)
+            store_word(fields_in_shard + bundle + span, value);
     }
     // This one of the four fields of a span.
     __device__ float choose_from(const SpanFields& fields) const {
@@ -330,8 +330,8 @@ constexpr int BLOCKS_PER_SM = 2;  // on a multiprocessor at once: a thread may t
 // What a thread loads of a span: its eight elements, as they are stored.
 template <class W> struct LoadedElements {
     Codes codes;
-    typename W::StoredChunk w;
-    Bf16OrFloat::StoredChunk g;
+    typename W::LoadedChunk w;
+    Bf16OrFloat::LoadedChunk g;
 };
 
 // A thread's eight elements of each span of a shard: where they are, and the numbers with which all of them
@@ -370,7 +370,7 @@ template <class W> struct ElementsOfThread {
                 .g = arguments.gradients.load(start - arguments.elements.first + i)};
     }
     // Stores nothing for a span past the last one.
-    __device__ void store(int span, Values& w, const Codes& codes, uint32_t& largest_bits) const {
+    __device__ void store(int span, ChunkValues& w, const Codes& codes, uint32_t& largest_bits) const {
         const bool live = span < shard_spans;
         const int64_t i = distance(span);
         const int64_t element = start + shard.flat_minus_rank_offset + i;
@@ -388,7 +388,7 @@ __device__ SpanFields update_span(const ElementsOfThread<W>& elements, int span,
                                   const LoadedElements<W>& loaded, const SpanFields& old_fields,
                                   const Tables& tables, uint32_t& largest_bits) {
     const AdamWArguments& a = elements.arguments;
-    Values w, g;
+    ChunkValues w, g;
     elements.weights.unpack(loaded.w, w);
     a.gradients.unpack(loaded.g, g);
     const DecodedMoments old = decode_both<M, V>(old_fields, loaded.codes, tables);
@@ -483,15 +483,15 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_ker
     fill_table<V>(tables.v);
     __syncthreads();
     const int warp = threadIdx.x / 32;
-    const SpanRange of_block = spans_of_block(a.elements);
-    for (int i = shard_with(a, of_block.begin * MOMENT_GROUP_SIZE); i < a.shard_count; i++) {
+    const SpanRange spans_in_block = spans_of_block(a.elements);
+    for (int i = shard_with(a, spans_in_block.begin * MOMENT_GROUP_SIZE); i < a.shard_count; i++) {
         const Shard shard = a.shards[i];
-        const SpanRange of_shard = spans_of_shard(shard);
-        if (of_shard.begin >= of_block.end) return;
+        const SpanRange spans_in_shard = spans_of_shard(shard);
+        if (spans_in_shard.begin >= spans_in_block.end) return;
         if (!a.in_fp8_moment_groups(shard)) continue;
         // What the block has of the shard. From here on spans are counted from the beginning of the shard.
-        const int64_t begin = max(of_block.begin, of_shard.begin) - of_shard.begin;
-        const int64_t end = min(of_block.end, of_shard.end) - of_shard.begin;
+        const int64_t begin = max(spans_in_block.begin, spans_in_shard.begin) - spans_in_shard.begin;
+        const int64_t end = min(spans_in_block.end, spans_in_shard.end) - spans_in_shard.begin;
         const int64_t first_bundle = (ceil_div(begin, SPANS_PER_BUNDLE) + warp) * SPANS_PER_BUNDLE;
         const uint32_t largest_bits =
             update_bundles<W, M, V>(a, shard, static_cast<int>(first_bundle), static_cast<int>(end), tables);
@@ -539,8 +539,8 @@ AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
 
 // Calls f<M, V>() with the MomentTraits of first moments in the format OF_M and second moments in OF_V.
 template <Format OF_M, Format OF_V, bool EXPANSION, class F> void call_with_traits(F f) {
-    using M = MomentTraits<WhichMoment::First, OF_M, EXPANSION>;
-    using V = MomentTraits<WhichMoment::Second, OF_V, EXPANSION>;
+    using M = MomentTraits<MomentKind::First, OF_M, EXPANSION>;
+    using V = MomentTraits<MomentKind::Second, OF_V, EXPANSION>;
     f.template operator()<M, V>();
 }
 // The same for an optimizer whose moments are in FP8 moment groups.
@@ -576,7 +576,7 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
                                    .rounding_key = rounding_key,
                                    .gradients = bf16_or_float(g.gradients, g.format),
                                    .state = state};
-    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, blocks(g.count, 128), 128, 0, stream,
+    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(g.count, 128), 128, 0, stream,
            arguments);
     update_shards_without_moment_groups(arguments, stream);
     if (arguments.moment_storage != MomentStorage::Fp8MomentGroups || g.elements.count == 0) return;

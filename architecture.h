@@ -82,7 +82,7 @@ enum class SavedKind : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, No
 // A saved tensor has the shape (N, cols). Only the log-sum-exp has the shape (B, NH, T), with N * cols
 // elements, too.
 struct SavedTensor {
-    SavedKind which;
+    SavedKind kind;
     const char* name;
     int64_t cols;
     Storage storage;
@@ -93,14 +93,14 @@ struct SavedTensor {
 inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const Recipe& r) {
     // clang-format off
     return {
-        {.which = SavedKind::Norm1Input, .name = "norm 1 input", .cols = config.C, .storage = r.saved_inputs},
-        {.which = SavedKind::Qkv, .name = "q, k, v", .cols = config.qkv_cols(), .storage = r.saved_attention},
-        {.which = SavedKind::AttentionOutput, .name = "attention output", .cols = config.q_cols(),
+        {.kind = SavedKind::Norm1Input, .name = "norm 1 input", .cols = config.C, .storage = r.saved_inputs},
+        {.kind = SavedKind::Qkv, .name = "q, k, v", .cols = config.qkv_cols(), .storage = r.saved_attention},
+        {.kind = SavedKind::AttentionOutput, .name = "attention output", .cols = config.q_cols(),
          .storage = r.saved_attention},
-        {.which = SavedKind::LogSumExp, .name = "attention log-sum-exp", .cols = config.NH,
+        {.kind = SavedKind::LogSumExp, .name = "attention log-sum-exp", .cols = config.NH,
          .storage = PLAIN_FP32},
-        {.which = SavedKind::Norm2Input, .name = "norm 2 input", .cols = config.C, .storage = r.saved_inputs},
-        {.which = SavedKind::GateUp, .name = config.arch.gated ? "gate, up" : "GELU input",
+        {.kind = SavedKind::Norm2Input, .name = "norm 2 input", .cols = config.C, .storage = r.saved_inputs},
+        {.kind = SavedKind::GateUp, .name = config.arch.gated ? "gate, up" : "GELU input",
          .cols = config.gate_up_cols(), .storage = r.saved_inputs},
     };
     // clang-format on

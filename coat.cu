@@ -39,7 +39,7 @@
 //
 // What is called here of gpu/other_scaling.h and gpu/quant_report.h concerns other recipes, and a report of
 // the errors of quantization: it can wait. dev/ladders/quantize_transpose.cu shows how part 3 became fast,
-// starting from four lines.
+// starting from two simple kernels.
 #include "gpu/other_scaling.h"
 #include "gpu/quant_report.h"
 #include "gpu/quantize.cuh"
@@ -58,7 +58,8 @@ namespace coat::gpu {
 // quantizes what attention saves.
 
 // The larger of `largest` and the magnitudes of the activation's output for one row of the thread's values.
-template <int PLANES> static __device__ float amax_of_activation(float largest, const Values (&v)[PLANES]) {
+template <int PLANES>
+static __device__ float amax_of_activation(float largest, const ChunkValues (&v)[PLANES]) {
     for (int j = 0; j < CHUNK; j++) {
         if constexpr (PLANES == 2) largest = larger_magnitude(largest, gated_silu(v[0][j], v[1][j]));
         else largest = larger_magnitude(largest, gelu(v[0][j]));
@@ -88,7 +89,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     //     tensor if any lane is.
     if (!place.inside(rows, x.width)) return;
     float largest = 0;
-    for_each_row(x, place, rows, [&](int i, Values(&v)[PLANES], bool live) {
+    for_each_row(x, place, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
         if (TASK == ExtraTask::ActivationAmaxOfX) largest = amax_of_activation(largest, v);
         for (int p = 0; p < PLANES; p++) {
             const int64_t first = (place.row * PLANES + p) * x.width + place.col;
@@ -158,9 +159,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     compute_amax_kernel(Producer x, int64_t rows, AmaxAndScale* x_amax_out) {
     float largest = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
-    for_each_row(x, TilePlace(), rows, [&](int /*row*/, const Values(&v)[Producer::PLANES], bool /*live*/) {
-        for (int p = 0; p < Producer::PLANES; p++) largest = larger_magnitude(largest, v[p]);
-    });
+    for_each_row(x, TilePlace(), rows,
+                 [&](int /*row*/, const ChunkValues(&v)[Producer::PLANES], bool /*live*/) {
+                     for (int p = 0; p < Producer::PLANES; p++) largest = larger_magnitude(largest, v[p]);
+                 });
     update_amax_by_warp(&x_amax_out->amax, magnitude_bits(largest));
 }
 
@@ -186,10 +188,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
                     uint8_t* transposed) {
     // Just in time: every thread derives the same scale from the amax.
     const float scale = scale_of(fmax, amax_and_scale->amax);
-    const float inverse = __frcp_rn(scale);
+    const float inverse_scale = __frcp_rn(scale);
     store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
-                            [&](int /*row*/, int /*plane*/, const Values& v, bool /*live*/) {
-                                return same_in_both(encode<FP8>(v, inverse));
+                            [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool /*live*/) {
+                                return same_in_both(encode<FP8>(v, inverse_scale));
                             });
     // The GEMM multiplies by the scale. It is stored last, so that it delays no load of x.
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
@@ -217,7 +219,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     store_values_kernel(Producer x, int64_t rows, Bf16OrFloat out) {
     const TilePlace place;
     if (!place.inside(rows, x.width)) return;
-    for_each_row(x, place, rows, [&](int i, Values(&v)[Producer::PLANES], bool live) {
+    for_each_row(x, place, rows, [&](int i, ChunkValues(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++)
             out.round_in_place_and_store(((place.row + i) * Producer::PLANES + p) * x.width + place.col, v[p],
                                          live);
@@ -265,15 +267,15 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
                                              float* partials) {
     __shared__ ColumnSums columns;
     const float scale = scale_of(fmax, amax_and_scale->amax);
-    const float inverse = __frcp_rn(scale);
-    Values sum[Producer::PLANES] = {};
+    const float inverse_scale = __frcp_rn(scale);
+    ChunkValues sum[Producer::PLANES] = {};
     for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
         __syncthreads();  // all codes of the tile before have left shared memory
         store_codes<true>(x, tile, rows, codes, transposed,
-                          [&](int /*row*/, int plane, const Values& v, bool live) {
+                          [&](int /*row*/, int plane, const ChunkValues& v, bool live) {
                               if (live)
                                   for (int j = 0; j < CHUNK; j++) sum[plane][j] += v[j];
-                              return same_in_both(encode<FP8>(v, inverse));
+                              return same_in_both(encode<FP8>(v, inverse_scale));
                           });
     }
     store_column_sums(x, sum, columns, partials);

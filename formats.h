@@ -149,7 +149,7 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 //
 // A linear layer has the input x (N, in), the weight w (out, in), and the gradient g (N, out) of its output.
 // Each of its three GEMMs reduces over another dimension:
-//   fprop  y = x w^T    over input features:  columns of x, columns of w
+//   fprop  y  = x w^T   over input features:  columns of x, columns of w
 //   dgrad  dx = g w     over output features: columns of g, rows of w
 //   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
 //
@@ -264,14 +264,14 @@ inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
 }
 
 // The operands of a linear layer's GEMMs: the input x, the weight w, and the gradient g of the output.
-enum class WhichOperand : uint8_t { X, W, G };
-inline constexpr WhichOperand LINEAR_OPERANDS[] = {WhichOperand::X, WhichOperand::W, WhichOperand::G};
+enum class OperandKind : uint8_t { X, W, G };
+inline constexpr OperandKind LINEAR_OPERANDS[] = {OperandKind::X, OperandKind::W, OperandKind::G};
 inline constexpr int OPERAND_COUNT = static_cast<int>(std::size(LINEAR_OPERANDS));
 
 // How the operand is stored. formats is a Recipe or LinearFormats.
-template <class Formats> const Storage& storage_of(const Formats& formats, WhichOperand o) {
-    if (o == WhichOperand::X) return formats.x;
-    return o == WhichOperand::W ? formats.w : formats.g;
+template <class Formats> const Storage& storage_of(const Formats& formats, OperandKind o) {
+    if (o == OperandKind::X) return formats.x;
+    return o == OperandKind::W ? formats.w : formats.g;
 }
 
 // -----------------------------------------------------------------------------------------------------------

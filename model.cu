@@ -23,13 +23,13 @@
 // --gradients none: the weights are updated within backward, bucket by bucket (finish_bucket()).
 //
 // Linear layers have their own file, gpu/linear.h, which also says when operands are quantized. A function
-// stands after the one that calls it. What several functions call stands before the first of them: two
-// sections before forward(), where tensors are and the arguments of kernels; and one before the head, the
+// stands after the first one that calls it. Only three sections stand before the functions that call theirs:
+// two before forward(), where tensors are and the arguments of kernels; and one before the head, the
 // gradients of a bucket. After the step come the other things that one asks of a model.
 //
-// Who comes here from step 1 of README's way through the GPU kernels reads mlp_block_forward() now, and no
-// more. Who comes back in step 7 reads the structs before the class GpuModel, its section "Where tensors
-// are", mlp_block_forward(), mlp_block_backward(), and what these two call in this file; of the members of
+// If you come from step 1 of README's way through the GPU kernels, read mlp_block_forward() now, and no more.
+// If you come back in step 7, read the structs before the class GpuModel, its section "Where tensors are",
+// mlp_block_forward(), mlp_block_backward(), and what these two call in this file; of the members of
 // GpuModel only dgate_up_in_place_: where it is true, the gradient of gate and up overwrites them. What is
 // called in other files can wait. (sharding_ is the interface to the other GPUs; the comment at the top of
 // gpu/linear.h says what it does if there are none.)
@@ -45,7 +45,7 @@
 //     (gpu/operators.h) says what they are computed from, and the kernel that makes the operand computes
 //     them.
 #include "gpu/attention.h"
-#include "gpu/gpu_model.h"
+#include "gpu/gpu_model.h"  // declares the two functions at the end of this file
 #include "gpu/layers.h"
 #include "gpu/linear.h"
 #include "gpu/operators.h"
@@ -87,9 +87,9 @@ struct ResidualStream {
     // Where the stream goes that the norm `next` is to read.
     ResidualOutput output_for(const ResidualNorm& next) const {
         return {.x_out = next.saves_groups() ? buffer : TensorRef{},
-                .next = next.norm,
+                .next_norm = next.norm,
                 .norm_reads_saved = norm_reads_saved(next),
-                .y_amax_out = next.place_for_output_amax()};
+                .norm_output_amax_out = next.place_for_output_amax()};
     }
     // The stream before the norm n, in the compute dtype.
     TensorRef before(const ResidualNorm& n) const { return n.saves_groups() ? buffer : n.norm.in; }
@@ -153,7 +153,9 @@ class GpuModel final : public Model {
     const bool dgate_up_in_place_ =
         info(linear_context_.formats.g.format).bytes == info(recipe_.saved_inputs.format).bytes &&
         linear_context_.formats.g.granularity == PER_TENSOR;
-    // Whether dqkv then takes the same place: if its rows are not longer than those of gate and up.
+    // Whether dqkv then takes the same place: if its rows are not longer than those of gate and up, whose
+    // scales count, too. (In Llama-2-7B a row of dqkv has 24,576 bytes, and a row of gate and up 22,016 bytes
+    // of codes and 2,752 of scales.)
     const bool dqkv_in_place_ = Storage{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
                                 recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
 
@@ -266,9 +268,10 @@ private:
         return outcome;
     }
 
-    // Begins a step, or one of evaluate(), next_logits() and measure_quantization(): clears the StepOutcome,
-    // copies 1 / target_count to the GPU, and makes the cached FP8 weights. target_count: how many targets
-    // count. report: the quantization report that this evaluation is to fill; null if nothing is measured.
+    // step(), evaluate(), next_logits() and measure_quantization() begin with this call: it clears the
+    // StepOutcome, copies 1 / target_count to the GPU, and makes the cached FP8 weights. target_count: how
+    // many targets count. report: the quantization report that this evaluation is to fill; null if nothing is
+    // measured.
     void begin_step_or_evaluation(double target_count, QuantReport* report = nullptr) {
         loss_weight_ = 1.0 / target_count;
         context_.wait_then_start_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
@@ -376,8 +379,8 @@ private:
     }
 
     // What a layer has saved, or is to save: the rows of this pass.
-    TensorRef saved_tensor(const Pass& pass, const Layer& layer, SavedKind which) const {
-        TensorRef tensor = layer.saved_tensors[static_cast<size_t>(which)];
+    TensorRef saved_tensor(const Pass& pass, const Layer& layer, SavedKind kind) const {
+        TensorRef tensor = layer.saved_tensors[static_cast<size_t>(kind)];
         tensor.rows = pass.N;
         return tensor;
     }
@@ -555,7 +558,7 @@ private:
         // fprop() does it, while it makes x's codes
         const LazyTensor x = residual.normed_by(norm2);
         TensorRef gate_up = saved_gate_up;  // as the activation is to read them
-        // Each of the three branches computes gate and up, saves them, and leaves the amax of the
+        // Each of the three cases computes gate and up, saves them, and leaves the amax of the
         // activation's output
         if (!saved_gate_up.storage.fp8()) {
             // The recipes that save no groups: the projection writes what is saved
@@ -569,7 +572,8 @@ private:
             layer.gate_up_proj.fprop(x, before_groups);
             save_gate_up_in_groups(layer, before_groups, saved_gate_up);
         } else {
-            // coat-saved, where only backward is to read the groups: the output stays until this block ends
+            // coat-saved, where only backward is to read the groups: the output stays, because forward
+            // computes the activation from it
             gate_up = allocate_tensor(pass.N, gate_up.cols);
             layer.gate_up_proj.fprop(x, gate_up);
             save_gate_up_in_groups(layer, gate_up, saved_gate_up);
@@ -588,11 +592,11 @@ private:
                                   context_.quant_stats_of(ReportKind::ActivationInput), stream_);
     }
 
-    // The residual sum at the end of a block: the stream before the block's norm + branch. Saves it as the
-    // input of the norm `next`, and leaves the amax of that norm's output.
-    void save_residual_sum(const ResidualStream& residual, const ResidualNorm& norm_of_block,
+    // The residual sum at the end of half a layer: the stream that own_norm, the norm of this half, has read,
+    // plus branch. Saves it as the input of the norm `next`, and leaves the amax of that norm's output.
+    void save_residual_sum(const ResidualStream& residual, const ResidualNorm& own_norm,
                            const TensorRef& branch, const ResidualNorm& next) {
-        residual_add(residual.before(norm_of_block), branch, residual.output_for(next), stream_);
+        residual_add(residual.before(own_norm), branch, residual.output_for(next), stream_);
         measure_norm_input_errors(residual, next);
     }
     // The groups of a norm's input are made of the sum in FP32; the error is measured against the sum in
@@ -685,9 +689,9 @@ private:
                                            &memory_.scalars->loss_weight, memory_.losses + first, stream_);
         const TensorRef& dlogits = logits;  // the gradients have taken the place of the logits
         const bool overwrites = pass.overwrites_gradients && first == 0;
-        gemms_.run(WhichGemm::Wgrad, {dlogits}, {y}, dweight, stream_, {.overwrite = overwrites});
-        gemms_.run(WhichGemm::Dgrad, {dlogits}, {sharding_->weight(head_index_)},
-                   row_slice(dy, first, y.rows), stream_);
+        gemms_.run(GemmKind::Wgrad, {dlogits}, {y}, dweight, stream_, {.overwrite = overwrites});
+        gemms_.run(GemmKind::Dgrad, {dlogits}, {sharding_->weight(head_index_)}, row_slice(dy, first, y.rows),
+                   stream_);
     }
 
     // Computes the logits (n, padded_V) of n tokens, from number `first` on, and returns them in memory of
@@ -699,7 +703,7 @@ private:
         norm_of_slice.row_statistics += first;
         // y = the norm in the compute dtype, in which the head is in all recipes
         store_values(lazy_norm(norm_of_slice), y, stream_);
-        gemms_.run(WhichGemm::Fprop, {y}, {sharding_->weight(head_index_)}, logits, stream_);
+        gemms_.run(GemmKind::Fprop, {y}, {sharding_->weight(head_index_)}, logits, stream_);
         return logits;
     }
     int64_t slice_tokens(const Pass& pass, int64_t first) const {
@@ -747,7 +751,7 @@ private:
         //   - dgate_up has one scale per tensor, which lies elsewhere. The scales of rows or blocks would
         //     lie right after the codes (LinearLayer::allocate_operand()): there they would overwrite the
         //     scales of the groups of gate and up, which are still needed
-        const Operand dgate_up =
+        const Operand dgate_up_operand =
             layer.gate_up_proj.allocate_g_operand(pass.N, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
@@ -758,17 +762,17 @@ private:
         begin_bucket(pass, layer.gate_up_proj.bucket());
         // activation
         layer.gate_up_proj.write_g_operand_and_add_dbias(lazy_activation_backward(gated_, gate_up, dact),
-                                                         LinearLayer::AmaxIs::Unknown, dgate_up);
+                                                         LinearLayer::AmaxFrom::Pass, dgate_up_operand);
         until_dgate_up.end();
         // gate and up projection, norm 2
-        linear_and_norm_backward(pass, norm2_of(pass, layer), dgate_up,
+        linear_and_norm_backward(pass, norm2_of(pass, layer), dgate_up_operand,
                                  layer.attention_out_proj.place_for_g_amax());
         finish_bucket(pass, layer.gate_up_proj.bucket());
     }
     // Returns dact, in memory of the caller's scope.
     TensorRef down_proj_backward(const Pass& pass, Layer& layer, const TensorRef& gate_up) {
-        const Operand g_operand = layer.down_proj.make_g_operand_and_add_dbias(lazy_stored(dresidual(pass)),
-                                                                               LinearLayer::AmaxIs::Known);
+        const Operand g_operand = layer.down_proj.make_g_operand_and_add_dbias(
+            lazy_stored(dresidual(pass)), LinearLayer::AmaxFrom::EarlierKernel);
         layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), pass.overwrites_gradients);
         const TensorRef dact = allocate_tensor(pass.N, config_.F);
         layer.down_proj.dgrad(g_operand, dact);
@@ -796,15 +800,16 @@ private:
         core_attention_backward(pass, layer, dout, dqkv);
         until_dqkv.end();
         // q, k, v projection, norm 1
-        const auto amax_is = qk_norms_ ? LinearLayer::AmaxIs::Unknown : LinearLayer::AmaxIs::Known;
-        const Operand g_operand = layer.qkv_proj.make_g_operand_and_add_dbias(lazy_stored(dqkv), amax_is);
+        const auto g_amax_from =
+            qk_norms_ ? LinearLayer::AmaxFrom::Pass : LinearLayer::AmaxFrom::EarlierKernel;
+        const Operand g_operand = layer.qkv_proj.make_g_operand_and_add_dbias(lazy_stored(dqkv), g_amax_from);
         linear_and_norm_backward(pass, norm1_of(pass, layer), g_operand, dresidual_amax_out);
         finish_bucket(pass, layer.qkv_proj.bucket());
     }
     void attention_out_backward(const Pass& pass, Layer& layer, const TensorRef& dout) {
         const Arena::Scope scope(arena_);
         const Operand g_operand = layer.attention_out_proj.make_g_operand_and_add_dbias(
-            lazy_stored(dresidual(pass)), LinearLayer::AmaxIs::Known);
+            lazy_stored(dresidual(pass)), LinearLayer::AmaxFrom::EarlierKernel);
         layer.attention_out_proj.wgrad(g_operand,
                                        lazy_stored(saved_tensor(pass, layer, SavedKind::AttentionOutput)),
                                        pass.overwrites_gradients);
@@ -859,9 +864,9 @@ private:
             dbias = sharding_->gradient_to_write(*bias_index);
         norm_backward(n.norm,
                       {.dy = dy,
-                       .residual_in = dresidual_in,
-                       .residual_out = dresidual(pass),
-                       .residual_amax_out = dresidual_amax_out,
+                       .dresidual_in = dresidual_in,
+                       .dresidual_out = dresidual(pass),
+                       .dresidual_amax_out = dresidual_amax_out,
                        .dweight = dweight,
                        .dbias = dbias},
                       memory_.norm_partials, stream_);
@@ -883,7 +888,7 @@ private:
                            {.order = memory_.token_order,
                             .tokens = memory_.token_rows,
                             .count = distinct_tokens,
-                            .frequent = embedding_order_.frequent},
+                            .frequent_count = embedding_order_.frequent_count},
                            sharding_->gradient_to_write(embedding_index_), stream_);
         if (!rotary_)
             positions_backward(dresidual(pass), pass.T,

@@ -265,9 +265,9 @@ inline std::vector<StateTensor> weight_tensors(const ModelConfig& config) {
 }
 
 // What follows the weight's name in the names of the operand's state tensors.
-inline const char* suffix_of(WhichOperand o) {
-    if (o == WhichOperand::X) return ".x";
-    return o == WhichOperand::W ? ".w" : ".g";
+inline const char* suffix_of(OperandKind o) {
+    if (o == OperandKind::X) return ".x";
+    return o == OperandKind::W ? ".w" : ".g";
 }
 
 // The state of delayed scaling (formats.h, Scaling), for each operand of a linear layer: the amaxes of the
@@ -284,7 +284,7 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& confi
     };
     for (const Param& p : parameters(config)) {
         if (r.scaling != Scaling::Delayed || !p.role.quantized_linear) continue;
-        for (WhichOperand o : LINEAR_OPERANDS) {
+        for (OperandKind o : LINEAR_OPERANDS) {
             add(p, concat(suffix_of(o), ".history"), r.history_steps);
             add(p, concat(suffix_of(o), ".scale"), 1);
         }

@@ -53,7 +53,7 @@ public:
     const std::vector<Param> params = parameters(setup.config);
     std::vector<Tensor> weights;    // by parameter (rows, cols), in the compute dtype
     std::vector<Tensor> gradients;  // by parameter (rows, cols), in gradient_format()
-    // By parameter and WhichOperand. Only linear layers in a recipe with delayed scaling have histories.
+    // By parameter and OperandKind. Only linear layers in a recipe with delayed scaling have histories.
     std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
     QuantStats* stats = nullptr;  // one element for each ReportKind; null: errors are not measured
     bool finite = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
@@ -331,19 +331,19 @@ private:
     //   - `finite` notes whether the tensor is finite.
     //   - Scales are just-in-time. Only with delayed scaling the scale comes from the operand's history, and
     //     the amax of the tensor goes into this history.
-    Tensor make_operand(WhichOperand which, size_t i, const Tensor& tensor, int64_t cols, ReduceOver over) {
+    Tensor make_operand(OperandKind kind, size_t i, const Tensor& tensor, int64_t cols, ReduceOver over) {
         if constexpr (!QUANTIZES) return tensor;
         else {
-            const Storage& storage = storage_of(formats_, which);
+            const Storage& storage = storage_of(formats_, kind);
             std::optional<float> delayed_scale;
             if (storage.fp8()) {
                 const float amax = compute_amax(tensor.data(), int64_t(tensor.size()));
                 note_whether_finite(amax);
                 if (recipe_.scaling == Scaling::Delayed)
-                    delayed_scale = delayed_scales[i][int(which)].note_amax_and_get_scale(storage, amax);
+                    delayed_scale = delayed_scales[i][int(kind)].note_amax_and_get_scale(storage, amax);
             }
             return fake_quantize(tensor, int64_t(tensor.size()) / cols, cols, storage, over,
-                                 stats_of(report_kind(which)), delayed_scale);
+                                 stats_of(report_kind(kind)), delayed_scale);
         }
     }
 
@@ -352,8 +352,8 @@ private:
     Tensor linear_forward(const std::string& name, const Tensor& x) {
         const size_t i = param_index_.at(name);
         const int64_t in = params[i].cols, out = params[i].rows;
-        const Tensor x_operand = make_operand(WhichOperand::X, i, x, in, ReduceOver::Columns);
-        const Tensor w_operand = make_operand(WhichOperand::W, i, weights[i], in, ReduceOver::Columns);
+        const Tensor x_operand = make_operand(OperandKind::X, i, x, in, ReduceOver::Columns);
+        const Tensor w_operand = make_operand(OperandKind::W, i, weights[i], in, ReduceOver::Columns);
         Tensor y(N_ * out);
         // fprop: y = x w^T
         matmul<Real>(N_, out, in, {x_operand.data(), in, 1}, {w_operand.data(), 1, in}, y.data());
@@ -367,9 +367,9 @@ private:
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         const size_t i = param_index_.at(name);
         const int64_t in = params[i].cols, out = params[i].rows;
-        const Tensor x_operand = make_operand(WhichOperand::X, i, x, in, ReduceOver::Rows);
-        const Tensor w_operand = make_operand(WhichOperand::W, i, weights[i], in, ReduceOver::Rows);
-        const Tensor g_operand = make_operand(WhichOperand::G, i, dy, out, ReduceOver::Columns);
+        const Tensor x_operand = make_operand(OperandKind::X, i, x, in, ReduceOver::Rows);
+        const Tensor w_operand = make_operand(OperandKind::W, i, weights[i], in, ReduceOver::Rows);
+        const Tensor g_operand = make_operand(OperandKind::G, i, dy, out, ReduceOver::Columns);
         Tensor dx(N_ * in), dw(out * in);
         // dgrad: dx = g w
         matmul<Real>(N_, in, out, {g_operand.data(), out, 1}, {w_operand.data(), in, 1}, dx.data());
@@ -377,7 +377,7 @@ private:
         // operand of dgrad. Otherwise g is quantized once more, in scale blocks along the tokens.
         const bool is_symmetric = formats_.g.granularity.symmetric();
         const Tensor g_transposed_operand =
-            is_symmetric ? g_operand : make_operand(WhichOperand::G, i, dy, out, ReduceOver::Rows);
+            is_symmetric ? g_operand : make_operand(OperandKind::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g_transposed_operand.data(), 1, out}, {x_operand.data(), in, 1},
                      dw.data());
         add_gradient(name, dw);
@@ -650,7 +650,7 @@ private:
     void update_delayed_scales() {
         if (!linear_formats(setup_).x.fp8()) return;
         for (auto& operands : network_.delayed_scales)
-            for (WhichOperand o : LINEAR_OPERANDS) {
+            for (OperandKind o : LINEAR_OPERANDS) {
                 DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
                 for (float of_rank : all_gather(d.amax)) d.amax = std::max(d.amax, of_rank);
@@ -695,7 +695,7 @@ private:
                                                 {".v.k", whole(s.v.k)}};
         if (setup_.keep_masters) places[".remainder"] = part(s.remainder, own);
         if (setup_.keep_gradients && !to_write) places[".gradient"] = part(network_.gradients[i], own);
-        for (WhichOperand o : LINEAR_OPERANDS) {
+        for (OperandKind o : LINEAR_OPERANDS) {
             DelayedScale& d = network_.delayed_scales[i][int(o)];
             if (d.history.empty()) continue;
             places[concat(suffix_of(o), ".history")] = whole(d.history);

@@ -86,9 +86,9 @@ inline constexpr const char* REPORT_KIND_NAMES[] = {
 // clang-format on
 
 // The kind of a linear layer's operand.
-inline ReportKind report_kind(WhichOperand o) {
-    if (o == WhichOperand::X) return ReportKind::LinearInput;
-    return o == WhichOperand::W ? ReportKind::Weight : ReportKind::Gradient;
+inline ReportKind report_kind(OperandKind o) {
+    if (o == OperandKind::X) return ReportKind::LinearInput;
+    return o == OperandKind::W ? ReportKind::Weight : ReportKind::Gradient;
 }
 
 struct QuantReport {

@@ -160,7 +160,7 @@ double copy_rate(Clock& clock) {
     void* to = memory.take(BYTES);
     return 2 * BYTES / clock.seconds([&] { copy(to, from.data, BYTES); });
 }
-const char* gemm_ceiling(WhichGemm kind, const Storage& operand, const Recipe& r) {
+const char* gemm_ceiling(GemmKind kind, const Storage& operand, const Recipe& r) {
     if (operand.fp8()) return r.fast_accumulation[int(kind)] ? FAST : EXACT;
     return operand.format == Format::FP32 ? "fp32 GEMM" : "bf16 GEMM";
 }
@@ -173,12 +173,12 @@ double gemm_rate(Clock& clock, const std::string& name) {
     const Operand x = random_operand(memory, SIDE, SIDE, a, compute),
                   w = random_operand(memory, SIDE, SIDE, a.fp8() ? E4M3_TENSOR : a, compute);
     const TensorRef out = memory.random(SIDE, SIDE, compute);
-    const WhichGemm kind = name == EXACT ? WhichGemm::Dgrad : WhichGemm::Fprop;
+    const GemmKind kind = name == EXACT ? GemmKind::Dgrad : GemmKind::Fprop;
     return 2.0 * SIDE * SIDE * SIDE / clock.seconds([&] { gemms.run(kind, x, w, out, nullptr); });
 }
 Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
     Ceilings rates{{COPY, copy_rate(clock)}};
-    for (WhichGemm kind : {WhichGemm::Fprop, WhichGemm::Dgrad, WhichGemm::Wgrad})
+    for (GemmKind kind : {GemmKind::Fprop, GemmKind::Dgrad, GemmKind::Wgrad})
         for (const Storage& q : {Storage{r.compute}, r.x}) {
             const char* name = gemm_ceiling(kind, q, r);
             if (!rates.count(name)) rates[name] = gemm_rate(clock, name);
@@ -203,7 +203,7 @@ ordered_json measure_sizes(Clock& clock) {
             quantize(lazy_stored(from), to, nullptr, nullptr);
         };
         auto gemm = [&](const Operand& a, const Operand& b) {
-            gemms.run(WhichGemm::Fprop, a, b, out, nullptr);
+            gemms.run(GemmKind::Fprop, a, b, out, nullptr);
         };
         quantized(x, x8), quantized(w, w8);
         const double bf16 = clock.seconds([&] { gemm({x}, {w}); }),
@@ -340,7 +340,7 @@ private:
     }
 
     // --- GEMMs ---------------------------------------------------------------------------------------------
-    void gemm(const char* group, const std::string& name, double count, WhichGemm kind, const Operand& a,
+    void gemm(const char* group, const std::string& name, double count, GemmKind kind, const Operand& a,
               const Operand& b, const TensorRef& out, double flops, const void* bias, bool accumulate) {
         if (!wanted(group, name)) return;
         gemms_.run(kind, a, b, out, nullptr, {.bias = bias});  // selects the algorithm
@@ -357,11 +357,11 @@ private:
                       x = random_operand(memory_, N_, in, q.x, compute_),
                       g = random_operand(memory_, N_, out, q.g, compute_);
         const void* bias = biased ? random(1, out).data : nullptr;
-        gemm(LINEAR_LAYERS, name + " fprop", layers_, WhichGemm::Fprop, x, w, random(N_, out), flops, bias,
+        gemm(LINEAR_LAYERS, name + " fprop", layers_, GemmKind::Fprop, x, w, random(N_, out), flops, bias,
              false);
-        gemm(LINEAR_LAYERS, name + " dgrad", layers_, WhichGemm::Dgrad, g, w, random(N_, in), flops, nullptr,
+        gemm(LINEAR_LAYERS, name + " dgrad", layers_, GemmKind::Dgrad, g, w, random(N_, in), flops, nullptr,
              false);
-        gemm(LINEAR_LAYERS, name + " wgrad", layers_, WhichGemm::Wgrad, g, x, random(out, in), flops, nullptr,
+        gemm(LINEAR_LAYERS, name + " wgrad", layers_, GemmKind::Wgrad, g, x, random(out, in), flops, nullptr,
              setup_.micro_batches_per_rank > 1);
         memory_.release();
     }
@@ -386,7 +386,7 @@ private:
         // 4 N T C, half of which is masked
         const double flops = 2.0 * double(N_ * setup_.T * c_.q_cols());
         const double logs = 4.0 * double(N_ * c_.NH);
-        const char* ceiling = gemm_ceiling(WhichGemm::Fprop, Storage{compute_}, r_);
+        const char* ceiling = gemm_ceiling(GemmKind::Fprop, Storage{compute_}, r_);
         auto both_passes = [&](const char* group, double count, const float2* rope_table,
                                AmaxAndScale* amax_out) {
             add(group, "attention forward", count, size(qkv) + size(out) + logs, flops, ceiling,
@@ -424,9 +424,9 @@ private:
         const TensorRef x = random(N_, c_.C), a = random(N_, c_.C), out = random(N_, c_.C);
         const TensorRef dweight = random(1, c_.C), dbias = c_.arch.rms ? TensorRef{} : random(1, c_.C);
         const NormGradients gradients{.dy = x,
-                                      .residual_in = a,
-                                      .residual_out = out,
-                                      .residual_amax_out = amax_out_,
+                                      .dresidual_in = a,
+                                      .dresidual_out = out,
+                                      .dresidual_amax_out = amax_out_,
                                       .dweight = dweight,
                                       .dbias = dbias};
         float* workspace = memory_.take<float>(int64_t(sizeof(float)) * norm_backward_workspace_floats(c_.C));
@@ -547,7 +547,8 @@ private:
         });
         pass(HEAD, "embedding backward", batches_,
              size(x) + 2.0 * double(distinct * c_.C * info(compute_).bytes), [&] {
-                 gpu::embedding_backward(x, {rows, token_rows, distinct, order.frequent}, table, nullptr);
+                 gpu::embedding_backward(x, {rows, token_rows, distinct, order.frequent_count}, table,
+                                         nullptr);
              });
         if (!c_.arch.rope)
             pass(HEAD, "positions backward", batches_, size(x),
@@ -561,12 +562,12 @@ private:
         float* losses = floats(n);
         const Operand y{random(n, c_.C)}, w{random(V, c_.C)}, logits{random(n, V)};
         const TensorRef dw = random(V, c_.C), dy = random(n, c_.C);
-        gemm(HEAD, "head fprop", count, WhichGemm::Fprop, y, w, logits.tensor, flops, nullptr, false);
+        gemm(HEAD, "head fprop", count, GemmKind::Fprop, y, w, logits.tensor, flops, nullptr, false);
         pass(HEAD, "cross-entropy", count, 2 * size(logits.tensor), [&] {
             cross_entropy_forward_and_backward(logits.tensor, c_.V, targets, loss_weight, losses, nullptr);
         });
-        gemm(HEAD, "head wgrad", count, WhichGemm::Wgrad, logits, y, dw, flops, nullptr, true);
-        gemm(HEAD, "head dgrad", count, WhichGemm::Dgrad, logits, w, dy, flops, nullptr, false);
+        gemm(HEAD, "head wgrad", count, GemmKind::Wgrad, logits, y, dw, flops, nullptr, true);
+        gemm(HEAD, "head dgrad", count, GemmKind::Dgrad, logits, w, dy, flops, nullptr, false);
     }
 
     // Times at most 10^9 parameters, or as many as fit, and scales the time to all parameters.

@@ -167,7 +167,7 @@ KEYWORDS = set("""auto break case catch class const constexpr continue decltype 
 final for if inline mutable namespace new noexcept nullptr operator override private protected public return
 sizeof static static_assert struct switch template this throw true try typename using virtual void while""".split())
 TYPES = set("""bool char double float int unsigned size_t int8_t uint8_t int16_t uint16_t int32_t uint32_t
-int64_t uint64_t bf16 float2 float4 uint2 uint4 dim3 Real Floats Tensor Values""".split())
+int64_t uint64_t bf16 float2 float4 uint2 uint4 dim3 Real Floats Tensor ChunkValues""".split())
 TOKEN = re.compile(r'(?P<c>//.*)|(?P<s>"(?:\\.|[^"\\])*")|(?P<p>^\s*#\w+.*)|(?P<n>\b(?:0x[\w.]+(?:[-+]\d+f?)?'
                    r'|\d[\w.]*(?:e[-+]\d+f?)?))|(?P<w>[A-Za-z_]\w*)')
 

@@ -31,17 +31,17 @@ struct AdamWKernelConstants {
 // multiplication decodes an old moment and lets it decay.
 struct FactoredMoments {
     float factor;
-    Values ratios;
+    ChunkValues ratios;
 };
 struct NewMoments {
-    Values m, v;
+    ChunkValues m, v;
 };
 
 // Updates eight elements: w are their weights, and g their gradients, which are clipped here. decay is
 // weight_decay, or 0 for a parameter that does not decay.
 inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constants, float clip, float decay,
-                                            const Values& g, const FactoredMoments& old_m,
-                                            const FactoredMoments& old_v, Values& w) {
+                                            const ChunkValues& g, const FactoredMoments& old_m,
+                                            const FactoredMoments& old_v, ChunkValues& w) {
     NewMoments moments;
     for (int j = 0; j < CHUNK; j++) {
         const float gradient = g[j] * clip;
@@ -69,13 +69,13 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
 // of the step, and from element, the first element's number in the flat order.
 
 // BF16 weights. A number is added to the bits of an FP32 value, and the upper half of the sum is the weight.
-// With a master the number is 0x8000, which rounds to nearest. What the weight lacks is its remainder:
-// bits = (weight << 16) + signed remainder. Without a master, rounding to nearest would lose every update
-// below half the distance to the next BF16 value: 16 random bits are added instead, so that the update is
-// kept on average.
+// With a master the number is 0x8000, which rounds to nearest, and ties away from zero, so that the remainder
+// fits in 16 bits. The remainder is what the weight lacks: bits = (weight << 16) + signed remainder. Without
+// a master, rounding to nearest would lose every update below half the distance to the next BF16 value: 16
+// random bits are added instead, so that the update is kept on average.
 template <bool MASTER> struct Bf16Weights {
-    struct StoredChunk {
-        Plain<bf16>::StoredChunk weights, remainders;  // 16 bits each
+    struct LoadedChunk {
+        Plain<bf16>::LoadedChunk weights, remainders;  // 16 bits each
     };
     bf16* weights;
     int16_t* remainders;  // null without a master
@@ -84,48 +84,50 @@ template <bool MASTER> struct Bf16Weights {
         : weights(static_cast<bf16*>(w.values) + first), remainders(MASTER ? w.remainders + first : nullptr) {
     }
 
-    // The lower or the upper 16 bits of two words, or of eight. Each digit of LOWER and UPPER is the number
-    // of a byte among the eight of two words; the last digit names the lowest byte of the result.
+    // For __byte_perm(): the lower halves of two words, or their upper halves. Each digit is the number of a
+    // byte among the eight of the two words; the last digit names the lowest byte of the result.
     static constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
-    static __device__ uint4 sixteen_bits_of(const uint32_t (&words)[CHUNK], uint32_t which) {
-        return {__byte_perm(words[0], words[1], which), __byte_perm(words[2], words[3], which),
-                __byte_perm(words[4], words[5], which), __byte_perm(words[6], words[7], which)};
+    // The lower or the upper halves of eight words, 16 bits each. half is LOWER or UPPER.
+    static __device__ uint4 halves_of(const uint32_t (&words)[CHUNK], uint32_t half) {
+        return {__byte_perm(words[0], words[1], half), __byte_perm(words[2], words[3], half),
+                __byte_perm(words[4], words[5], half), __byte_perm(words[6], words[7], half)};
     }
 
-    __device__ StoredChunk load(int64_t i) const {
-        StoredChunk raw{};
-        raw.weights = *reinterpret_cast<const Plain<bf16>::StoredChunk*>(weights + i);
-        if (MASTER) raw.remainders = *reinterpret_cast<const Plain<bf16>::StoredChunk*>(remainders + i);
-        return raw;
+    __device__ LoadedChunk load(int64_t i) const {
+        LoadedChunk loaded{};
+        loaded.weights = *reinterpret_cast<const Plain<bf16>::LoadedChunk*>(weights + i);
+        if (MASTER) loaded.remainders = *reinterpret_cast<const Plain<bf16>::LoadedChunk*>(remainders + i);
+        return loaded;
     }
-    __device__ void unpack(const StoredChunk& raw, Values& v) const {
+    __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
         if constexpr (!MASTER) {
-            Plain<bf16>::unpack(raw.weights.words, v);
+            Plain<bf16>::unpack(loaded.weights.words, v);
         } else {
             // The inverse of store(), which says why 0x8000 is flipped and then subtracted.
             for (int j = 0; j < CHUNK; j++) {
-                const uint32_t remainders = raw.remainders.words[j / 2] ^ 0x80008000u;
-                const uint32_t sum = __byte_perm(remainders, raw.weights.words[j / 2], j % 2 ? UPPER : LOWER);
+                const uint32_t remainders = loaded.remainders.words[j / 2] ^ 0x80008000u;
+                const uint32_t sum =
+                    __byte_perm(remainders, loaded.weights.words[j / 2], j % 2 ? UPPER : LOWER);
                 v[j] = __uint_as_float(sum - 0x8000u);
             }
         }
     }
-    __device__ void store(int64_t i, const Values& v, uint64_t key, uint64_t element, bool live,
+    __device__ void store(int64_t i, const ChunkValues& v, uint64_t key, uint64_t element, bool live,
                           uint32_t& largest_bits) const {
         // With a master nobody uses the random bits, so the compiler leaves them out.
         const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
         uint32_t sums[CHUNK];
         for (int j = 0; j < CHUNK; j++) {
-            const uint32_t sixteen = static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
-            sums[j] = __float_as_uint(v[j]) + (MASTER ? 0x8000u : sixteen);
+            const uint32_t random_16 = static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
+            sums[j] = __float_as_uint(v[j]) + (MASTER ? 0x8000u : random_16);
             largest_bits = max(largest_bits, sums[j] & 0x7FFF0000u);
         }
         if (!live) return;
-        store_word(weights + i, sixteen_bits_of(sums, UPPER));
+        store_word(weights + i, halves_of(sums, UPPER));
         if (!MASTER) return;
         // sum = bits + 0x8000, of which the weight is the upper half. So the remainder, which is bits minus
         // the weight << 16, is the lower half minus 0x8000. In 16 bits that only flips the highest bit.
-        const uint4 lower = sixteen_bits_of(sums, LOWER);
+        const uint4 lower = halves_of(sums, LOWER);
         store_word(remainders + i, make_uint4(lower.x ^ 0x80008000u, lower.y ^ 0x80008000u,
                                               lower.z ^ 0x80008000u, lower.w ^ 0x80008000u));
     }
@@ -133,14 +135,15 @@ template <bool MASTER> struct Bf16Weights {
 
 // FP32 weights, which are their own masters: the fp32 recipe.
 struct FloatWeights {
-    using StoredChunk = Plain<float>::StoredChunk;
+    using LoadedChunk = Plain<float>::LoadedChunk;
     Plain<float> weights;
 
     __device__ FloatWeights(const Weights& w, int64_t first)
         : weights{static_cast<float*>(w.values) + first} {}
-    __device__ StoredChunk load(int64_t i) const { return weights.load(i); }
-    __device__ void unpack(const StoredChunk& raw, Values& v) const { weights.unpack(raw, v); }
-    __device__ void store(int64_t i, Values& v, uint64_t, uint64_t, bool live, uint32_t& largest_bits) const {
+    __device__ LoadedChunk load(int64_t i) const { return weights.load(i); }
+    __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const { weights.unpack(loaded, v); }
+    __device__ void store(int64_t i, ChunkValues& v, uint64_t, uint64_t, bool live,
+                          uint32_t& largest_bits) const {
         weights.round_in_place_and_store(i, v, live);
         for (int j = 0; j < CHUNK; j++) largest_bits = max(largest_bits, magnitude_bits(v[j]));
     }

@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(TileT::THREADS)
 template <class TileT>
 void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, AmaxAndScale* amax_out,
              cudaStream_t stream) {
-    const dim3 grid(unsigned(s.NH), unsigned(s.B), blocks(s.T, TileT::ROWS));
+    const dim3 grid(unsigned(s.NH), unsigned(s.B), block_count(s.T, TileT::ROWS));
     launch("attention_forward", attention_forward_kernel<TileT>, grid, TileT::THREADS, 3 * TileT::BYTES,
            stream, s, qkv, out, lse);
     const TensorRef result{out, s.B * s.T, s.NH * s.HS, Storage{s.format}};

@@ -99,18 +99,18 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
     const int64_t b = blockIdx.z, head = b * d.NH + h, tile = head * statistics.tiles + blockIdx.y;
     const int64_t number = tile * PREPARE_THREADS + threadIdx.x;
     if (number < counters) counter[number] = 0;
-    typename Plain<Real>::StoredChunk o[ROWS], g[ROWS];
+    typename Plain<Real>::LoadedChunk o[ROWS], g[ROWS];
     for (int i = 0; i < ROWS; i++) {
         const int t = blockIdx.y * QUERIES + first + i * STEP;
         const int64_t element = ((b * d.T + t) * d.NH + h) * d.HS + lane * CHUNK;
         const bool live = t < d.T && lane * CHUNK < d.HS;
-        o[i] = live ? plain<Real>(out).load(element) : typename Plain<Real>::StoredChunk{};
-        g[i] = live ? plain<Real>(dout).load(element) : typename Plain<Real>::StoredChunk{};
+        o[i] = live ? plain<Real>(out).load(element) : typename Plain<Real>::LoadedChunk{};
+        g[i] = live ? plain<Real>(dout).load(element) : typename Plain<Real>::LoadedChunk{};
     }
     float* const stats = statistics.data + tile * 2 * QUERIES;
     for (int i = 0; i < ROWS; i++) {
         const int row = first + i * STEP, t = blockIdx.y * QUERIES + row;
-        Values x, y;
+        ChunkValues x, y;
         Plain<Real>::unpack(o[i].words, x);
         Plain<Real>::unpack(g[i].words, y);
         float delta = 0;

@@ -12,10 +12,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     add_column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* amax_out) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ ColumnSums columns;
-    Values sum[PLANES] = {};
+    ChunkValues sum[PLANES] = {};
     float largest = 0;
     for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS)
-        for_each_row(x, TilePlace(tile), rows, [&](int, const Values(&v)[PLANES], bool live) {
+        for_each_row(x, TilePlace(tile), rows, [&](int, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++)
                 for (int j = 0; j < CHUNK; j++) {
                     if (live) sum[p][j] += v[p][j];
@@ -54,7 +54,7 @@ static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
 void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
                      const TensorRef& second) {
     const int64_t n = gradient.rows * gradient.cols;
-    launch("reduce_partials", reduce_partials_kernel, dim3(blocks(n, 32), second.data ? 2 : 1),
+    launch("reduce_partials", reduce_partials_kernel, dim3(block_count(n, 32), second.data ? 2 : 1),
            dim3(32, REDUCE_ROWS), 0, stream, partials, rows, n, bf16_or_float(gradient),
            bf16_or_float(second));
 }

@@ -37,6 +37,9 @@ inline int device_attribute(cudaDeviceAttr which, int without_gpu = 0) {
     check(cudaDeviceGetAttribute(&value, which, device), "Asking for the GPU's properties failed");
     return value;
 }
+// cudaSuccess if this GPU can run the program's kernels, else the reason why it cannot. (It is defined in
+// gpu/parameter_kernels.cu, because it asks CUDA about one of the kernels there.)
+cudaError_t kernel_status();
 inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -100,8 +103,8 @@ public:
 
 // Work that is launched again and again with the same arguments. Only the first run() calls work(), and
 // records what it launches as a CUDA graph. That run and all later ones launch the graph, by which hundreds
-// of kernels start as one. A dry run must not call run(): it has no stream to record.
-// (It has only a first step, and a GpuModel records only later ones.)
+// of kernels start as one. A dry run must not call run(), because it has no stream to record. (It runs a
+// single step, and model.cu records only later steps.)
 class CudaGraph : UniqueHandle<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work> void run(cudaStream_t stream, Work work) {

@@ -31,14 +31,15 @@ namespace coat::gpu {
 // 1. Launching a kernel
 
 // The number of blocks of a grid if n elements are shared out and a block has `each` of them.
-inline unsigned blocks(int64_t n, int64_t each) { return static_cast<unsigned>(ceil_div(n, each)); }
+inline unsigned block_count(int64_t n, int64_t each) { return static_cast<unsigned>(ceil_div(n, each)); }
 
 // Every kernel is launched here. what: its name in an error. shared: the bytes of shared memory that a block
 // needs besides the arrays that the kernel declares with a fixed size.
 template <class... Parameters>
 void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared,
             cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
-    require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");  // CUDA's limits: in a dry run, too
+    // CUDA's limits. They are checked in a dry run, too.
+    require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");
     if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
     enqueue(stream, [&] {
         // Without this call a block may have at most 48 KiB of shared memory, of which 8 KiB are left for the
@@ -62,7 +63,7 @@ inline __device__ int64_t thread_of_grid() {
 
 using bf16 = __nv_bfloat16;
 constexpr int CHUNK = 8;
-using Values = float[CHUNK];  // the FP32 values of a chunk
+using ChunkValues = float[CHUNK];  // the FP32 values of a chunk
 // (nvcc unrolls loops over a chunk by itself; a pragma stands where it would not.)
 
 // The largest magnitude so far is kept as an FP32 value, `largest`, or as its bits, `largest_bits`. The bits
@@ -122,19 +123,20 @@ inline __device__ float2 decode2(bool e5m2, uint32_t codes) {
     const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), format);
     return __half22float2(__half2(h));
 }
-// Eight codes of v * inverse; the format is known when the kernel is compiled, or (below) when it runs.
-template <Format FP8> __device__ uint2 encode(const Values& v, float inverse) {
+// Eight codes of v * inverse_scale. The format is known when the kernel is compiled or, below, when it runs.
+template <Format FP8> __device__ uint2 encode(const ChunkValues& v, float inverse_scale) {
     constexpr bool E5M2 = FP8 == Format::E5M2;
     uint32_t two[4];
-    for (int i = 0; i < 4; i++) two[i] = encode2(E5M2, v[2 * i] * inverse, v[2 * i + 1] * inverse);
+    for (int i = 0; i < 4; i++)
+        two[i] = encode2(E5M2, v[2 * i] * inverse_scale, v[2 * i + 1] * inverse_scale);
     return {two[0] | two[1] << 16, two[2] | two[3] << 16};
 }
-inline __device__ uint2 encode(bool e5m2, const Values& v, float inverse) {
-    if (e5m2) return encode<Format::E5M2>(v, inverse);
-    return encode<Format::E4M3>(v, inverse);
+inline __device__ uint2 encode(bool e5m2, const ChunkValues& v, float inverse_scale) {
+    if (e5m2) return encode<Format::E5M2>(v, inverse_scale);
+    return encode<Format::E4M3>(v, inverse_scale);
 }
 // Eight values, code * scale.
-inline __device__ void decode(bool e5m2, uint2 codes, float scale, Values& v) {
+inline __device__ void decode(bool e5m2, uint2 codes, float scale, ChunkValues& v) {
     for (int i = 0; i < 4; i++) {
         const float2 two = decode2(e5m2, ((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
         v[2 * i] = two.x * scale;
@@ -193,10 +195,10 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 // without scales, and Groups, E4M3 codes with one BF16 scale for 16 elements. Each has two types and four
 // functions:
 //   Compute                     the compute dtype that goes with it;
-//   StoredChunk                 a chunk as it is stored, in registers;
+//   LoadedChunk                 what load() returns: a chunk in registers, as it is stored;
 //   starting_at()               the same tensor, counted from element i on;
-//   load()                      fetches a chunk, so that several are in flight before the first is used;
-//   unpack()                    converts a fetched chunk to FP32;
+//   load()                      only loads a chunk, so that a caller can have several loads in flight;
+//   unpack()                    converts a loaded chunk to FP32;
 //   round_in_place_and_store()  rounds the values in the caller's registers, and writes those that are live.
 
 inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in 32 bits
@@ -220,13 +222,13 @@ template <class Element, int N = CHUNK> struct Plain {
     static constexpr int WORDS = IS_F32 ? N : N / 2;
     using Compute = Element;
     using Access = std::conditional_t<WORDS % 4 == 0, uint4, uint2>;  // what one instruction loads or stores
-    struct alignas(sizeof(Access)) StoredChunk {
+    struct alignas(sizeof(Access)) LoadedChunk {
         uint32_t words[WORDS];
     };
     Element* data;
 
     __device__ Plain starting_at(int64_t i) const { return {data + i}; }
-    __device__ StoredChunk load(int64_t i) const { return *reinterpret_cast<const StoredChunk*>(data + i); }
+    __device__ LoadedChunk load(int64_t i) const { return *reinterpret_cast<const LoadedChunk*>(data + i); }
     static __device__ void unpack(const uint32_t* words, float (&v)[N]) {
         for (int j = 0; j < WORDS; j++) {
             if constexpr (IS_F32) {
@@ -237,17 +239,17 @@ template <class Element, int N = CHUNK> struct Plain {
             }
         }
     }
-    __device__ void unpack(const StoredChunk& raw, float (&v)[N]) const { unpack(raw.words, v); }
+    __device__ void unpack(const LoadedChunk& loaded, float (&v)[N]) const { unpack(loaded.words, v); }
     __device__ void round_in_place_and_store(int64_t i, float (&v)[N], bool live) const {
-        StoredChunk raw;
+        LoadedChunk packed;
         for (int j = 0; j < WORDS; j++)
-            if constexpr (IS_F32) raw.words[j] = __float_as_uint(v[j]);
-            else raw.words[j] = pack_bf16(v[2 * j], v[2 * j + 1]);
-        for (int j = 0; j < sizeof(StoredChunk) / sizeof(Access); j++)
+            if constexpr (IS_F32) packed.words[j] = __float_as_uint(v[j]);
+            else packed.words[j] = pack_bf16(v[2 * j], v[2 * j + 1]);
+        for (int j = 0; j < sizeof(LoadedChunk) / sizeof(Access); j++)
             if (live)
                 store_word(reinterpret_cast<Access*>(data + i) + j,
-                           reinterpret_cast<const Access*>(raw.words)[j]);
-        unpack(raw, v);
+                           reinterpret_cast<const Access*>(packed.words)[j]);
+        unpack(packed, v);
     }
 };
 
@@ -258,7 +260,7 @@ constexpr int GROUP_SIZE = PER_1x16.cols;
 static_assert(GROUP_SIZE == 2 * CHUNK);
 struct Groups {
     using Compute = bf16;
-    struct StoredChunk {
+    struct LoadedChunk {
         uint2 codes;
         uint16_t scale;
     };
@@ -266,17 +268,17 @@ struct Groups {
     uint16_t* scales;
 
     __device__ Groups starting_at(int64_t i) const { return {codes + i, scales + i / GROUP_SIZE}; }
-    __device__ StoredChunk load(int64_t i) const {
+    __device__ LoadedChunk load(int64_t i) const {
         return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP_SIZE]};
     }
-    __device__ void unpack(const StoredChunk& raw, Values& v) const {
-        decode(/*e5m2=*/false, raw.codes, __uint_as_float(static_cast<uint32_t>(raw.scale) << 16), v);
+    __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
+        decode(/*e5m2=*/false, loaded.codes, __uint_as_float(static_cast<uint32_t>(loaded.scale) << 16), v);
     }
     // The scale of the group that this lane and its neighbour hold, amax / 448 rounded to BF16. Where that
     // rounds down, amax / scale is larger than 448, at most 448 (1 + 2^-8) = 449.75. It gets the code of 448
     // nevertheless: an error of less than 2, where any value above 256 may have an error of 16. A group with
     // NaN or infinity gets the scale NaN, because a code would hide what is not finite.
-    static __device__ float group_scale(const Values& v) {
+    static __device__ float group_scale(const ChunkValues& v) {
         float amax = larger_magnitude(0, v);
         amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
@@ -288,7 +290,7 @@ struct Groups {
         const float r = fast_reciprocal(scale);
         return __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
     }
-    __device__ void round_in_place_and_store(int64_t i, Values& v, bool live) const {
+    __device__ void round_in_place_and_store(int64_t i, ChunkValues& v, bool live) const {
         const float scale = group_scale(v);
         const uint2 c = encode<Format::E4M3>(v, inverse_of_scale(scale));
         if (live) {
@@ -326,18 +328,18 @@ struct Bf16OrFloat {
         if (f32) f(plain<float>(data));
         else f(plain<bf16>(data));
     }
-    using StoredChunk = Plain<float>::StoredChunk;  // BF16 elements fill its first half
-    __device__ StoredChunk load(int64_t i) const {
+    using LoadedChunk = Plain<float>::LoadedChunk;  // BF16 elements fill its first half
+    __device__ LoadedChunk load(int64_t i) const {
         if (f32) return plain<float>(data).load(i);
         const auto half = plain<bf16>(data).load(i);
         return {half.words[0], half.words[1], half.words[2], half.words[3]};
     }
-    __device__ void unpack(const StoredChunk& raw, Values& v) const {
-        if (f32) Plain<float>::unpack(raw.words, v);
-        else Plain<bf16>::unpack(raw.words, v);
+    __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
+        if (f32) Plain<float>::unpack(loaded.words, v);
+        else Plain<bf16>::unpack(loaded.words, v);
     }
-    __device__ void load_values(int64_t i, Values& v) const { unpack(load(i), v); }
-    __device__ void round_in_place_and_store(int64_t i, Values& v, bool live) const {
+    __device__ void load_values(int64_t i, ChunkValues& v) const { unpack(load(i), v); }
+    __device__ void round_in_place_and_store(int64_t i, ChunkValues& v, bool live) const {
         with([&](auto x) { x.round_in_place_and_store(i, v, live); });
     }
 };

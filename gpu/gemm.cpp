@@ -178,10 +178,10 @@ CublasGemms::~CublasGemms() {
     if (handle_) cublasLtDestroy(handle_);
 }
 
-void CublasGemms::run(WhichGemm kind, const Operand& left, const Operand& right, const TensorRef& out,
+void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, const TensorRef& out,
                       cudaStream_t stream, const GemmOptions& options) {
-    const Matrix a = matrix_of(right, /*is_a=*/true, /*over_rows=*/kind != WhichGemm::Fprop);
-    const Matrix b = matrix_of(left, /*is_a=*/false, /*over_rows=*/kind == WhichGemm::Wgrad);
+    const Matrix a = matrix_of(right, /*is_a=*/true, /*over_rows=*/kind != GemmKind::Fprop);
+    const Matrix b = matrix_of(left, /*is_a=*/false, /*over_rows=*/kind == GemmKind::Wgrad);
     const int64_t depth = a.factor_cols();
     require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,
             "the shapes of a GEMM do not fit");
@@ -213,7 +213,7 @@ void CublasGemms::run(WhichGemm kind, const Operand& left, const Operand& right,
         if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {
             launch(chosen->second);
         } else {  // the first GEMM with this key: the first algorithm that can be launched is chosen
-            const bool prefer_tiles = (fast || a.format == Format::BF16) && kind != WhichGemm::Wgrad &&
+            const bool prefer_tiles = (fast || a.format == Format::BF16) && kind != GemmKind::Wgrad &&
                                       out.rows * out.cols >= LARGE &&
                                       device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
             const std::vector<cublasLtMatmulAlgo_t> candidates = problem.candidates(handle_, prefer_tiles);

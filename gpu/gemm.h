@@ -1,5 +1,5 @@
 // gpu/gemm.h - matrix multiplication (GEMM) through cuBLASLt, as one function on operands, which carry their
-// scales. The three GEMMs of a linear layer, fprop, dgrad and wgrad, are a table at Operand in operators.h.
+// scales. The three GEMMs of a linear layer, fprop, dgrad and wgrad, are explained in formats.h.
 #pragma once
 #include <cublasLt.h>
 
@@ -10,11 +10,11 @@
 
 namespace coat::gpu {
 
-enum class WhichGemm : uint8_t { Fprop, Dgrad, Wgrad };  // which of the three GEMMs of a linear layer
+enum class GemmKind : uint8_t { Fprop, Dgrad, Wgrad };  // which of the three GEMMs of a linear layer
 
 struct GemmOptions {
     bool overwrite = true;       // out = the product; otherwise out += the product
-    const void* bias = nullptr;  // (out) in the format of the output: added to each of its rows
+    const void* bias = nullptr;  // (out features), in the format of out; added to each row of out
 };
 
 class CublasGemms {
@@ -22,7 +22,7 @@ public:
     static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
     void* const scratch;                         // SCRATCH bytes; between GEMMs other kernels may use them
 
-    // fast_accumulation says for each WhichGemm whether it sums in fewer bits (formats.h, FastAccumulation).
+    // fast_accumulation says for each GemmKind whether it sums in fewer bits (formats.h, FastAccumulation).
     CublasGemms(void* scratch, const FastAccumulation& fast_accumulation)
         : scratch(scratch), fast_accumulation_(fast_accumulation) {}
     ~CublasGemms();
@@ -30,13 +30,13 @@ public:
 
     // Launches a GEMM. left and right are x and w for Fprop, g and w for Dgrad, g and x for Wgrad. out is in
     // FP32 or BF16. If cuBLASLt has no GEMM for a combination of formats, that is an Error.
-    void run(WhichGemm kind, const Operand& left, const Operand& right, const TensorRef& out,
+    void run(GemmKind kind, const Operand& left, const Operand& right, const TensorRef& out,
              cudaStream_t stream, const GemmOptions& options = {});
 
 private:
     // What the choice of an algorithm depends on. The algorithm is chosen once for each Key.
     struct Key {
-        WhichGemm kind;
+        GemmKind kind;
         Format a, b, out;
         int32_t a_scales, b_scales;  // cuBLASLt's scale modes
         int64_t rows, cols;          // the shape of `out`

@@ -56,11 +56,11 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     float largest = 0;
     if (row < rows) {
         const Plain<Element, 4> pairs = qkv.starting_at(row * cols + first_head * rope.HS + pair);
-        typename Plain<Element, 4>::StoredChunk raw[ROPE_HEADS][2] = {};
+        typename Plain<Element, 4>::LoadedChunk loaded[ROPE_HEADS][2] = {};
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first_head + h >= heads) continue;
-            raw[h][0] = pairs.load(h * rope.HS);
-            raw[h][1] = pairs.load(h * rope.HS + half);
+            loaded[h][0] = pairs.load(h * rope.HS);
+            loaded[h][1] = pairs.load(h * rope.HS + half);
         }
         const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + pair;
         float cosines[4], sines[4];
@@ -74,8 +74,8 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first_head + h >= heads) break;
             float x[4], y[4];
-            pairs.unpack(raw[h][0], x);
-            pairs.unpack(raw[h][1], y);
+            pairs.unpack(loaded[h][0], x);
+            pairs.unpack(loaded[h][1], y);
             if (first_head + h < rotated_heads) {
                 for (int j = 0; j < 4; j++) rotate(x[j], y[j], cosines[j], sines[j]);
                 pairs.round_in_place_and_store(h * rope.HS, x, true);
@@ -89,7 +89,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
 
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_out, cudaStream_t stream) {
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax_out ? qkv.cols : r.rotated_cols) / r.HS;
-    const dim3 grid(blocks(quads, ROPE_THREADS), blocks(heads, ROPE_HEADS));
+    const dim3 grid(block_count(quads, ROPE_THREADS), block_count(heads, ROPE_HEADS));
     with_plain(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
         launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, 0, stream, Plain<Element, 4>{x.data}, r,
@@ -100,7 +100,7 @@ void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_
 
 void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream) {
     const int64_t half = config.HS() / 2;
-    launch("fill_rope_table", fill_rope_table_kernel, blocks(positions * half, 256), 256, 0, stream,
+    launch("fill_rope_table", fill_rope_table_kernel, block_count(positions * half, 256), 256, 0, stream,
            positions * half, static_cast<int>(half), config.rope_theta, config.rope_scaling, table);
 }
 
@@ -154,14 +154,14 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const bool is_v = col >= n.q_cols + n.k_cols;
     auto live = [&](int i) { return row < rows && quad_column(i) < HS; };
     const Plain<Element, QUAD> from = qkv.starting_at(head * n.HS), to = out.starting_at(head * n.HS);
-    typename Plain<Element, QUAD>::StoredChunk raw[HEAD_QUADS] = {};
+    typename Plain<Element, QUAD>::LoadedChunk loaded[HEAD_QUADS] = {};
     for (int i = 0; i < HEAD_QUADS; i++)
-        if (live(i)) raw[i] = from.load(quad_column(i));
+        if (live(i)) loaded[i] = from.load(quad_column(i));
 
     Quads x;
     float squares[QUAD] = {};
     for (int i = 0; i < HEAD_QUADS; i++) {
-        from.unpack(raw[i], x[i]);
+        from.unpack(loaded[i], x[i]);
         for (int j = 0; j < QUAD; j++) squares[j] = __fmaf_rn(x[i][j], x[i][j], squares[j]);
     }
     const float r = inverse_rms(sum_of_head(squares), n);
@@ -202,12 +202,12 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const int64_t col = blockIdx.y * n.HS;
     const int HS = static_cast<int>(n.HS);
     auto live = [&](int i) { return quad_column(i) < HS; };
-    typename Plain<Element, QUAD>::StoredChunk raw_x[HEAD_QUADS] = {}, raw_dy[HEAD_QUADS] = {};
+    typename Plain<Element, QUAD>::LoadedChunk loaded_x[HEAD_QUADS] = {}, loaded_dy[HEAD_QUADS] = {};
     auto fetch_row = [&](int64_t row) {
         for (int i = 0; i < HEAD_QUADS; i++) {
             if (row >= rows || !live(i)) continue;
-            raw_x[i] = qkv.starting_at(row * cols + col).load(quad_column(i));
-            raw_dy[i] = dqkv.starting_at(row * cols + col).load(quad_column(i));
+            loaded_x[i] = qkv.starting_at(row * cols + col).load(quad_column(i));
+            loaded_dy[i] = dqkv.starting_at(row * cols + col).load(quad_column(i));
         }
     };
     const Plain<Element, QUAD> weights = weight_of_head<Element>(n, col);
@@ -222,8 +222,8 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         Quads x, dy;
         float squares[QUAD] = {}, products[QUAD] = {};
         for (int i = 0; i < HEAD_QUADS; i++) {
-            qkv.unpack(raw_x[i], x[i]);
-            dqkv.unpack(raw_dy[i], dy[i]);
+            qkv.unpack(loaded_x[i], x[i]);
+            dqkv.unpack(loaded_dy[i], dy[i]);
             for (int j = 0; j < QUAD; j++) {
                 squares[j] = __fmaf_rn(x[i][j], x[i][j], squares[j]);
                 products[j] = __fmaf_rn(__fmul_rn(dy[i][j], weight[i][j]), x[i][j], products[j]);
@@ -255,14 +255,14 @@ void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, c
     with_plain(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
         launch("qk_norm_and_rope", qk_norm_and_rope_kernel<Element>,
-               blocks(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS, 0, stream, n, rope,
-               Plain<Element, QUAD>{x.data}, Plain<Element, QUAD>{static_cast<Element*>(out.data)},
+               block_count(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS, 0, stream, n,
+               rope, Plain<Element, QUAD>{x.data}, Plain<Element, QUAD>{static_cast<Element*>(out.data)},
                static_cast<uint32_t>(qkv.rows), static_cast<uint32_t>(heads));
     });
 }
 void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
                       float* workspace, cudaStream_t stream) {
-    const dim3 grid(COLUMN_PARTIALS / HEADS_PER_BLOCK, blocks(n.q_cols + n.k_cols, n.HS));
+    const dim3 grid(COLUMN_PARTIALS / HEADS_PER_BLOCK, block_count(n.q_cols + n.k_cols, n.HS));
     with_plain(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
         launch("qk_norm_backward", qk_norm_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS, 0,
@@ -327,7 +327,7 @@ template <class Element, int CACHED_ROWS>
 static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED_ROWS, sizeof(Element)))
     cross_entropy_kernel(Plain<Element> logits, int64_t rows, int stride, int V, const int32_t* targets,
                          bool gradients, const double* loss_weight, float* losses) {
-    using StoredChunk = typename Plain<Element>::StoredChunk;
+    using LoadedChunk = typename Plain<Element>::LoadedChunk;
     constexpr int COLS_OF_BLOCK = LOSS_THREADS * CHUNK, IN_FLIGHT = 4;
     extern __shared__ __align__(16) unsigned char shared[];  // (CACHED_ROWS, stride) Element
     __shared__ Softmax parts[2][LOSS_THREADS / 32];
@@ -355,7 +355,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
         // The number of columns that count: none in a row without a target, whose loss and gradients are 0.
         const int live_cols = target == NO_TARGET ? 0 : V;
         // Replaces, in a chunk, the columns that do not count.
-        auto replace_dead = [&](int col, Values& x, float with) {
+        auto replace_dead = [&](int col, ChunkValues& x, float with) {
             if (col + CHUNK <= live_cols) return;
             for (int j = 0; j < CHUNK; j++) x[j] = col + j < live_cols ? x[j] : with;
         };
@@ -364,15 +364,16 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
 
         Softmax mine{-INFINITY, 0};
         for (int begin = first_col; begin < live_cols; begin += IN_FLIGHT * COLS_OF_BLOCK) {
-            StoredChunk raw[IN_FLIGHT];
+            LoadedChunk loaded[IN_FLIGHT];
             for (int i = 0; i < IN_FLIGHT; i++)
-                if (begin + i * COLS_OF_BLOCK < live_cols) raw[i] = for_loss.load(begin + i * COLS_OF_BLOCK);
+                if (begin + i * COLS_OF_BLOCK < live_cols)
+                    loaded[i] = for_loss.load(begin + i * COLS_OF_BLOCK);
             for (int i = 0; i < IN_FLIGHT; i++) {
                 const int col = begin + i * COLS_OF_BLOCK;
                 if (col >= live_cols) break;
-                if (CACHED_ROWS == 1) *reinterpret_cast<StoredChunk*>(in_cache.data + col) = raw[i];
-                Values x;
-                logits.unpack(raw[i], x);
+                if (CACHED_ROWS == 1) *reinterpret_cast<LoadedChunk*>(in_cache.data + col) = loaded[i];
+                ChunkValues x;
+                logits.unpack(loaded[i], x);
                 replace_dead(col, x, -INFINITY);
                 float maximum = x[0];
                 for (int j = 1; j < CHUNK; j++) maximum = fmaxf(maximum, x[j]);
@@ -388,7 +389,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
             // The gradients: (softmax - one_hot(target)) * weight
 #pragma unroll 4
         for (int col = first_col; col < stride; col += COLS_OF_BLOCK) {
-            Values x;
+            ChunkValues x;
             logits.unpack(for_gradients.load(col), x);
             for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * weight;
             if (static_cast<uint32_t>(target - col) < CHUNK)
@@ -466,7 +467,7 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
     // The longest sums start first.
     std::stable_sort(result.tokens.begin(), result.tokens.end(),
                      [](const TokenRows& a, const TokenRows& b) { return a.count > b.count; });
-    for (const TokenRows& t : result.tokens) result.frequent += t.count > RUN_ROWS ? 1 : 0;
+    for (const TokenRows& t : result.tokens) result.frequent_count += t.count > RUN_ROWS ? 1 : 0;
     return result;
 }
 
@@ -474,18 +475,18 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
 // chunk that begins with column col.
 template <class RowOf>
 static __device__ void sum_rows(const Bf16OrFloat& g, int64_t C, int64_t col, int begin, int end,
-                                RowOf row_of, Values& sum) {
+                                RowOf row_of, ChunkValues& sum) {
     for (int j = 0; j < CHUNK; j++) sum[j] = 0;
 #pragma unroll 8
     for (int i = begin; i < end; i++) {
-        Values v;
+        ChunkValues v;
         g.load_values(row_of(i) * C + col, v);
         for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
     }
 }
 
-static __device__ void add_to_gradient(const Bf16OrFloat& gradient, int64_t i, const Values& sum) {
-    Values total;
+static __device__ void add_to_gradient(const Bf16OrFloat& gradient, int64_t i, const ChunkValues& sum) {
+    ChunkValues total;
     gradient.load_values(i, total);
     for (int j = 0; j < CHUNK; j++) total[j] += sum[j];
     gradient.round_in_place_and_store(i, total, true);
@@ -498,7 +499,7 @@ static __global__ void embedding_backward_rare_kernel(Bf16OrFloat g, int64_t C, 
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
     auto row_of = [&](int i) -> int64_t { return order[i]; };
-    Values sum;
+    ChunkValues sum;
     sum_rows(g, C, col, rows.first, rows.first + rows.count, row_of, sum);
     add_to_gradient(gradient, rows.token * C + col, sum);
 }
@@ -510,16 +511,16 @@ constexpr int RUNS = 8;  // runs of a round
 static __global__ void __launch_bounds__(32 * RUNS)
     embedding_backward_frequent_kernel(Bf16OrFloat g, int64_t C, const int32_t* order,
                                        const TokenRows* tokens, Bf16OrFloat gradient) {
-    __shared__ Values sums[RUNS][32];
+    __shared__ ChunkValues sums[RUNS][32];
     const TokenRows rows = tokens[blockIdx.x];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * 32 + lane) * CHUNK;
     auto row_of = [&](int i) -> int64_t { return order[i]; };
-    Values total = {};
+    ChunkValues total = {};
     for (int first = 0; first < rows.count; first += RUNS * RUN_ROWS) {
         const int begin = first + warp * RUN_ROWS;
         const int end = col < C ? min(begin + RUN_ROWS, rows.count) : begin;
-        Values sum;
+        ChunkValues sum;
         sum_rows(g, C, col, rows.first + begin, rows.first + end, row_of, sum);
         for (int j = 0; j < CHUNK; j++) sums[warp][lane][j] = sum[j];
         __syncthreads();
@@ -538,7 +539,7 @@ static __global__ void positions_backward_kernel(Bf16OrFloat g, int64_t N, int64
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
     auto row_of = [&](int sequence) { return sequence * T + t; };
-    Values sum;
+    ChunkValues sum;
     sum_rows(g, C, col, 0, static_cast<int>(ceil_div(N - t, T)), row_of, sum);
     add_to_gradient(gradient, t * C + col, sum);
 }
@@ -551,19 +552,20 @@ static unsigned threads_of_row(int64_t cols) {
 
 void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, const TensorRef& gradient,
                         cudaStream_t stream) {
-    const dim3 frequent_grid(static_cast<unsigned>(order.frequent), blocks(g.cols, 32 * CHUNK));
+    const dim3 frequent_grid(static_cast<unsigned>(order.frequent_count), block_count(g.cols, 32 * CHUNK));
     launch("embedding_backward", embedding_backward_frequent_kernel, frequent_grid, 32 * RUNS, 0, stream,
            bf16_or_float(g), g.cols, order.order, order.tokens, bf16_or_float(gradient));
     const unsigned threads = threads_of_row(g.cols);
-    const unsigned rare = static_cast<unsigned>(order.count - order.frequent);
-    const dim3 rare_grid(rare, blocks(g.cols, threads * CHUNK));
+    const unsigned rare = static_cast<unsigned>(order.count - order.frequent_count);
+    const dim3 rare_grid(rare, block_count(g.cols, threads * CHUNK));
     launch("embedding_backward", embedding_backward_rare_kernel, rare_grid, threads, 0, stream,
-           bf16_or_float(g), g.cols, order.order, order.tokens + order.frequent, bf16_or_float(gradient));
+           bf16_or_float(g), g.cols, order.order, order.tokens + order.frequent_count,
+           bf16_or_float(gradient));
 }
 
 void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream) {
     const unsigned threads = threads_of_row(g.cols);
-    const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), blocks(g.cols, threads * CHUNK));
+    const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), block_count(g.cols, threads * CHUNK));
     launch("positions_backward", positions_backward_kernel, grid, threads, 0, stream, bf16_or_float(g),
            g.rows, g.cols, T, bf16_or_float(gradient));
 }

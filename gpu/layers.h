@@ -64,14 +64,14 @@ struct TokenRows {
 struct EmbeddingOrder {
     std::vector<int32_t> order;     // (N) row numbers by token, ascending within a token
     std::vector<TokenRows> tokens;  // at most N; those with the most rows come first
-    int64_t frequent = 0;           // the first tokens, this many: each has enough rows for several warps
+    int64_t frequent_count = 0;     // the first tokens, this many: each has enough rows for several warps
 };
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
 // An EmbeddingOrder whose vectors are on the device; `count` is the length of `tokens`.
 struct EmbeddingOrderRef {
     const int32_t* order;
     const TokenRows* tokens;
-    int64_t count, frequent;
+    int64_t count, frequent_count;
 };
 // gradient (padded_V, C): row[token] += the sum of the token's rows of g (N, C), for each token of the order.
 void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, const TensorRef& gradient,

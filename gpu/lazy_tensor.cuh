@@ -21,7 +21,7 @@ inline __device__ float norm_output(float x, RowStatistics statistics, float wei
     return __fmaf_rn(__fmul_rn(__fsub_rn(x, statistics.mean), statistics.rstd), weight, bias);
 }
 template <class Element>
-__device__ void load_weight_and_bias(const Norm& n, int64_t col, Values& weight, Values& bias) {
+__device__ void load_weight_and_bias(const Norm& n, int64_t col, ChunkValues& weight, ChunkValues& bias) {
     Plain<Element>::unpack(plain<Element>(n.weight).load(col).words, weight);
     for (int j = 0; j < CHUNK; j++) bias[j] = 0;
     if (n.bias) Plain<Element>::unpack(plain<Element>(n.bias).load(col).words, bias);
@@ -62,12 +62,13 @@ inline __device__ void gated_silu_backward(float gate, float up, float d, float&
 // A producer gives a kernel the values of a LazyTensor: it loads them, or computes them from what is stored.
 // For 8 columns of one row,
 //   cursor(row, col)                  is what a thread remembers of its place: pointers, a norm's weights;
-//   load(cursor, i)                   fetches what row + i needs, so that several rows' loads are in flight;
-//   compute(fetched, cursor, values)  computes the FP32 values of the tensor from what was fetched.
+//   load(cursor, i)                   only loads what row + i needs: several rows' loads can be in flight;
+//   compute(loaded, cursor, values)   computes the FP32 values of the tensor from what was loaded.
 // [gate | up] consists of two planes side by side, each `width` columns wide; a thread has the same 8 columns
 // of both. Any other tensor is one plane. SiLU(gate) x up is computed from two planes and has one.
 
-// Elements from a thread's first row to its row i: in 32 bits, so that an address is a single instruction.
+// The distance, in elements, from a thread's first row to its row i. It has 32 bits, so that a single
+// instruction computes an address.
 inline __device__ uint32_t row_offset(int i, int64_t width) {
     return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
 }
@@ -84,16 +85,16 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
         Layout in[INPUT_PLANES];
         Plain<Compute> dact;
         const RowStatistics* statistics;
-        Values weight, bias;
+        ChunkValues weight, bias;
     };
-    // What load() fetches. A producer uses some of the fields, which have BYTES bytes together.
-    struct Fetched {
-        typename Layout::StoredChunk in[INPUT_PLANES];
-        typename Plain<Compute>::StoredChunk dact;
+    // What load() returns. A producer uses some of the fields, which have BYTES bytes together.
+    struct Loaded {
+        typename Layout::LoadedChunk in[INPUT_PLANES];
+        typename Plain<Compute>::LoadedChunk dact;
         RowStatistics statistics;
     };
     static constexpr int BYTES =
-        sizeof(Fetched::in) + BACKWARD * sizeof(Fetched::dact) + NORM * sizeof(Fetched::statistics);
+        sizeof(Loaded::in) + BACKWARD * sizeof(Loaded::dact) + NORM * sizeof(Loaded::statistics);
     Layout in;        // (N, INPUT_PLANES * width)
     int64_t width;    // the columns of a plane
     LazyTensor lazy;  // what is computed
@@ -109,21 +110,21 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
         }
         return cursor;
     }
-    __device__ Fetched load(const Cursor& cursor, int i) const {
-        Fetched fetched;
+    __device__ Loaded load(const Cursor& cursor, int i) const {
+        Loaded loaded;
         for (int p = 0; p < INPUT_PLANES; p++)
-            fetched.in[p] = cursor.in[p].load(row_offset(i, INPUT_PLANES * width));
-        if (BACKWARD) fetched.dact = cursor.dact.load(row_offset(i, width));
-        if (NORM) fetched.statistics = cursor.statistics[i];
-        return fetched;
+            loaded.in[p] = cursor.in[p].load(row_offset(i, INPUT_PLANES * width));
+        if (BACKWARD) loaded.dact = cursor.dact.load(row_offset(i, width));
+        if (NORM) loaded.statistics = cursor.statistics[i];
+        return loaded;
     }
-    __device__ void compute(const Fetched& fetched, const Cursor& cursor, Values (&v)[PLANES]) const {
-        Values x[INPUT_PLANES], d;  // d: of dact
-        for (int p = 0; p < INPUT_PLANES; p++) in.unpack(fetched.in[p], x[p]);
-        if (BACKWARD) cursor.dact.unpack(fetched.dact, d);
+    __device__ void compute(const Loaded& loaded, const Cursor& cursor, ChunkValues (&v)[PLANES]) const {
+        ChunkValues x[INPUT_PLANES], d;  // d: of dact
+        for (int p = 0; p < INPUT_PLANES; p++) in.unpack(loaded.in[p], x[p]);
+        if (BACKWARD) cursor.dact.unpack(loaded.dact, d);
         for (int j = 0; j < CHUNK; j++) {
             if constexpr (NORM) {
-                v[0][j] = norm_output(x[0][j], fetched.statistics, cursor.weight[j], cursor.bias[j]);
+                v[0][j] = norm_output(x[0][j], loaded.statistics, cursor.weight[j], cursor.bias[j]);
             } else if constexpr (ACTIVATION && GATED) {
                 v[0][j] = gated_silu(x[0][j], x[1][j]);
             } else if constexpr (ACTIVATION) {
@@ -192,7 +193,9 @@ struct TilePlace {
           col(static_cast<int64_t>(blockIdx.x) * TILE + across * CHUNK) {}
     __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
 };
-inline dim3 tile_grid(int64_t rows, int64_t width) { return {blocks(width, TILE), blocks(rows, TILE)}; }
+inline dim3 tile_grid(int64_t rows, int64_t width) {
+    return {block_count(width, TILE), block_count(rows, TILE)};
+}
 
 // How many of a thread's rows are loaded at once, if a row takes this many bytes of registers.
 constexpr __host__ __device__ int rows_in_flight(int bytes) {
@@ -233,13 +236,13 @@ __device__ void for_each_row(const Producer& x, const TilePlace& place, int64_t 
     const int live_rows = place.col < x.width ? rows_inside : 0;
 #pragma unroll
     for (int first = 0; first < THREAD_ROWS; first += IN_FLIGHT) {
-        typename Producer::Fetched fetched[IN_FLIGHT];
+        typename Producer::Loaded loaded[IN_FLIGHT];
         for (int i = 0; i < IN_FLIGHT; i++)
-            fetched[i] = x.load(cursor, min(first + i, max(rows_inside - 1, 0)));
+            loaded[i] = x.load(cursor, min(first + i, max(rows_inside - 1, 0)));
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
-            Values v[Producer::PLANES];
-            x.compute(fetched[i], cursor, v);
+            ChunkValues v[Producer::PLANES];
+            x.compute(loaded[i], cursor, v);
             use(first + i, v, first + i < live_rows);
         }
     }
@@ -272,11 +275,11 @@ __device__ void combine_columns(const Producer& x, const TilePlace& place,
 // store_column_sums() adds the threads' sums and writes row y of partials (COLUMN_PARTIALS, PLANES * width).
 // A multiprocessor has three such blocks, not four: the sums need registers, too.
 constexpr int COLUMN_BLOCKS_PER_SM = 3;
-inline dim3 column_grid(int64_t width) { return {blocks(width, TILE), COLUMN_PARTIALS}; }
+inline dim3 column_grid(int64_t width) { return {block_count(width, TILE), COLUMN_PARTIALS}; }
 // In shared memory; a column is padding, against bank conflicts.
 using ColumnSums = float[SIDE_THREADS][TILE + 1];
 template <class Producer>
-__device__ void store_column_sums(const Producer& x, const Values (&mine)[Producer::PLANES],
+__device__ void store_column_sums(const Producer& x, const ChunkValues (&mine)[Producer::PLANES],
                                   ColumnSums& columns, float* partials) {
     combine_columns(
         x, TilePlace(), mine, columns, [](float a, float b) { return a + b; },

@@ -1,8 +1,6 @@
 // gpu/linear.cpp - the GEMMs of a linear layer and their operands (gpu/linear.h).
 #include "linear.h"
 
-#include "layers.h"
-
 namespace coat::gpu {
 
 LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
@@ -10,10 +8,10 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
       bias_index_(context_.parameters.bias_index(weight_index)),
       out_(context_.parameters.params[weight_index].rows), in_(context_.parameters.params[weight_index].cols),
       linear_layer_index_(context_.parameters.linear_layer_index(weight_index)),
-      x_amax_and_scale_(context_.amax_table.of_operand(WhichOperand::X, linear_layer_index_)),
+      x_amax_and_scale_(context_.amax_table.of_operand(OperandKind::X, linear_layer_index_)),
       w_amax_and_scale_(context_.amax_table.of_weight(weight_index, linear_layer_index_)),
-      g_amax_and_scale_(context_.amax_table.of_operand(WhichOperand::G, linear_layer_index_)) {
-    if (context_.caches_weights) cached_w_operand_ = allocate_operand(WhichOperand::W, out_, Form::Both);
+      g_amax_and_scale_(context_.amax_table.of_operand(OperandKind::G, linear_layer_index_)) {
+    if (context_.caches_weights) cached_w_operand_ = allocate_operand(OperandKind::W, out_, Form::Both);
 }
 
 // The rows of the operand of x, and of y. FP8 GEMMs want a multiple of 16. With FP8 operands a micro-batch
@@ -29,20 +27,20 @@ static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
 
 void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
-    const Operand x_operand = make_operand(WhichOperand::X, x, WhichGemm::Fprop);
+    const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Fprop);
     context_.sharding.gather_weights(module(), Direction::Forward);
-    const Operand w_operand = get_or_make_w_operand(WhichGemm::Fprop);
+    const Operand w_operand = get_or_make_w_operand(GemmKind::Fprop);
     const void* const bias = bias_index_ ? context_.sharding.weight(*bias_index_).data : nullptr;
     TensorRef padded_y = y;
     padded_y.rows = rows_of_gemm(context_.formats.x, y.rows);
-    context_.gemms.run(WhichGemm::Fprop, x_operand, w_operand, padded_y, stream(), {.bias = bias});
+    context_.gemms.run(GemmKind::Fprop, x_operand, w_operand, padded_y, stream(), {.bias = bias});
 }
 
 void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
     const Arena::Scope scope(arena());
     context_.sharding.gather_weights(module(), Direction::Backward);
-    const Operand w_operand = get_or_make_w_operand(WhichGemm::Dgrad);
-    context_.gemms.run(WhichGemm::Dgrad, g_operand, w_operand, dx, stream());
+    const Operand w_operand = get_or_make_w_operand(GemmKind::Dgrad);
+    context_.gemms.run(GemmKind::Dgrad, g_operand, w_operand, dx, stream());
 }
 
 void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite) {
@@ -55,9 +53,9 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
     const bool forward_had_other_x =
         !context_.gpu_context.setup.recipe.forward_reads_saved && x.op != LazyOp::Stored;
     if (forward_had_other_x) compute_x_amax_if_needed(x);
-    const Operand x_operand = make_operand(WhichOperand::X, x, WhichGemm::Wgrad);
+    const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Wgrad);
     const TensorRef dw = context_.sharding.gradient_to_write(weight_index_);
-    context_.gemms.run(WhichGemm::Wgrad, g_operand, x_operand, dw, stream(), {.overwrite = overwrite});
+    context_.gemms.run(GemmKind::Wgrad, g_operand, x_operand, dw, stream(), {.overwrite = overwrite});
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -68,17 +66,17 @@ static bool is_stored_plain(const LazyTensor& x) { return x.op == LazyOp::Stored
 
 // needed_rows: the operand's rows, before they are rounded up for an FP8 GEMM. codes: where the row-major
 // codes go; if null, memory for them is allocated, too.
-Operand LinearLayer::allocate_operand(WhichOperand which, int64_t needed_rows, Form form, void* codes) const {
-    const Storage& q = storage_of(context_.formats, which);
+Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, Form form, void* codes) const {
+    const Storage& q = storage_of(context_.formats, kind);
     const int64_t rows = rows_of_gemm(q, needed_rows);
-    const int64_t cols = which == WhichOperand::G ? out_ : in_;
+    const int64_t cols = kind == OperandKind::G ? out_ : in_;
     if (!codes && form != Form::Transposed) codes = arena().allocate(operand_bytes(q, rows, cols));
     void* transposed = nullptr;
     if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(q, cols, rows));
 
     AmaxAndScale* const all[] = {x_amax_and_scale_, w_amax_and_scale_, g_amax_and_scale_};
     const TensorRef tensor{
-        .data = codes, .rows = rows, .cols = cols, .storage = q, .amax_and_scale = all[int(which)]};
+        .data = codes, .rows = rows, .cols = cols, .storage = q, .amax_and_scale = all[int(kind)]};
     // In FP8 both forms have the one scale of the tensor. BF16 and FP32, whose granularity counts as
     // PER_TENSOR, too, have no scale and no second form.
     if (q.granularity == PER_TENSOR)
@@ -95,28 +93,28 @@ Operand LinearLayer::allocate_operand(WhichOperand which, int64_t needed_rows, F
 }
 
 // The operand of x or of w in the form that `gemm` reads: FP8 codes row-major for fprop, else transposed.
-Operand LinearLayer::make_operand(WhichOperand which, const LazyTensor& source, WhichGemm gemm) const {
-    const bool fp8 = storage_of(context_.formats, which).fp8();
+Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const {
+    const bool fp8 = storage_of(context_.formats, kind).fp8();
     if (!fp8 && is_stored_plain(source)) return {source.input};
-    const Form form = fp8 && gemm != WhichGemm::Fprop ? Form::Transposed : Form::RowMajor;
-    const Operand operand = allocate_operand(which, source.rows, form);
-    write_operand(source, operand, quant_stats_of(which), stream());
+    const Form form = fp8 && gemm != GemmKind::Fprop ? Form::Transposed : Form::RowMajor;
+    const Operand operand = allocate_operand(kind, source.rows, form);
+    write_operand(source, operand, quant_stats_of(kind), stream());
     return operand;
 }
 
 // The operand of w in the form that `gemm` reads: from the cache, if weights are cached; else it is made here
 // from the weight. With several ranks: other GPUs may have sent row-major codes, which only have to be
 // transposed for dgrad.
-Operand LinearLayer::get_or_make_w_operand(WhichGemm gemm) const {
+Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     if (context_.caches_weights) return cached_w_operand_;
     const TensorRef w = context_.sharding.weight(weight_index_);
     const bool arrived_as_codes = w.storage.fp8();
     if (!arrived_as_codes) {
         compute_w_amax_if_needed();
-        return make_operand(WhichOperand::W, lazy_stored(w), gemm);
+        return make_operand(OperandKind::W, lazy_stored(w), gemm);
     }
-    if (gemm == WhichGemm::Fprop) return {w};
-    const Operand w_operand = allocate_operand(WhichOperand::W, out_, Form::Transposed);
+    if (gemm == GemmKind::Fprop) return {w};
+    const Operand w_operand = allocate_operand(OperandKind::W, out_, Form::Transposed);
     transpose_codes(w, w_operand.transposed, stream());
     return w_operand;
 }
@@ -124,21 +122,21 @@ Operand LinearLayer::get_or_make_w_operand(WhichGemm gemm) const {
 void LinearLayer::write_cached_w_operand() {
     compute_w_amax_if_needed();
     write_operand(lazy_stored(context_.sharding.weight(weight_index_)), cached_w_operand_,
-                  quant_stats_of(WhichOperand::W), stream());
+                  quant_stats_of(OperandKind::W), stream());
 }
 
 Operand LinearLayer::allocate_g_operand(int64_t N, void* codes) const {
     const Form form = context_.formats.g.fp8() ? Form::Both : Form::RowMajor;
-    return allocate_operand(WhichOperand::G, N, form, codes);
+    return allocate_operand(OperandKind::G, N, form, codes);
 }
 
-Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs amax) {
+Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from) {
     if (!context_.formats.g.fp8() && is_stored_plain(g)) {
         if (bias_index_) add_dbias(g, /*g_amax_out=*/nullptr);
         return {g.input};
     }
     const Operand g_operand = allocate_g_operand(g.rows, /*codes=*/nullptr);
-    write_g_operand_and_add_dbias(g, amax, g_operand);
+    write_g_operand_and_add_dbias(g, g_amax_from, g_operand);
     return g_operand;
 }
 
@@ -157,19 +155,20 @@ Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs am
 // "COAT and its like" are the recipes with one scale for the tensor, taken just in time. Other scales are
 // delayed (te), or smaller than a tensor (rowwise, deepseek). write_operand_and_add_column_sums() (coat.cu)
 // decides between one pass and two.
-void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand) {
+void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from,
+                                                const Operand& g_operand) {
     const bool fp8 = context_.formats.g.fp8();
-    AmaxAndScale* const amax_to_compute = amax == AmaxIs::Unknown ? place_for_g_amax() : nullptr;
+    AmaxAndScale* const amax_to_compute = g_amax_from == AmaxFrom::Pass ? place_for_g_amax() : nullptr;
     if (fp8 && bias_index_ && !amax_to_compute) {
         const Arena::Scope scope(arena());
         float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
         write_operand_and_add_column_sums(g, g_operand, context_.sharding.gradient_to_write(*bias_index_),
-                                          workspace, quant_stats_of(WhichOperand::G), stream());
+                                          workspace, quant_stats_of(OperandKind::G), stream());
         return;
     }
     if (fp8 && bias_index_) add_dbias(g, amax_to_compute);
     else if (amax_to_compute) compute_amax(g, amax_to_compute, stream());
-    write_operand(g, g_operand, quant_stats_of(WhichOperand::G), stream());
+    write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
     if (!fp8 && bias_index_) add_dbias(lazy_stored(g_operand.tensor), /*g_amax_out=*/nullptr);
 }
 

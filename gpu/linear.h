@@ -3,8 +3,9 @@
 //
 // g (N, out) is the gradient of y. GEMMs do not read x, w and g themselves, but operands that are made of
 // them: x_operand, w_operand and g_operand. In most recipes these are FP8 codes. (In recipes without FP8 they
-// are BF16 or FP32 values.) FP8 operands have two forms, row-major and transposed; the table at Operand in
-// gpu/operators.h says which GEMM reads which.
+// are BF16 or FP32 values.) FP8 operands have two forms, row-major and transposed: fprop reads x and w
+// row-major, dgrad reads g row-major and w transposed, and wgrad reads g and x transposed. (formats.h, where
+// its recipes begin, says why.)
 //
 // How long the operands live:
 //   x_operand   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x. From
@@ -12,7 +13,7 @@
 //   w_operand   for one GEMM; or, in a cache, for a step.
 //   g_operand   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
 //
-// Memory comes from the Arena (gpu/state.h), which is a stack. A function whose name begins with allocate_
+// Memory comes from the Arena (gpu/arena.h), which is a stack. A function whose name begins with allocate_
 // takes memory, one with write_ writes the codes there, and one with make_ does both. An operand lives until
 // the innermost Arena::Scope ends that was open when its memory was taken.
 //
@@ -85,16 +86,17 @@ public:
 
     // --- The operand of g; and dbias, the gradient of the bias, to which the column sums of g are added
     // while g is at hand
-    // Known: an earlier kernel has left the amax of g at place_for_g_amax(). Unknown: it is computed first.
-    enum class AmaxIs : uint8_t { Known, Unknown };
+    // Where the amax of g comes from, if it is needed. EarlierKernel: one that was given place_for_g_amax()
+    // has left it there. Pass: a pass over g computes it first.
+    enum class AmaxFrom : uint8_t { EarlierKernel, Pass };
     // Makes the operand of g, and adds to dbias. In recipes without FP8 a stored g is its own operand: no
     // memory is allocated.
-    Operand make_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs amax);
+    Operand make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from);
     // The two parts of make_g_operand_and_add_dbias(), for dgate_up (model.cu) alone: dgate_up outlives dact,
     // from which it is computed, so its memory must be allocated before that of dact. codes: where the
     // row-major codes go; if null, memory for them is allocated, too.
     Operand allocate_g_operand(int64_t N, void* codes) const;
-    void write_g_operand_and_add_dbias(const LazyTensor& g, AmaxIs amax, const Operand& g_operand);
+    void write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand);
 
     // --- The operand of w, if weights are cached (only with one rank, so there is nothing to gather)
     void write_cached_w_operand();
@@ -132,14 +134,14 @@ private:
     cudaStream_t stream() const { return context_.gpu_context.stream; }
 
     // Where the errors of quantizing an operand are added up; null if they are not measured.
-    QuantStats* quant_stats_of(WhichOperand which) const {
-        return context_.gpu_context.quant_stats_of(report_kind(which));
+    QuantStats* quant_stats_of(OperandKind kind) const {
+        return context_.gpu_context.quant_stats_of(report_kind(kind));
     }
     int64_t module() const { return Sharding::module_of(linear_layer_index_); }
 
-    Operand allocate_operand(WhichOperand which, int64_t rows, Form form, void* codes = nullptr) const;
-    Operand make_operand(WhichOperand which, const LazyTensor& source, WhichGemm gemm) const;
-    Operand get_or_make_w_operand(WhichGemm gemm) const;
+    Operand allocate_operand(OperandKind kind, int64_t rows, Form form, void* codes = nullptr) const;
+    Operand make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const;
+    Operand get_or_make_w_operand(GemmKind gemm) const;
     void add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const;
     void compute_w_amax_if_needed() const;
 };

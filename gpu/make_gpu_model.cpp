@@ -3,9 +3,9 @@
 // its place.
 #include <cstdlib>
 
+#include "cuda.h"
 #include "gpu_model.h"
 #include "memory_layout.h"
-#include "parameter_kernels.h"
 #include "transport.h"
 
 namespace coat {

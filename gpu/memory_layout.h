@@ -1,7 +1,8 @@
 // gpu/memory_layout.h - how the memory of a GPU is divided: what this rank owns of each parameter, the
 // buckets, the sizes of buffers, and where gradients begin. All of this follows from the settings of the run,
 // so a program without CUDA knows it too, for --plan. gpu/operators.h explains the words bucket, flat order
-// and rank's order.
+// and rank's order. A module is a part of the model whose weights several ranks gather at a time: the
+// embeddings, a linear layer, or the head (gpu/sharding.h).
 #pragma once
 #include "../model.h"
 

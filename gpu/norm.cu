@@ -1,11 +1,11 @@
 // gpu/norm.cu - residual add, RMSNorm and LayerNorm on the GPU, forward and backward, with what section 5 of
 // the paper needs of them.
 //
-// In forward, one kernel adds a branch to the residual stream. It has whole rows in registers, so it also
-// does what the norm of the sum needs: it saves the norm's input, and computes the row statistics and the
-// amax of the norm's output. It does not store that output, because the kernel that makes the next GEMM's
-// operand computes it (coat.cu). In backward, one kernel computes the gradient of the norm's input row by
-// row, and sums the gradients of weight and bias over the rows.
+// In forward, one kernel adds a branch, the output of half a layer, to the residual stream. It has whole rows
+// in registers, so it also does what the norm of the sum needs: it saves the norm's input, and computes the
+// row statistics and the amax of the norm's output. It does not store that output, because the kernel that
+// makes the next GEMM's operand computes it (coat.cu). In backward, one kernel computes the gradient of the
+// norm's input row by row, and sums the gradients of weight and bias over the rows.
 #include "lazy_tensor.cuh"
 
 namespace coat::gpu {
@@ -52,9 +52,9 @@ struct RowSum {
             for (int w = 0; w < warps; w++) x[i] += parts[i][first + w];
         }
     }
-    // Switches to the other place without a sum. RMSNorm needs one sum fewer than LayerNorm, and
-    // row_statistics() serves both. With skip() `place` is the same after both branches there, so it is
-    // known when the kernel is compiled.
+    // Switches to the other place without a sum. In row_statistics() RMSNorm has no use for the first of two
+    // sums, and calls skip() in its place. So `place` does not depend on which norm it is, and is known when
+    // the kernel is compiled.
     __device__ void skip() { place ^= 1; }
 };
 
@@ -69,7 +69,7 @@ __device__ float inverse_root(float squares, int64_t C, float eps) {
 // the same bits. Equal bits are needed: wgrad quantizes the norm's output with the amax that forward has
 // computed, and a larger value would saturate. (In the recipe coat-saved, forward has normed other values. So
 // LinearLayer::wgrad() first raises the amax, by a pass over the norm's output.)
-__device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
+__device__ RowStatistics row_statistics(const ChunkValues (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
                                         RowSum& sum_over_row) {
     float sum[1] = {0};
     if (!rms) {
@@ -96,12 +96,12 @@ __device__ RowStatistics row_statistics(const Values (&x)[ROW_CHUNKS], int64_t C
 // The bits of the largest magnitude of a norm's output in the thread's chunks x of a row. A chunk that is not
 // live lies past the end of the row, or its row past the last.
 template <class Element, class Live>
-__device__ uint32_t amax_bits_of_norm(const Norm& n, const Values (&x)[ROW_CHUNKS], RowStatistics statistics,
-                                      Live live) {
+__device__ uint32_t amax_bits_of_norm(const Norm& n, const ChunkValues (&x)[ROW_CHUNKS],
+                                      RowStatistics statistics, Live live) {
     uint32_t largest_bits = 0;
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;
-        Values weight, bias;
+        ChunkValues weight, bias;
         load_weight_and_bias<Element>(n, first_column(c), weight, bias);
         for (int j = 0; j < CHUNK; j++)
             largest_bits =
@@ -110,7 +110,7 @@ __device__ uint32_t amax_bits_of_norm(const Norm& n, const Values (&x)[ROW_CHUNK
     return largest_bits;
 }
 
-// The numbers of the rows of x and of branch whose sum is a certain row.
+// Which row of x and which row of branch add up to a given row of the sum.
 struct RowsToAdd {
     int64_t x, branch;
 };
@@ -127,30 +127,31 @@ __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* token
 
 // The kernel of residual_add() and of embed() (operators.h): sum = x + branch, (N, C). branch may be no
 // tensor. tokens is null, or (N): see rows_to_add(). The sum is written to x_out, if that is a tensor, and to
-// norm_input, the memory of next.in. For the norm `next`, the kernel computes the row statistics and, if
-// y_amax_out is not null, the amax of the norm's output.
+// norm_input, the memory of next_norm.in. For that norm, the kernel computes the row statistics and, if
+// norm_output_amax_out is not null, the amax of the norm's output.
 template <class Layout, bool NORM_READS_SAVED, class Element = typename Layout::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_add_kernel(Plain<Element> x, Plain<Element> branch, const int32_t* tokens, int64_t T,
-                        Plain<Element> x_out, Layout norm_input, const Norm next, AmaxAndScale* y_amax_out) {
-    using StoredChunk = typename Plain<Element>::StoredChunk;
+                        Plain<Element> x_out, Layout norm_input, const Norm next_norm,
+                        AmaxAndScale* norm_output_amax_out) {
+    using LoadedChunk = typename Plain<Element>::LoadedChunk;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    const int64_t rows = next.in.rows, C = next.in.cols;
+    const int64_t rows = next_norm.in.rows, C = next_norm.in.cols;
     auto live = [&](int c) { return row < rows && first_column(c) < C; };
     const RowsToAdd from = rows_to_add(row, rows, tokens, T);
-    StoredChunk raw_x[ROW_CHUNKS] = {}, raw_branch[ROW_CHUNKS] = {};
+    LoadedChunk loaded_x[ROW_CHUNKS] = {}, loaded_branch[ROW_CHUNKS] = {};
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;
-        raw_x[c] = x.load(from.x * C + first_column(c));
-        if (branch.data) raw_branch[c] = branch.load(from.branch * C + first_column(c));
+        loaded_x[c] = x.load(from.x * C + first_column(c));
+        if (branch.data) loaded_branch[c] = branch.load(from.branch * C + first_column(c));
     }
-    Values v[ROW_CHUNKS] = {};  // what the norm reads
+    ChunkValues v[ROW_CHUNKS] = {};  // what the norm reads
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         const int64_t i = row * C + first_column(c);
-        Values sum, added;
-        x.unpack(raw_x[c], sum);
-        branch.unpack(raw_branch[c], added);
+        ChunkValues sum, added;
+        x.unpack(loaded_x[c], sum);
+        branch.unpack(loaded_branch[c], added);
         if (branch.data)
             for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], added[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
@@ -162,24 +163,25 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
             for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
     }
     RowSum sum_over_row;
-    const RowStatistics statistics = row_statistics(v, C, next.rms, next.eps, sum_over_row);
-    if (row < rows && threadIdx.x == 0) next.row_statistics[row] = statistics;
-    if (y_amax_out)
-        update_amax_by_warp(&y_amax_out->amax, amax_bits_of_norm<Element>(next, v, statistics, live));
+    const RowStatistics statistics = row_statistics(v, C, next_norm.rms, next_norm.eps, sum_over_row);
+    if (row < rows && threadIdx.x == 0) next_norm.row_statistics[row] = statistics;
+    if (norm_output_amax_out)
+        update_amax_by_warp(&norm_output_amax_out->amax,
+                            amax_bits_of_norm<Element>(next_norm, v, statistics, live));
 }
 
 // Launches residual_add_kernel(); the two operators below say what it does.
 void launch_residual_add(const char* what, const TensorRef& x, const TensorRef& branch, const int32_t* tokens,
                          int64_t T, const ResidualOutput& out, cudaStream_t stream) {
-    const Norm& next = out.next;
-    const dim3 block = block_shape(next.in.cols);
-    with_layout(next.in, [&](auto in) {
+    const Norm& next_norm = out.next_norm;
+    const dim3 block = block_shape(next_norm.in.cols);
+    with_layout(next_norm.in, [&](auto in) {
         using Element = typename decltype(in)::Compute;
         auto kernel = residual_add_kernel<decltype(in), /*NORM_READS_SAVED=*/false>;
         if (out.norm_reads_saved) kernel = residual_add_kernel<decltype(in), /*NORM_READS_SAVED=*/true>;
-        launch(what, kernel, blocks(next.in.rows, block.y), block, 0, stream, plain<Element>(x.data),
-               plain<Element>(branch.data), tokens, T, plain<Element>(out.x_out.data), in, next,
-               out.y_amax_out);
+        launch(what, kernel, block_count(next_norm.in.rows, block.y), block, 0, stream,
+               plain<Element>(x.data), plain<Element>(branch.data), tokens, T, plain<Element>(out.x_out.data),
+               in, next_norm, out.norm_output_amax_out);
     });
 }
 
@@ -213,7 +215,7 @@ namespace {
 //
 //   entry      0        1         2         ...    C/8      C/8 + 1    C/8 + 2    ...
 //   columns    0 - 3    8 - 11    16 - 19          4 - 7    12 - 15    20 - 23
-__device__ void add_chunk_to_sums(float4* sums, uint32_t C, uint32_t col, const Values& v) {
+__device__ void add_chunk_to_sums(float4* sums, uint32_t C, uint32_t col, const ChunkValues& v) {
     float4& a = sums[col / CHUNK];
     float4& b = sums[(C + col) / CHUNK];
     a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
@@ -235,29 +237,29 @@ __device__ void write_partials(const float4* sums_of_teams, int C, float* partia
     }
 }
 
-// A thread's chunks of a row, as they are stored: of the norm's input, of dy, and of residual_in.
-template <class Layout> struct RawRow {
-    using RawGradient = typename Plain<typename Layout::Compute>::StoredChunk;
-    typename Layout::StoredChunk x[ROW_CHUNKS];
-    RawGradient dy[ROW_CHUNKS], residual[ROW_CHUNKS];
+// A thread's chunks of a row, as they are stored: of the norm's input, of dy, and of dresidual_in.
+template <class Layout> struct LoadedRow {
+    using LoadedGradient = typename Plain<typename Layout::Compute>::LoadedChunk;
+    typename Layout::LoadedChunk x[ROW_CHUNKS];
+    LoadedGradient dy[ROW_CHUNKS], dresidual[ROW_CHUNKS];
 };
 
 // A row as dx needs it: the thread's chunks of xhat, and three numbers of the whole row.
 struct NormedRow {
-    Values xhat[ROW_CHUNKS];
+    ChunkValues xhat[ROW_CHUNKS];
     RowStatistics statistics;
     float mean_d;  // RMSNorm: 0
     float mean_d_xhat;
 
     // Computes xhat from x, once the statistics are known.
-    __device__ void set_xhat(const Values (&x)[ROW_CHUNKS]) {
+    __device__ void set_xhat(const ChunkValues (&x)[ROW_CHUNKS]) {
         for (int c = 0; c < ROW_CHUNKS; c++)
             for (int j = 0; j < CHUNK; j++) xhat[c][j] = (x[c][j] - statistics.mean) * statistics.rstd;
     }
 };
 
 // What happens to a row of the norm n: load(), then normalize(), then write_gradients(). input is the memory
-// of n.in. The other tensors are those of NormGradients; residual_in may be no tensor.
+// of n.in. The other tensors are those of NormGradients; dresidual_in may be no tensor.
 //
 // CHUNKS is the number of chunks that each thread has of a row, all inside the row. Then no chunk has a
 // condition, so that the compiler can mix the instructions of all chunks. 0 is for any other width: which of
@@ -266,58 +268,61 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     using Element = typename Layout::Compute;
     Norm n;
     Layout input;
-    Plain<Element> dy_in, residual_in, residual_out;
+    Plain<Element> dy_in, dresidual_in, dresidual_out;
 
     // Whether a chunk lies inside its row.
     __device__ bool live(int c) const { return CHUNKS > 0 ? c < CHUNKS : first_column(c) < n.in.cols; }
 
     // A row past the last one is zeros, and so is a chunk past the end of its row.
-    __device__ RawRow<Layout> load(int64_t row) const {
-        RawRow<Layout> raw{};
-        if (row >= n.in.rows) return raw;
+    __device__ LoadedRow<Layout> load(int64_t row) const {
+        LoadedRow<Layout> loaded{};
+        if (row >= n.in.rows) return loaded;
         const int64_t first = row * n.in.cols;
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
-            raw.x[c] = input.starting_at(first).load(first_column(c));
-            raw.dy[c] = dy_in.starting_at(first).load(first_column(c));
-            if (residual_in.data) raw.residual[c] = residual_in.starting_at(first).load(first_column(c));
+            loaded.x[c] = input.starting_at(first).load(first_column(c));
+            loaded.dy[c] = dy_in.starting_at(first).load(first_column(c));
+            if (dresidual_in.data)
+                loaded.dresidual[c] = dresidual_in.starting_at(first).load(first_column(c));
         }
-        return raw;
+        return loaded;
     }
 
     // The weight is read again where it is needed, from the cache.
-    __device__ void get_dy_and_weight(const RawRow<Layout>& raw, int c, Values& dy, Values& weight) const {
+    __device__ void get_dy_and_weight(const LoadedRow<Layout>& loaded, int c, ChunkValues& dy,
+                                      ChunkValues& weight) const {
         const Plain<Element> weights = plain<Element>(n.weight);
-        dy_in.unpack(raw.dy[c], dy);
+        dy_in.unpack(loaded.dy[c], dy);
         weights.unpack(weights.load(first_column(c)), weight);
     }
 
     // Calls f(c, j, d) for each element that the thread has of the row: element j of chunk c, d = dy weight.
-    template <class F> __device__ void for_each_d(const RawRow<Layout>& raw, F f) const {
+    template <class F> __device__ void for_each_d(const LoadedRow<Layout>& loaded, F f) const {
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
-            Values dy, weight;
-            get_dy_and_weight(raw, c, dy, weight);
+            ChunkValues dy, weight;
+            get_dy_and_weight(loaded, c, dy, weight);
             for (int j = 0; j < CHUNK; j++) f(c, j, dy[j] * weight[j]);
         }
     }
 
     // All threads of the block call it, because it takes sums over rows.
-    __device__ NormedRow normalize(const RawRow<Layout>& raw, RowSum& sum_over_row) const {
-        Values x[ROW_CHUNKS];
-        for (int c = 0; c < ROW_CHUNKS; c++) input.unpack(raw.x[c], x[c]);
-        if constexpr (RMS) return normalize_by_rms(raw, x, sum_over_row);
-        else return normalize_by_mean_and_std(raw, x, sum_over_row);
+    __device__ NormedRow normalize(const LoadedRow<Layout>& loaded, RowSum& sum_over_row) const {
+        ChunkValues x[ROW_CHUNKS];
+        for (int c = 0; c < ROW_CHUNKS; c++) input.unpack(loaded.x[c], x[c]);
+        if constexpr (RMS) return normalize_by_rms(loaded, x, sum_over_row);
+        else return normalize_by_mean_and_std(loaded, x, sum_over_row);
     }
 
     // LayerNorm: the statistics come first, and then the means, which need xhat.
-    __device__ NormedRow normalize_by_mean_and_std(const RawRow<Layout>& raw, const Values (&x)[ROW_CHUNKS],
+    __device__ NormedRow normalize_by_mean_and_std(const LoadedRow<Layout>& loaded,
+                                                   const ChunkValues (&x)[ROW_CHUNKS],
                                                    RowSum& sum_over_row) const {
         NormedRow row;
         row.statistics = row_statistics(x, n.in.cols, /*rms=*/false, n.eps, sum_over_row);
         row.set_xhat(x);
         float sum[2] = {0, 0};  // of d, and of d xhat
-        for_each_d(raw, [&](int c, int j, float d) {
+        for_each_d(loaded, [&](int c, int j, float d) {
             sum[0] += d;
             sum[1] += d * row.xhat[c][j];
         });
@@ -329,10 +334,10 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     }
 
     // RMSNorm: mean(d xhat) is mean(d x) / rms. So both sums are of x, and are taken together.
-    __device__ NormedRow normalize_by_rms(const RawRow<Layout>& raw, const Values (&x)[ROW_CHUNKS],
+    __device__ NormedRow normalize_by_rms(const LoadedRow<Layout>& loaded, const ChunkValues (&x)[ROW_CHUNKS],
                                           RowSum& sum_over_row) const {
         float sum[2] = {0, 0};  // of x^2, and of d x
-        for_each_d(raw, [&](int c, int j, float d) {
+        for_each_d(loaded, [&](int c, int j, float d) {
             sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
             sum[1] += d * x[c][j];
         });
@@ -346,38 +351,38 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
         return row;
     }
 
-    // Writes residual_out = residual_in + dx, and adds the row to the sums dweight and dbias. `largest` is
-    // the largest magnitude of residual_out so far.
-    __device__ void write_gradients(int64_t row, const RawRow<Layout>& raw, const NormedRow& normed,
+    // Writes dresidual_out = dresidual_in + dx, and adds the row to the sums dweight and dbias. `largest` is
+    // the largest magnitude of dresidual_out so far.
+    __device__ void write_gradients(int64_t row, const LoadedRow<Layout>& loaded, const NormedRow& normed,
                                     float4* dweight, float4* dbias, float& largest) const {
         if (row >= n.in.rows) return;
         const uint32_t C = static_cast<uint32_t>(n.in.cols);
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!live(c)) continue;
-            const Values& xhat = normed.xhat[c];
-            Values dy, weight, residual, dweight_of_row;
-            get_dy_and_weight(raw, c, dy, weight);
-            residual_in.unpack(raw.residual[c], residual);
+            const ChunkValues& xhat = normed.xhat[c];
+            ChunkValues dy, weight, dresidual, dweight_of_row;
+            get_dy_and_weight(loaded, c, dy, weight);
+            dresidual_in.unpack(loaded.dresidual[c], dresidual);
             for (int j = 0; j < CHUNK; j++) {
                 const float d = dy[j] * weight[j];
-                residual[j] += normed.statistics.rstd * (d - normed.mean_d - xhat[j] * normed.mean_d_xhat);
+                dresidual[j] += normed.statistics.rstd * (d - normed.mean_d - xhat[j] * normed.mean_d_xhat);
                 dweight_of_row[j] = dy[j] * xhat[j];
             }
             add_chunk_to_sums(dweight, C, first_column(c), dweight_of_row);
             if (!RMS) add_chunk_to_sums(dbias, C, first_column(c), dy);
-            residual_out.starting_at(row * C).round_in_place_and_store(first_column(c), residual, true);
-            largest = larger_magnitude(largest, residual);
+            dresidual_out.starting_at(row * C).round_in_place_and_store(first_column(c), dresidual, true);
+            largest = larger_magnitude(largest, dresidual);
         }
     }
 };
 
-// The kernel of norm_backward() (operators.h). It writes residual_out and its amax, the row statistics, and
+// The kernel of norm_backward() (operators.h). It writes dresidual_out and its amax, the row statistics, and
 // the blocks' sums: partials (blocks, C) of dweight and, of LayerNorm, after them (blocks, C) of dbias. The
 // statistics are computed again, because all norms have the same place for them, which later norms have
 // overwritten.
 template <class Layout, bool RMS, int CHUNKS>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
-    norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, AmaxAndScale* residual_amax_out,
+    norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, AmaxAndScale* dresidual_amax_out,
                          float* partials) {
     const int64_t rows = norm.n.in.rows;
     const uint32_t C = static_cast<uint32_t>(norm.n.in.cols);
@@ -395,12 +400,12 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
          first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
         const int64_t row = first + threadIdx.y;
-        const RawRow<Layout> raw = norm.load(row);
-        const NormedRow normed = norm.normalize(raw, sum_over_row);
+        const LoadedRow<Layout> loaded = norm.load(row);
+        const NormedRow normed = norm.normalize(loaded, sum_over_row);
         if (row < rows && threadIdx.x == 0) norm.n.row_statistics[row] = normed.statistics;
-        norm.write_gradients(row, raw, normed, dweight, dbias, largest);
+        norm.write_gradients(row, loaded, normed, dweight, dbias, largest);
     }
-    if (residual_amax_out) update_amax_by_warp(&residual_amax_out->amax, magnitude_bits(largest));
+    if (dresidual_amax_out) update_amax_by_warp(&dresidual_amax_out->amax, magnitude_bits(largest));
     __syncthreads();
     write_partials(sums_of_teams, C, partials);
     if (!RMS) write_partials(sums_of_teams + blockDim.y * float4s, C, partials + gridDim.x * C);
@@ -418,11 +423,11 @@ void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, floa
     const NormBackward<Layout, RMS, CHUNKS> norm{.n = n,
                                                  .input = in,
                                                  .dy_in = plain<Element>(g.dy.data),
-                                                 .residual_in = plain<Element>(g.residual_in.data),
-                                                 .residual_out = plain<Element>(g.residual_out.data)};
+                                                 .dresidual_in = plain<Element>(g.dresidual_in.data),
+                                                 .dresidual_out = plain<Element>(g.dresidual_out.data)};
     const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
     launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, grid, block, shared_bytes, stream,
-           norm, g.residual_amax_out, workspace);
+           norm, g.dresidual_amax_out, workspace);
 }
 
 // At the usual widths a thread has 3 chunks (768 columns), or 4 (multiples of 1024). A round is one chunk for
@@ -443,7 +448,7 @@ int64_t norm_backward_workspace_floats(int64_t C) { return 2 * most_norm_blocks(
 
 void norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream) {
     const unsigned grid =
-        std::min(blocks(n.in.rows, block_shape(n.in.cols).y), static_cast<unsigned>(most_norm_blocks()));
+        std::min(block_count(n.in.rows, block_shape(n.in.cols).y), static_cast<unsigned>(most_norm_blocks()));
     with_layout(n.in, [&](auto in) {
         if (n.rms) launch_for_width<decltype(in), /*RMS=*/true>(n, in, g, workspace, grid, stream);
         else launch_for_width<decltype(in), /*RMS=*/false>(n, in, g, workspace, grid, stream);

@@ -73,20 +73,13 @@ inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
     return slice;
 }
 
-// A tensor as a GEMM (matrix multiplication) reads it. A linear layer has three GEMMs. x is its input (N,
-// in), N being the number of tokens; w its weight (out, in); y its output (N, out); and g the gradient of y:
-//
-//   GEMM    computes             which reduces over    of FP8 operands it reads
-//   fprop   y  = x w^T + bias    input features        x and w row-major
-//   dgrad   dx = g w             output features       g row-major, w transposed
-//   wgrad   dw = g^T x           tokens                g and x transposed
-//
-// Hopper's FP8 GEMM reads both operands along the dimension that it reduces over. So an FP8 operand that is
-// reduced over its rows is needed transposed, with codes (cols, rows). Either form, row-major (tensor.data)
-// or transposed, may be null: an operand has the forms that its GEMMs read. (Operands in FP32 and BF16 are
-// always row-major.) With per-tensor scaling both forms have the same scale, tensor.amax_and_scale->scale. In
-// other granularities (per row, 1x128, 128x128) each form has scales of its own, one for each scale block.
-// They have the layout that cuBLASLt reads (for row-major codes):
+// A tensor as a GEMM (matrix multiplication) reads it: x, w or g of a linear layer. The recipes in formats.h
+// begin with the three GEMMs fprop, dgrad and wgrad, and with which FP8 operands they read row-major and
+// which transposed, with codes (cols, rows). Either form, row-major (tensor.data) or transposed, may be null:
+// an operand has the forms that its GEMMs read. (Operands in FP32 and BF16 are always row-major.) With
+// per-tensor scaling both forms have the same scale, tensor.amax_and_scale->scale. In other granularities
+// (per row, 1x128, 128x128) each form has scales of its own, one for each scale block. They have the layout
+// that cuBLASLt reads (for row-major codes):
 //   per row    (rows)
 //   1x128      (cols / 128, rows)
 //   128x128    (rows / 128, cols / 128), each row padded to a multiple of four
@@ -185,9 +178,10 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 //   quantize_groups()             in BF16                 groups; with write_back also x
 //   quantize_activation_input()   gate and up, in BF16    groups, and the amax of the activation's output
 //
-// In place: row-major output may overwrite x, or the input of x, if elements have the same size. For example
-// the codes of dgate_up may overwrite the groups of gate_up. (A thread loads its elements before it stores
-// what it makes of them.) The output may also have more rows than x: the other rows keep what they hold.
+// In place: row-major output may be written over the stored tensor from which x is computed (x.input), if
+// elements have as many bytes in both. For example the codes of dgate_up may be written over the groups of
+// gate_up. (A thread loads its elements before it stores what it makes of them.) The output may also have
+// more rows than x: the other rows keep what they hold.
 // quant_stats: what quantizing loses is added to it; it may be null.
 
 // x_amax_out->amax = max(x_amax_out->amax, |x|). x must not be in FP32. The caller clears the amaxes of
@@ -252,7 +246,7 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
 // 4. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
 //
 // Words for parts of the parameters, from small to large. With one rank, a shard is a whole parameter, and
-// the rank's order is the flat order.
+// the rank's order is the flat order. (A larger part, the module, is explained in gpu/memory_layout.h.)
 //   shard unit    64 moment groups of a parameter, which is cut only between shard units (model.h)
 //   shard         what this rank owns of one parameter
 //   bucket        the parameters whose gradients backward completes at the same time (Param::bucket)
@@ -260,8 +254,6 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
 //                 groups; the padding stays zero
 //   rank's order  all shards of this rank, one after the other, each padded in the same way. In this order
 //                 lie its weights, masters, moments and sums of gradients
-//   module        a part of the model whose weights several ranks gather at a time: the embeddings, a linear
-//                 layer, or the head (gpu/sharding.h)
 
 // BF16 weights have the int16 remainders of their FP32 masters beside them, in the same order. Without
 // remainders there are no masters, and the optimizer rounds new weights stochastically. In the fp32 recipe
@@ -274,7 +266,8 @@ struct Weights {
 
 // One moment of one parameter. What `max` and `k` point to depends on how the moment is stored:
 //   FP8 in moment groups              the moment scaling of each moment group (formats.h)
-//   FP8 or FP16, one scale a tensor   max[0] is the amax that decodes the codes; max[1] is room for the next
+//   FP8 or FP16, one scale a tensor   max[0] is the amax that decodes the codes. During an update the
+//                                     amax of the new moment is found in max[1]
 //   FP32, BF16                        both are null
 struct MomentRef {
     void* data;  // the shard's moments, padded to whole moment groups, in `format`; padding stays zero
@@ -283,16 +276,18 @@ struct MomentRef {
     Format format;
 };
 
-// What this rank updates of one parameter, with one rank the whole of it: a row of a table on the device.
+// The part of one parameter that this rank updates. With one rank it is the whole parameter. The device has a
+// table of these.
 struct Shard {
     int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
     bool decays;
     AmaxAndScale* amax_out;  // gets the amax of the new weights; may be null
-    // Two numbers for what must not depend on the number of ranks.
-    // For random bits: an element's number in the flat order minus its number in the rank's order.
+    // Two numbers that make results independent of the number of ranks. The first is for random bits: an
+    // element's number in the flat order minus its number in the rank's order.
     int64_t flat_minus_rank_offset = 0;
-    // For the norm of gradients: the shard units that come before this shard in the flat order.
+    // The second is for the order in which squares of gradients are summed: the number of shard units that
+    // come before this shard in the flat order.
     int64_t units_before_shard = 0;
 };
 
@@ -324,28 +319,32 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
 // ===========================================================================================================
 // 5. Residual stream and norms (gpu/norm.cu)
 
-// What residual_add() and embed() write: the sum, which is the new residual stream (x_out); the input of the
-// norm that reads it, in groups or rounded (next.in); the row statistics of this norm (next.row_statistics);
-// and the amax of its output (y_amax_out). How three recipes set the fields:
+// A layer has two halves, attention and MLP. What a half adds to the residual stream is its branch: the
+// output of its last linear layer.
 //
-//   field               coat             coat-saved       bf16
-//   x_out               the sum          the sum          null: next.in holds the same values
-//   next.in             groups           groups           the sum
-//   norm_reads_saved    true: next.in    false: x_out     true: next.in
-//   y_amax_out          an amax          an amax          null: nothing is quantized
+// What residual_add() and embed() write: the sum, which is the new residual stream (x_out); the input of the
+// norm that reads this stream next, in groups or rounded (next_norm.in); the row statistics of this norm
+// (next_norm.row_statistics); and the amax of its output (norm_output_amax_out). How three recipes set the
+// fields:
+//
+//   field                  coat                  coat-saved       bf16
+//   x_out                  the sum               the sum          null: next_norm.in holds the same values
+//   next_norm.in           groups                groups           the sum
+//   norm_reads_saved       true: next_norm.in    false: x_out     true: next_norm.in
+//   norm_output_amax_out   an amax               an amax          null: nothing is quantized
 //
 // The final norm reads the last sum, which is never in groups, and its output is not quantized. So for this
 // norm all recipes set the fields as bf16 does.
 struct ResidualOutput {
     TensorRef x_out;  // (N, C) the sum, rounded. It may be the memory of an operand of the sum
-    Norm next;
-    // Whether forward's norm reads next.in (else it reads x_out): if the recipe's forward_reads_saved
+    Norm next_norm;   // the norm that reads the sum
+    // Whether forward's norm reads next_norm.in (else it reads x_out): if the recipe's forward_reads_saved
     // (formats.h) is true, or if there is no x_out. The row statistics and the amax are computed from what
     // forward's norm reads.
     bool norm_reads_saved;
-    AmaxAndScale* y_amax_out;  // the amax of the norm's output
+    AmaxAndScale* norm_output_amax_out;  // the amax of the norm's output
 };
-// The residual sum x + branch, both (N, C).
+// The residual sum x + branch, both (N, C). x is the residual stream.
 void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualOutput& out,
                   cudaStream_t stream);
 // The embedding, where the residual stream begins: row r is embedding[tokens[r]] + positions[r % T]. tokens:
@@ -353,20 +352,20 @@ void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualOut
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
            const ResidualOutput& out, cudaStream_t stream);
 
-// The gradients that the backward pass of a norm reads (dy and residual_in), writes (residual_out and its
+// The gradients that the backward pass of a norm reads (dy and dresidual_in), writes (dresidual_out and its
 // amax) and adds to (dweight and dbias).
 struct NormGradients {
-    TensorRef dy;                     // (N, C) the gradient of the norm's output
-    TensorRef residual_in;            // (N, C) the gradient of the residual stream, or no tensor
-    TensorRef residual_out;           // (N, C) residual_in + the gradient of the norm's input, rounded
-    AmaxAndScale* residual_amax_out;  // the amax of residual_out
-    TensorRef dweight, dbias;         // (C); dbias is no tensor for RMSNorm
+    TensorRef dy;                      // (N, C) the gradient of the norm's output
+    TensorRef dresidual_in;            // (N, C) the gradient of the residual stream, or no tensor
+    TensorRef dresidual_out;           // (N, C) dresidual_in + the gradient of the norm's input, rounded
+    AmaxAndScale* dresidual_amax_out;  // the amax of dresidual_out
+    TensorRef dweight, dbias;          // (C); dbias is no tensor for RMSNorm
 };
-// The backward pass of a norm, and of the residual sum before it. residual_out may be the memory of
-// residual_in, or of n.in if that is in the compute dtype. workspace:
+// The backward pass of a norm, and of the residual sum before it. dresidual_out may be the memory of
+// dresidual_in, or of n.in if that is in the compute dtype. workspace:
 // norm_backward_workspace_floats(n.in.cols) floats. The function computes the row statistics of the norm
-// anew. So afterwards lazy_norm(n) may be read (unless residual_out has overwritten n.in), until another norm
-// writes its statistics to the same place.
+// anew. So afterwards lazy_norm(n) may be read (unless dresidual_out has overwritten n.in), until another
+// norm writes its statistics to the same place.
 void norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream);
 int64_t norm_backward_workspace_floats(int64_t C);
 

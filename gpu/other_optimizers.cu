@@ -30,14 +30,15 @@ static __device__ FactoredMoments load_moment(const MomentRef& m, float fmax, in
 }
 
 // Rounds and stores eight new elements of a moment, of which the largest in the tensor is max[1].
-static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, Values& x) {
+static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, ChunkValues& x) {
     if (!moments_need_scaling(m.format))
         return Bf16OrFloat{m.data, m.format == Format::FP32}.round_in_place_and_store(i, x, true);
-    const float inverse = __frcp_rn(scale_of(fmax, m.max[1]));
+    const float inverse_scale = __frcp_rn(scale_of(fmax, m.max[1]));
     if (m.format != Format::FP16)
-        return store_word(static_cast<uint8_t*>(m.data) + i, encode(m.format == Format::E5M2, x, inverse));
+        return store_word(static_cast<uint8_t*>(m.data) + i,
+                          encode(m.format == Format::E5M2, x, inverse_scale));
     alignas(16) __half fp16[CHUNK];
-    for (int j = 0; j < CHUNK; j++) fp16[j] = __float2half_rn(x[j] * inverse);
+    for (int j = 0; j < CHUNK; j++) fp16[j] = __float2half_rn(x[j] * inverse_scale);
     store_word(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(fp16));
 }
 
@@ -55,7 +56,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     uint32_t largest_bits_w = 0, largest_bits_m = 0, largest_bits_v = 0;
     for (int64_t i = thread_of_grid() * CHUNK; i < shard.size;
          i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
-        Values w = {}, g;
+        ChunkValues w = {}, g;
         if (!find_maxima) weights.unpack(weights.load(i), w);
         a.gradients.load_values(shard.rank_offset - a.elements.first + i, g);
         const FactoredMoments old_m = load_moment(shard.m, a.fmax_m, i);
@@ -107,14 +108,15 @@ void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t s
     const dim3 grid(static_cast<unsigned>(blocks_per_shard), shards);
     const bool one_scale = a.moment_storage == MomentStorage::OneScale;
     if (one_scale)
-        launch("clear_new_maxima", clear_new_maxima_kernel, blocks(shards, 128), 128, 0, stream, a);
+        launch("clear_new_maxima", clear_new_maxima_kernel, block_count(shards, 128), 128, 0, stream, a);
     with_weights(a.weights, [&]<class W>() {
         const auto kernel = update_shards_without_moment_groups_kernel<W>;
         if (one_scale)
             launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, 0, stream, a, true);
         launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, 0, stream, a, false);
     });
-    if (one_scale) launch("use_new_maxima", use_new_maxima_kernel, blocks(shards, 128), 128, 0, stream, a);
+    if (one_scale)
+        launch("use_new_maxima", use_new_maxima_kernel, block_count(shards, 128), 128, 0, stream, a);
 }
 
 }  // namespace coat::gpu

@@ -60,7 +60,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     __shared__ uint32_t columns[SIDE_THREADS][TILE + 1];
     const TilePlace place;
     uint32_t largest_of_columns[PLANES][CHUNK] = {};
-    for_each_row(x, place, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+    for_each_row(x, place, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++) {
             uint32_t largest_bits = 0;
             for (int j = 0; j < CHUNK; j++) {
@@ -104,8 +104,8 @@ static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaSt
     });
     for (const ScaleGrid& g : grids)
         if (g.scales)
-            launch("convert_amaxes_to_scales", convert_amaxes_to_scales_kernel, blocks(g.count, 256), 256, 0,
-                   stream, g.scales, g.count, info(out.tensor.storage.format).fmax,
+            launch("convert_amaxes_to_scales", convert_amaxes_to_scales_kernel, block_count(g.count, 256),
+                   256, 0, stream, g.scales, g.count, info(out.tensor.storage.format).fmax,
                    out.tensor.amax_and_scale);
 }
 
@@ -118,7 +118,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     const TilePlace place;
     // For the transposed codes: 1 / scale of each of the thread's columns.
     const int64_t first_row = static_cast<int64_t>(blockIdx.y) * TILE;
-    Values inverse_of_columns[PLANES] = {};
+    ChunkValues inverse_of_columns[PLANES] = {};
     if (TRANSPOSED && place.inside(rows, x.width))
         for (int p = 0; p < PLANES; p++)
             for (int j = 0; j < CHUNK; j++) {
@@ -126,7 +126,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
                 inverse_of_columns[p][j] = __frcp_rn(*transposed_grid.address(first_row, col));
             }
     store_codes<TRANSPOSED>(
-        x, blockIdx.y, rows, codes, transposed, [&](int row, int plane, const Values& v, bool live) {
+        x, blockIdx.y, rows, codes, transposed, [&](int row, int plane, const ChunkValues& v, bool live) {
             ChunkCodes chunk{};
             if (live && codes) {
                 const float inverse_of_row =
@@ -134,7 +134,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
                 chunk.row_major = encode(e5m2, v, inverse_of_row);
             }
             if (TRANSPOSED) {
-                Values scaled;
+                ChunkValues scaled;
                 for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
                 chunk.transposed = encode(e5m2, scaled, 1.0f);
             }
@@ -169,13 +169,13 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     const bool delayed = amax_and_scale->delayed_scale > 0;
     const float just_in_time = scale_of(fmax, amax_and_scale->amax);
     const float scale = delayed ? amax_and_scale->delayed_scale : just_in_time;
-    const float inverse = __frcp_rn(scale);
+    const float inverse_scale = __frcp_rn(scale);
     float largest = 0;
     store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
-                            [&](int /*row*/, int /*plane*/, const Values& v, bool live) {
+                            [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool live) {
                                 // The values of a row that is not live may be wrong: see for_each_row().
                                 if (live) largest = larger_magnitude(largest, v);
-                                return same_in_both(encode(e5m2, v, inverse));
+                                return same_in_both(encode(e5m2, v, inverse_scale));
                             });
     if (delayed) update_amax_by_warp(&amax_and_scale->amax, magnitude_bits(largest));
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
@@ -218,7 +218,7 @@ static __global__ void update_delayed_scales_kernel(AmaxAndScale* scales, int64_
 
 void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped, uint32_t* empty,
                            cudaStream_t stream) {
-    launch("update_delayed_scales", update_delayed_scales_kernel, blocks(delayed.n, HISTORY_THREADS),
+    launch("update_delayed_scales", update_delayed_scales_kernel, block_count(delayed.n, HISTORY_THREADS),
            HISTORY_THREADS, 0, stream, delayed.scales, delayed.n, delayed.histories, delayed.length,
            info(delayed.fp8).fmax, skipped, empty);
 }

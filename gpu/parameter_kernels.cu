@@ -29,10 +29,11 @@ static __global__ void initialize_kernel(Weights w, int64_t rank_offset, Range o
 void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& a,
                 cudaStream_t stream) {
     const int64_t n = padded_count(a.owned);
-    launch("initialize", initialize_kernel, blocks(n, THREADS), THREADS, 0, stream, w, rank_offset, a.owned,
-           n, p.init_std, p.role.starts_at_one, a.used, a.seed, a.param_index);
+    launch("initialize", initialize_kernel, block_count(n, THREADS), THREADS, 0, stream, w, rank_offset,
+           a.owned, n, p.init_std, p.role.starts_at_one, a.used, a.seed, a.param_index);
 }
 
+// It is declared in gpu/cuda.h.
 cudaError_t kernel_status() {
     cudaFuncAttributes unused;
     const cudaError_t error = cudaFuncGetAttributes(&unused, initialize_kernel);
@@ -45,7 +46,7 @@ cudaError_t kernel_status() {
 
 // The sum of squares of a chunk. It is computed in FP32 if it lies between 2^-80 and 2^80, else in double,
 // because squares in FP32 could overflow or vanish.
-static __device__ double sum_of_squares(const Values& v) {
+static __device__ double sum_of_squares(const ChunkValues& v) {
     float sum = 0;
     for (int j = 0; j < CHUNK; j++) sum += v[j] * v[j];
     if (sum > 0x1p-80f && sum < 0x1p+80f) return sum;
@@ -62,12 +63,12 @@ static __device__ double squares_of_unit(const Bf16OrFloat& gradients, int64_t o
     constexpr int WARP_ELEMENTS = 32 * CHUNK;
     double sum = 0;
     for (int64_t i = from + threadIdx.x % 32 * CHUNK; i < stop; i += WARP_ELEMENTS * NORM_UNROLL) {
-        Bf16OrFloat::StoredChunk raw[NORM_UNROLL] = {};
+        Bf16OrFloat::LoadedChunk loaded[NORM_UNROLL] = {};
         for (int u = 0; u < NORM_UNROLL; u++)
-            if (i + u * WARP_ELEMENTS < stop) raw[u] = gradients.load(offset + i + u * WARP_ELEMENTS);
+            if (i + u * WARP_ELEMENTS < stop) loaded[u] = gradients.load(offset + i + u * WARP_ELEMENTS);
         for (int u = 0; u < NORM_UNROLL; u++) {
-            Values v;
-            gradients.unpack(raw[u], v);
+            ChunkValues v;
+            gradients.unpack(loaded[u], v);
             sum += sum_of_squares(v);
         }
     }
@@ -105,7 +106,7 @@ void compute_gradient_squares(const ShardGradients& g, const Range& shard_units,
     // Shard units that other ranks sum stay 0 here.
     clear_async(sums, (1 + shard_units.count) * static_cast<int64_t>(sizeof(double)), stream);
     const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
-    const unsigned useful = blocks(32 * shard_units.count + 32, THREADS);
+    const unsigned useful = block_count(32 * shard_units.count + 32, THREADS);
     launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful, at_once), THREADS, 0,
            stream, g.shards, g.count, bf16_or_float(g.gradients, g.format), g.elements.first,
            shard_units.first, loss, sums);
@@ -169,10 +170,10 @@ static __global__ void __launch_bounds__(THREADS)
                          int64_t rank, int64_t ranks) {
     const int64_t i = thread_of_grid() * CHUNK;
     if (i >= n) return;
-    Values total = {};
+    ChunkValues total = {};
     if (!overwrite) sum.load_values(i, total);
     for (int64_t r = 0; r < ranks; r++) {
-        Values v;
+        ChunkValues v;
         if (r == rank) mine.load_values(i, v);
         else received.load_values((r < rank ? r : r - 1) * n + i, v);
         for (int j = 0; j < CHUNK; j++) total[j] += v[j];
@@ -181,28 +182,28 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream) {
-    launch("add_gradients", add_gradients_kernel, blocks(g.n / CHUNK, THREADS), THREADS, 0, stream,
+    launch("add_gradients", add_gradients_kernel, block_count(g.n / CHUNK, THREADS), THREADS, 0, stream,
            bf16_or_float(sum, g.format), overwrite, bf16_or_float(g.mine, g.format),
            bf16_or_float(g.received, g.format), g.n, g.rank, g.ranks);
 }
 
 // A thread has the amaxes that all ranks have found for one weight.
-static __global__ void combine_amaxes_kernel(AmaxAndScale* mine, const AmaxAndScale* of_all_ranks, int64_t n,
-                                             int64_t ranks, float fmax) {
+static __global__ void combine_amaxes_kernel(AmaxAndScale* mine, const AmaxAndScale* entries_of_ranks,
+                                             int64_t n, int64_t ranks, float fmax) {
     const int64_t i = thread_of_grid();
     if (i >= n) return;
     uint32_t largest_bits = 0;
     for (int64_t r = 0; r < ranks; r++)
-        largest_bits = max(largest_bits, magnitude_bits(of_all_ranks[r * n + i].amax));
+        largest_bits = max(largest_bits, magnitude_bits(entries_of_ranks[r * n + i].amax));
     AmaxAndScale& combined = mine[i];
     combined.amax = __uint_as_float(largest_bits);
     combined.scale = combined.delayed_scale > 0 ? combined.delayed_scale : scale_of(fmax, combined.amax);
 }
 
-void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* of_all_ranks, int64_t n, int64_t ranks,
+void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* entries_of_ranks, int64_t n, int64_t ranks,
                     Format fp8, cudaStream_t stream) {
-    launch("combine_amaxes", combine_amaxes_kernel, blocks(n, 128), 128, 0, stream, mine, of_all_ranks, n,
-           ranks, info(fp8).fmax);
+    launch("combine_amaxes", combine_amaxes_kernel, block_count(n, 128), 128, 0, stream, mine,
+           entries_of_ranks, n, ranks, info(fp8).fmax);
 }
 
 // Transposes the codes of a tile of a weight. (They have arrived from other ranks row-major, and dgrad reads
@@ -211,11 +212,12 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
     __shared__ __align__(16) TransposeTile tiles[1];
     const TilePlace place;
-    uint2 raw[THREAD_ROWS / 4][4] = {};
+    uint2 loaded[THREAD_ROWS / 4][4] = {};
     for (int i = 0; i < THREAD_ROWS; i++)
         if (place.row + i < rows && place.col < cols)
-            raw[i / 4][i % 4] = *reinterpret_cast<const uint2*>(codes + (place.row + i) * cols + place.col);
-    for (int h = 0; h < THREAD_ROWS / 4; h++) tiles[0].write(place, h, raw[h]);
+            loaded[i / 4][i % 4] =
+                *reinterpret_cast<const uint2*>(codes + (place.row + i) * cols + place.col);
+    for (int h = 0; h < THREAD_ROWS / 4; h++) tiles[0].write(place, h, loaded[h]);
     store_transposed(tiles, blockIdx.y, rows, cols, transposed);
 }
 

@@ -1,7 +1,7 @@
-// gpu/parameter_kernels.h - kernels on parameters as such: their first values; the norm of their gradients,
-// and steps that are skipped; and what several GPUs add up or exchange. (The class Parameters, which calls
-// them, is in gpu/state.h.) Besides, kernel_status() says whether this GPU can run the program's kernels; it
-// asks CUDA about one of these. The rules and the words of gpu/operators.h hold here, too.
+// gpu/parameter_kernels.h - kernels that initialize parameters, and that reduce their gradients: first
+// values; the norm of the gradients, and steps that are skipped; and what several GPUs add up or exchange.
+// (The class Parameters, which calls them, is in gpu/state.h.) The rules and the words of gpu/operators.h
+// hold here, too.
 #pragma once
 #include "operators.h"
 
@@ -21,9 +21,6 @@ struct InitializeArguments {
 // rank's order on.
 void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& a,
                 cudaStream_t stream);
-
-// cudaSuccess if this GPU can run the program's kernels, else the reason why it cannot.
-cudaError_t kernel_status();
 
 // ===========================================================================================================
 // 2. The norm of all gradients, and steps that are skipped
@@ -66,9 +63,9 @@ struct GradientsOfRanks {
 // `overwrite`, without the old sum. sum (n) has the format of the gradients.
 void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream);
 
-// of_all_ranks (ranks, n) has the entries of all ranks, this one's among them. mine (n): an amax becomes the
-// largest of all ranks, and its scale is amax / FMAX, or the delayed scale.
-void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* of_all_ranks, int64_t n, int64_t ranks,
+// entries_of_ranks (ranks, n) has the entries of all ranks, this one's among them. mine (n): an amax becomes
+// the largest of all ranks, and its scale is amax / FMAX, or the delayed scale.
+void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* entries_of_ranks, int64_t n, int64_t ranks,
                     Format fp8, cudaStream_t stream);
 
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.

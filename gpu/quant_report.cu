@@ -22,7 +22,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
     const TilePlace place;
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
-    for_each_row(x, place, rows, [&](int i, const Values(&v)[Producer::PLANES], bool live) {
+    for_each_row(x, place, rows, [&](int i, const ChunkValues(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             float scale = Groups::group_scale(v[p]);  // both threads of a group call it
             if (amax_and_scale) {

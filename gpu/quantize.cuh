@@ -30,8 +30,8 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 // words, one for each of the 32 banks of shared memory. A thread has eight rows of eight columns: it writes
 // two words to each of these columns, the upper one with its first four rows, and the lower one. Threads that
 // lie side by side have the same rows, so their words would all go to the same bank if the words of every
-// column were in order. So the order differs from column to column. Here is where the words lie; the word
-// "8-11" has rows 8 to 11:
+// column were in order. So each chunk of eight columns has an order of its own. Here is where the words lie;
+// the word "8-11" has rows 8 to 11:
 //
 //   bank                0      1      2      3        4      5      6      7     ...     31
 //   columns  0 -  7    0-3    4-7   12-15   8-11    16-19  20-23  28-31  24-27   ...  120-123
@@ -72,9 +72,9 @@ struct TransposeTile {
         const int chunk = col / CHUNK;
         const int bank = 4 * (piece ^ (chunk / 2));
         const uint4 four = *reinterpret_cast<const uint4*>(&words[col][bank]);
-        const uint4 of_even{four.x, four.y, four.w, four.z};
-        const uint4 of_odd{four.z, four.w, four.y, four.x};
-        return chunk % 2 == 0 ? of_even : of_odd;  // as a conditional expression it needs no branch
+        const uint4 even_chunk{four.x, four.y, four.w, four.z};
+        const uint4 odd_chunk{four.z, four.w, four.y, four.x};
+        return chunk % 2 == 0 ? even_chunk : odd_chunk;  // as a conditional expression it needs no branch
     }
 };
 
@@ -123,7 +123,7 @@ __device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, u
     // A thread outside the tensor must not even read: codes may overwrite what x is computed from, and
     // reading while another thread writes is a race.
     if (place.inside(rows, x.width))
-        for_each_row(x, place, rows, [&](int i, const Values(&v)[PLANES], bool live) {
+        for_each_row(x, place, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++) {
                 const ChunkCodes chunk = make_codes(i, p, v[p], live);
                 if (live && codes)

@@ -66,8 +66,8 @@ public:
     virtual void wait_for_transfers() = 0;
 
     // --- Small values
-    // blocks (ranks, bytes): every rank has filled its own row; afterwards every rank has all rows.
-    virtual void all_gather(void* blocks, int64_t bytes) = 0;
+    // rows_of_ranks (ranks, bytes): every rank has filled its own row; afterwards every rank has all rows.
+    virtual void all_gather(void* rows_of_ranks, int64_t bytes) = 0;
     // What quantizing weights loses, on all ranks together. mine: what it loses on this one.
     virtual QuantStats sum_weight_quant_stats(const QuantStats& mine) const = 0;
 

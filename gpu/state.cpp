@@ -188,7 +188,7 @@ void AmaxTable::expect_empty_histories() { any_empty_history = delayed() && line
 
 void AmaxTable::update_histories(StepOutcome* outcome) const {
     if (!delayed() || !linear_formats(setup_).x.fp8()) return;
-    for (WhichOperand o : LINEAR_OPERANDS)
+    for (OperandKind o : LINEAR_OPERANDS)
         update_delayed_scales({.scales = of_operand(o, 0),
                                .histories = history(o, 0),
                                .n = linear_layer_count,
@@ -243,7 +243,7 @@ void Parameters::register_state() {
     }
 }
 void Parameters::register_delayed_scales(size_t i) {
-    for (WhichOperand o : LINEAR_OPERANDS) {
+    for (OperandKind o : LINEAR_OPERANDS) {
         const std::string of = params[i].name + suffix_of(o);
         const int64_t layer = linear_layer_index(i);
         entries_[of + ".history"] = {i, amax_table_.history(o, layer), setup.recipe.history_steps * 4};

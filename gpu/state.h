@@ -1,18 +1,19 @@
-// gpu/state.h - what one GPU keeps of a training run, for the host: the one allocation (Arena) and what lies
-// where in it (MemoryMap), the stream of the computation (GpuContext), the amaxes and scales of operands
-// (AmaxTable), and by parameter weights, gradients and moments with their update (Parameters).
+// gpu/state.h - what one GPU keeps of a training run, for the host: the map of its memory (MemoryMap), the
+// allocation and the stream of the computation (GpuContext), the amaxes and scales of operands (AmaxTable),
+// and by parameter weights, gradients and moments with their update (Parameters).
 //
 // What the other GPUs of a run do has an interface of its own, Sharding (gpu/sharding.h).
 //
-// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs. gpu/operators.h
-// says what a bucket, a module and the rank's order are. gpu/memory_layout.h has two tables: ShardPlace, by
-// parameter, and BucketRange, by bucket. N is the number of tokens of the pass that runs: B * T, or the
-// length of a prompt.
+// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs; from gpu/arena.h
+// the allocation. gpu/operators.h says what a bucket and the rank's order are. gpu/memory_layout.h says what
+// a module is, and has two tables: ShardPlace, by parameter, and BucketRange, by bucket. N is the number of
+// tokens of the pass that runs: B * T, or the length of a prompt.
 #pragma once
 #include <map>
 #include <memory>
 #include <optional>
 
+#include "arena.h"
 #include "cuda.h"
 #include "layers.h"
 #include "memory_layout.h"
@@ -24,50 +25,6 @@ class Sharding;
 
 // -----------------------------------------------------------------------------------------------------------
 // Memory
-
-// The allocation of a run, and a stack in it: allocate() takes the next bytes, and a Scope, when it ends,
-// gives back what was allocated in it. Every step allocates the same sizes in the same order, so it gets the
-// same addresses: those that a CUDA graph has recorded stay right. How much memory a run needs is found out
-// by a dry run (gpu/cuda.h), whose addresses are never used.
-class Arena {
-public:
-    explicit Arena(int64_t bytes);  // the size of the allocation; 0: a dry run
-    uint8_t* begin() const { return memory_; }
-
-    template <class T = uint8_t> T* allocate(int64_t count) {
-        return reinterpret_cast<T*>(allocate_bytes(count * int64_t(sizeof(T))));
-    }
-    int64_t peak() const { return peak_; }  // the most bytes that were in use at one time
-
-    class Scope {
-    public:
-        explicit Scope(Arena& arena) : arena_(arena) {}
-        ~Scope() {
-            if (!ended_) end();
-        }
-        Scope(const Scope&) = delete;
-        // Ends the scope before its block does: what is allocated from now on may get the same memory.
-        void end() {
-            arena_.used_ = used_;
-            ended_ = true;
-        }
-
-    private:
-        Arena& arena_;
-        const int64_t used_ = arena_.used_;  // the bytes in use when the scope began
-        bool ended_ = false;
-    };
-
-private:
-    UniqueHandle<void*, cudaFree> allocated_;
-    // Where the allocation begins. In a dry run this is a made-up address, aligned as a real one is. It is
-    // not null, because null data means "no tensor".
-    uint8_t* memory_ = reinterpret_cast<uint8_t*>(1 << 30);
-    const int64_t limit_;
-    int64_t used_ = 0, peak_ = 0;
-
-    uint8_t* allocate_bytes(int64_t bytes);
-};
 
 // What a step finds out. It is on the device. The host clears it before the step and fetches it at the end.
 struct StepOutcome {
@@ -111,19 +68,20 @@ struct Scalars {
 //
 // In all cases:
 //
-//   ranks, micro-batches of each   gradients that backward writes     their sums over a step
-//   one, one                       over activations, as drawn         the same memory
-//   one, one, tied embedding       after the activations, because     the same memory
-//                                  the head begins the gradient of
-//                                  the embedding, the first in this
-//                                  order
-//   one, several                   after the activations, because     the same memory
-//                                  sums outlive the next forward
-//   several, one or several        two places of their own, for       where one rank has its gradients,
-//                                  even and odd buckets: one bucket   but only of the part that this rank
-//                                  travels, the next is computed      owns
-//   one, one, --gradients none     one place of their own, which      the same memory
-//                                  each bucket uses in turn
+//   ranks     micro-batches   gradients that backward writes             their sums over a step
+//             of each rank
+//   one       one             over activations, as drawn                 the same memory
+//   one       one, and a      after the activations, because the head    the same memory
+//             tied            begins the gradient of the embedding,
+//             embedding       which is the first in this order
+//   one       several         after the activations, because sums        the same memory
+//                             outlive the next forward
+//   several   any number      two places of their own, for even and      where one rank has its
+//                             odd buckets: while one bucket travels,     gradients, but only of the
+//                             the next is computed                       part that this rank owns
+//   one       one, and        one place of their own, which each         the same memory
+//             --gradients     bucket uses in turn
+//             none
 //
 // In the last two cases the gradients of a tied embedding have another place of their own, because the head
 // writes them before all others.
@@ -226,14 +184,14 @@ public:
     int64_t count() const { return count_; }
     AmaxAndScale* all() const { return entries_; }
     AmaxAndScale* of_parameter(size_t i) const { return entries_ + i; }
-    AmaxAndScale* of_operand(WhichOperand o, int64_t linear_layer) const {
+    AmaxAndScale* of_operand(OperandKind o, int64_t linear_layer) const {
         return entries_ + param_count + index_of(o, linear_layer);
     }
     // The entry that a linear layer uses for its weight, parameter i.
     AmaxAndScale* of_weight(size_t i, int64_t linear_layer) const {
-        return delayed() ? of_operand(WhichOperand::W, linear_layer) : of_parameter(i);
+        return delayed() ? of_operand(OperandKind::W, linear_layer) : of_parameter(i);
     }
-    float* history(WhichOperand o, int64_t linear_layer) const {
+    float* history(OperandKind o, int64_t linear_layer) const {
         return histories_ + index_of(o, linear_layer) * setup_.recipe.history_steps;
     }
     bool delayed() const { return setup_.recipe.scaling == Scaling::Delayed; }
@@ -258,7 +216,7 @@ private:
     float* const histories_;
 
     // The place of an operand among the operands of all linear layers.
-    int64_t index_of(WhichOperand o, int64_t linear_layer) const {
+    int64_t index_of(OperandKind o, int64_t linear_layer) const {
         return int(o) * linear_layer_count + linear_layer;
     }
 };
@@ -299,7 +257,9 @@ public:
     TensorRef whole_weight(size_t i) const {
         return {owned_weight_data(i), params[i].rows, params[i].cols, weight_storage};
     }
-    // The part that this rank owns. It need not be whole rows, so this tensor has MOMENT_GROUP_SIZE columns.
+    // The part of the weight of a linear layer that this rank owns. It need not be whole rows, so this tensor
+    // has MOMENT_GROUP_SIZE columns, of which the size of such a part is a multiple. (Of other parameters the
+    // last elements would be missing.)
     TensorRef owned_weight(size_t i) const {
         return {owned_weight_data(i), places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
                 weight_storage};

@@ -53,8 +53,8 @@ static FormatTexts format_texts(const Setup& s) {
 }
 
 // A saved tensor with its format: "norm 1 input e4m3 1x16".
-static std::string saved_text(const Setup& s, SavedKind which) {
-    const SavedTensor t = saved_per_layer(s.config, s.recipe)[int(which)];
+static std::string saved_text(const Setup& s, SavedKind kind) {
+    const SavedTensor t = saved_per_layer(s.config, s.recipe)[int(kind)];
     return concat(t.name, " ", t.storage.text());
 }
 

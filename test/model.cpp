@@ -611,7 +611,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
         after[run] = snapshot(*t.model);
     }
     for (const Param& p : t.params())
-        for (WhichOperand o : LINEAR_OPERANDS) {
+        for (OperandKind o : LINEAR_OPERANDS) {
             if (!p.role.quantized_linear) continue;
             const std::string operand = p.name + suffix_of(o);
             INFO(operand);

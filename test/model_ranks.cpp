@@ -198,7 +198,7 @@ TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
     const RankRun three = train_ranks(make_reference_model, s, 3, 1),
                   one = train_ranks(make_reference_model, small("te", LLAMA, 3), 1, 1);
     for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe))  // these depend on no scales
-        if (t.name.rfind("layers.0.qkv", 0) == 0 && !contains(t.name, suffix_of(WhichOperand::G)))
+        if (t.name.rfind("layers.0.qkv", 0) == 0 && !contains(t.name, suffix_of(OperandKind::G)))
             CHECK_MESSAGE((three.state.at(t.name) == one.state.at(t.name)), t.name);
 }
 

@@ -272,7 +272,7 @@ void launch_rung4(const Matrix& m) { rungs3_and_4<1><<<tiles_of(m, SIDE), dim3(S
 //
 // Three names are new. Piece<Element, N> (ladder.h) is N neighbouring elements in registers of a thread:
 // load() and store() are one instruction each, piece[j] is element j, and piece.word is all of them. For
-// eight codes that is a uint2: two words of 32 bits, .x and .y, of four codes each. gpu::Values
+// eight codes that is a uint2: two words of 32 bits, .x and .y, of four codes each. gpu::ChunkValues
 // (gpu/device.cuh) is eight FP32 numbers. gpu::encode<Format::E5M2>(values, inverse), there too, makes eight
 // codes of them, two with each instruction that converts.
 //
@@ -282,7 +282,7 @@ void launch_rung4(const Matrix& m) { rungs3_and_4<1><<<tiles_of(m, SIDE), dim3(S
 constexpr int CHUNK = 8;  // elements that a thread loads at once
 
 __device__ Piece<uint8_t, CHUNK> encode8(const Piece<bf16, CHUNK>& x, float inverse) {
-    gpu::Values values;
+    gpu::ChunkValues values;
     for (int j = 0; j < CHUNK; j++) values[j] = __bfloat162float(x[j]);
     return {gpu::encode<Format::E5M2>(values, inverse)};
 }

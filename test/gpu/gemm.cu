@@ -6,25 +6,25 @@
 
 using namespace coat;
 using namespace coat::test;
-using gpu::WhichGemm;
+using gpu::GemmKind;
 
 namespace {
 
 // One of the three GEMMs of a linear layer: out (M, N) = a b, reduced over K.
 struct GemmCase {
-    WhichGemm kind;
+    GemmKind kind;
     const char* name;
     Shape a, b;  // as stored
 
-    int64_t M() const { return kind == WhichGemm::Wgrad ? a.cols : a.rows; }
-    int64_t N() const { return kind == WhichGemm::Fprop ? b.rows : b.cols; }
-    int64_t K() const { return kind == WhichGemm::Wgrad ? a.rows : a.cols; }
+    int64_t M() const { return kind == GemmKind::Wgrad ? a.cols : a.rows; }
+    int64_t N() const { return kind == GemmKind::Fprop ? b.rows : b.cols; }
+    int64_t K() const { return kind == GemmKind::Wgrad ? a.rows : a.cols; }
 };
 
 std::vector<GemmCase> gemm_cases(int64_t tokens, int64_t out, int64_t in) {
-    return {{WhichGemm::Fprop, "fprop", {tokens, in}, {out, in}},
-            {WhichGemm::Dgrad, "dgrad", {tokens, out}, {out, in}},
-            {WhichGemm::Wgrad, "wgrad", {tokens, out}, {tokens, in}}};
+    return {{GemmKind::Fprop, "fprop", {tokens, in}, {out, in}},
+            {GemmKind::Dgrad, "dgrad", {tokens, out}, {out, in}},
+            {GemmKind::Wgrad, "wgrad", {tokens, out}, {tokens, in}}};
 }
 
 // The operands of a GEMM: on the device, and the exact values that it multiplies.
@@ -34,10 +34,10 @@ struct Operands {
     Doubles left, right;  // (M, K) and (K, N)
 
     Operands(const GemmCase& p, const Floats& x, Storage qa, const Floats& y, Storage qb)
-        : of(p), a(x, p.a, qa), b(y, p.b, qb), left(values(x, p.a, qa, p.kind == WhichGemm::Wgrad)),
-          right(values(y, p.b, qb, p.kind != WhichGemm::Fprop)) {
-        if (p.kind == WhichGemm::Wgrad) left = transposed(left, p.a.rows, p.a.cols);
-        if (p.kind == WhichGemm::Fprop) right = transposed(right, p.b.rows, p.b.cols);
+        : of(p), a(x, p.a, qa), b(y, p.b, qb), left(values(x, p.a, qa, p.kind == GemmKind::Wgrad)),
+          right(values(y, p.b, qb, p.kind != GemmKind::Fprop)) {
+        if (p.kind == GemmKind::Wgrad) left = transposed(left, p.a.rows, p.a.cols);
+        if (p.kind == GemmKind::Fprop) right = transposed(right, p.b.rows, p.b.cols);
     }
     static Doubles values(const Floats& x, Shape s, Storage q, bool over_rows) {
         using reference::ReduceOver;
@@ -115,14 +115,14 @@ GPU_TEST_CASE("CublasGemms::run: all three GEMMs in every format equal the refer
             if (f.x.fp8() && !fits) continue;
             gpu::CublasGemms& gemms = f.x.granularity == PER_1x128 ? exact : fast_fprop;
             for (const GemmCase& p : gemm_cases(size.tokens, size.out, size.in)) {
-                const Storage qa = p.kind == WhichGemm::Fprop ? f.x : f.g,
-                              qb = p.kind == WhichGemm::Wgrad ? f.x : f.w;
+                const Storage qa = p.kind == GemmKind::Fprop ? f.x : f.g,
+                              qb = p.kind == GemmKind::Wgrad ? f.x : f.w;
                 INFO(std::string(f.name), " ", std::string(p.name), " ", size.tokens, " tokens, ", size.out,
                      " x ", size.in);
                 check_gemm(gemms, rng, p, qa, qb, f.out, false, false);
-                if (p.kind == WhichGemm::Wgrad) check_gemm(gemms, rng, p, qa, qb, f.out, true, false);
+                if (p.kind == GemmKind::Wgrad) check_gemm(gemms, rng, p, qa, qb, f.out, true, false);
                 const Format compute = f.x.format == Format::FP32 ? Format::FP32 : Format::BF16;
-                if (p.kind == WhichGemm::Fprop && f.out == compute)
+                if (p.kind == GemmKind::Fprop && f.out == compute)
                     check_gemm(gemms, rng, p, qa, qb, f.out, false, true);
             }
         }
@@ -178,15 +178,15 @@ GPU_TEST_CASE("CublasGemms::run: unsupported operands are rejected also the seco
     groups.tensor.storage = E4M3_1x16;
     const struct {
         const char* why;
-        WhichGemm kind;
+        GemmKind kind;
         gpu::Operand a, b;
         const Tensor& out;
-    } rows[] = {{"both are E5M2", WhichGemm::Fprop, e5m2.operand(), e5m2.operand(), out},
-                {"one is BF16", WhichGemm::Fprop, e4m3.operand(), bf16.operand(), out},
-                {"the transposed codes are missing", WhichGemm::Dgrad, e5m2.operand(), row_major, out},
-                {"out has too few columns", WhichGemm::Fprop, bf16.operand(), bf16.operand(), narrow},
-                {"neither has 1x128 scales", WhichGemm::Fprop, blocks.operand(), blocks.operand(), out},
-                {"groups", WhichGemm::Fprop, groups, groups, out}};
+    } rows[] = {{"both are E5M2", GemmKind::Fprop, e5m2.operand(), e5m2.operand(), out},
+                {"one is BF16", GemmKind::Fprop, e4m3.operand(), bf16.operand(), out},
+                {"the transposed codes are missing", GemmKind::Dgrad, e5m2.operand(), row_major, out},
+                {"out has too few columns", GemmKind::Fprop, bf16.operand(), bf16.operand(), narrow},
+                {"neither has 1x128 scales", GemmKind::Fprop, blocks.operand(), blocks.operand(), out},
+                {"groups", GemmKind::Fprop, groups, groups, out}};
     for (const auto& row : rows) {
         CAPTURE(std::string(row.why));
         auto run = [&] { gemms.run(row.kind, row.a, row.b, row.out.ref(), nullptr); };

@@ -84,9 +84,9 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                     const NormCase c(rng, f, rms, s);
                     gpu::residual_add(x.ref(), branch.ref(),
                                       {.x_out = x_out.ref(),
-                                       .next = c.norm(c.in.ref()),
+                                       .next_norm = c.norm(c.in.ref()),
                                        .norm_reads_saved = norm_reads_saved,
-                                       .y_amax_out = y.amax_and_scale.get()},
+                                       .norm_output_amax_out = y.amax_and_scale.get()},
                                       0);
                     Floats sum = x.values();
                     const Floats added = branch.values();
@@ -121,9 +121,9 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
                     const Tensor out(s, compute), dweight(before, f.compute), dbias(before, f.compute);
                     gpu::norm_backward(c.norm(in.ref()),
                                        {.dy = dy.ref(),
-                                        .residual_in = add ? g.ref() : TensorRef{},
-                                        .residual_out = out.ref(),
-                                        .residual_amax_out = out.amax_and_scale.get(),
+                                        .dresidual_in = add ? g.ref() : TensorRef{},
+                                        .dresidual_out = out.ref(),
+                                        .dresidual_amax_out = out.amax_and_scale.get(),
                                         .dweight = dweight.ref(),
                                         .dbias = rms ? TensorRef{} : dbias.ref()},
                                        workspace.get(), 0);
@@ -157,9 +157,9 @@ GPU_TEST_CASE("embed and embedding_backward: tokens and positions") {
             const NormCase c(rng, f, true, {N, C});
             gpu::embed(device_e.ref(), positions ? device_p.ref() : TensorRef{}, device_tokens.get(), T,
                        {.x_out = x.ref(),
-                        .next = c.norm(c.in.ref()),
+                        .next_norm = c.norm(c.in.ref()),
                         .norm_reads_saved = true,
-                        .y_amax_out = nullptr},
+                        .norm_output_amax_out = nullptr},
                        0);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++)
@@ -171,8 +171,8 @@ GPU_TEST_CASE("embed and embedding_backward: tokens and positions") {
             const gpu::EmbeddingOrder order = gpu::embedding_order(tokens.data(), N);
             const int64_t distinct = int64_t(order.tokens.size());
             REQUIRE(distinct <= live);
-            CHECK((0 < order.frequent && order.frequent < distinct));  // both kernels have tokens
-            for (const gpu::TokenRows& t : order.tokens)               // a token's rows are in order
+            CHECK((0 < order.frequent_count && order.frequent_count < distinct));  // both kernels have tokens
+            for (const gpu::TokenRows& t : order.tokens)  // a token's rows are in order
                 CHECK(std::is_sorted(&order.order[t.first], &order.order[t.first] + t.count));
             const Buffer<int32_t> device_order(order.order);
             const Buffer<gpu::TokenRows> token_rows(order.tokens);
@@ -182,7 +182,7 @@ GPU_TEST_CASE("embed and embedding_backward: tokens and positions") {
                                         {.order = device_order.get(),
                                          .tokens = token_rows.get(),
                                          .count = distinct,
-                                         .frequent = order.frequent},
+                                         .frequent_count = order.frequent_count},
                                         de.ref(), 0);
                 gpu::positions_backward(device_g.ref(), T, dp.ref(), 0);
                 check_row_sums(de, e, g, [&](int64_t n) { return tokens[n]; });

@@ -1,0 +1,52 @@
+// gpu/arena.h - the one allocation of GPU memory that a training run makes, and a stack in it. (The comment
+// above MemoryMap in gpu/state.h says what lies where in the allocation. The functions are in gpu/state.cpp.)
+#pragma once
+#include "cuda.h"
+
+namespace coat::gpu {
+
+// The allocation of a run, and a stack in it: allocate() takes the next bytes, and a Scope, when it ends,
+// gives back what was allocated in it. Every step allocates the same sizes in the same order, so it gets the
+// same addresses: those that a CUDA graph has recorded stay right. How much memory a run needs is found out
+// by a dry run (gpu/cuda.h), whose addresses are never used.
+class Arena {
+public:
+    explicit Arena(int64_t bytes);  // the size of the allocation; 0: a dry run
+    uint8_t* begin() const { return memory_; }
+
+    template <class T = uint8_t> T* allocate(int64_t count) {
+        return reinterpret_cast<T*>(allocate_bytes(count * int64_t(sizeof(T))));
+    }
+    int64_t peak() const { return peak_; }  // the most bytes that were in use at one time
+
+    class Scope {
+    public:
+        explicit Scope(Arena& arena) : arena_(arena) {}
+        ~Scope() {
+            if (!ended_) end();
+        }
+        Scope(const Scope&) = delete;
+        // Ends the scope before its block does: what is allocated from now on may get the same memory.
+        void end() {
+            arena_.used_ = used_;
+            ended_ = true;
+        }
+
+    private:
+        Arena& arena_;
+        const int64_t used_ = arena_.used_;  // the bytes in use when the scope began
+        bool ended_ = false;
+    };
+
+private:
+    UniqueHandle<void*, cudaFree> allocated_;
+    // Where the allocation begins. In a dry run this is a made-up address, aligned as a real one is. It is
+    // not null, because null data means "no tensor".
+    uint8_t* memory_ = reinterpret_cast<uint8_t*>(1 << 30);
+    const int64_t limit_;
+    int64_t used_ = 0, peak_ = 0;
+
+    uint8_t* allocate_bytes(int64_t bytes);
+};
+
+}  // namespace coat::gpu
