@@ -11,6 +11,7 @@ shared memory takes, and the lanes at each bank.
 """
 import argparse
 import random
+import signal
 
 BANKS, WORD, SECTOR, LANES = 32, 4, 32, 32
 
@@ -64,6 +65,8 @@ def print_mean(expression, size):
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader such as head may stop reading
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("index", help="the element that a lane reads, such as \"33 * lane\"")
     parser.add_argument("--bytes", type=int, default=4, choices=[1, 2, 4, 8, 16], help="of an element")
