@@ -28,11 +28,10 @@
 // gradients of a bucket. After the step come the other things that one asks of a model.
 //
 // If you come from step 1 of README's way through the GPU kernels, read mlp_block_forward() now, and no more.
-// If you come back in step 7, read the structs before the class GpuModel, its section "Where tensors are",
-// mlp_block_forward(), mlp_block_backward(), and what these two call in this file; of the members of
-// GpuModel only dgate_up_in_place_: where it is true, the gradient of gate and up overwrites them. What is
-// called in other files can wait. (sharding_ is the interface to the other GPUs; the comment at the top of
-// gpu/linear.h says what it does if there are none.)
+// If you come back in step 7, README lists what to read; of the members of GpuModel read only
+// dgate_up_in_place_: where it is true, the gradient of gate and up overwrites them. What is called in other
+// files can wait. (sharding_ is the interface to the other GPUs; the comment at the top of gpu/linear.h says
+// what it does if there are none.)
 //
 // Three rules:
 //   - A Pass says what runs: it is given to every function that depends on it.
@@ -558,8 +557,8 @@ private:
         // fprop() does it, while it makes x's codes
         const LazyTensor x = residual.normed_by(norm2);
         TensorRef gate_up = saved_gate_up;  // as the activation is to read them
-        // Each of the three cases computes gate and up, saves them, and leaves the amax of the
-        // activation's output
+        // Each of the three cases computes gate and up, saves them, and stores the amax of the
+        // activation's output, which is down_proj's x
         if (!saved_gate_up.storage.fp8()) {
             // The recipes that save no groups: the projection writes what is saved
             layer.gate_up_proj.fprop(x, gate_up);

@@ -2,10 +2,10 @@
 // its three GEMMs, and how their operands are made.
 //
 // g (N, out) is the gradient of y. GEMMs do not read x, w and g themselves, but operands that are made of
-// them: x_operand, w_operand and g_operand. In most recipes these are FP8 codes. (In recipes without FP8 they
-// are BF16 or FP32 values.) FP8 operands have two forms, row-major and transposed: fprop reads x and w
-// row-major, dgrad reads g row-major and w transposed, and wgrad reads g and x transposed. (formats.h, where
-// its recipes begin, says why.)
+// them: x_operand, w_operand and g_operand. These are FP8 codes. They have two forms, row-major and
+// transposed: fprop reads x and w row-major, dgrad reads g row-major and w transposed, and wgrad reads g and
+// x transposed. (formats.h, where its recipes begin, says why.) Recipes without FP8: the operands are BF16 or
+// FP32 values, in one form.
 //
 // How long the operands live:
 //   x_operand   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x. From

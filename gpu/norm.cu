@@ -66,9 +66,7 @@ __device__ float inverse_root(float squares, int64_t C, float eps) {
 // The statistics of a row. x: the thread's chunks of it; a chunk past the end of the row is zeros. The
 // forward pass of both norms calls it, and the backward pass of LayerNorm. The backward pass of RMSNorm
 // computes the sum of squares together with another sum, but in the same order. So forward and backward have
-// the same bits. Equal bits are needed: wgrad quantizes the norm's output with the amax that forward has
-// computed, and a larger value would saturate. (In the recipe coat-saved, forward has normed other values. So
-// LinearLayer::wgrad() first raises the amax, by a pass over the norm's output.)
+// the same bits; norm_backward_kernel() says what they are needed for.
 __device__ RowStatistics row_statistics(const ChunkValues (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
                                         RowSum& sum_over_row) {
     float sum[1] = {0};
@@ -379,7 +377,9 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
 // The kernel of norm_backward() (operators.h). It writes dresidual_out and its amax, the row statistics, and
 // the blocks' sums: partials (blocks, C) of dweight and, of LayerNorm, after them (blocks, C) of dbias. The
 // statistics are computed again, because all norms have the same place for them, which later norms have
-// overwritten.
+// overwritten. They need the same bits as in forward: wgrad computes the norm's output from them, and
+// quantizes it with the amax from forward, so a larger value would saturate. With coat-saved: forward has
+// normed other values, so LinearLayer::wgrad() first raises the amax, by a pass over the norm's output.
 template <class Layout, bool RMS, int CHUNKS>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, AmaxAndScale* dresidual_amax_out,

@@ -338,9 +338,9 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
 struct ResidualOutput {
     TensorRef x_out;  // (N, C) the sum, rounded. It may be the memory of an operand of the sum
     Norm next_norm;   // the norm that reads the sum
-    // Whether forward's norm reads next_norm.in (else it reads x_out): if the recipe's forward_reads_saved
-    // (formats.h) is true, or if there is no x_out. The row statistics and the amax are computed from what
-    // forward's norm reads.
+    // True: forward's norm reads next_norm.in. False: it reads x_out. It is true if the recipe's
+    // forward_reads_saved (formats.h) is, or if there is no x_out. The row statistics and the amax are
+    // computed from what forward's norm reads.
     bool norm_reads_saved;
     AmaxAndScale* norm_output_amax_out;  // the amax of the norm's output
 };
