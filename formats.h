@@ -181,7 +181,7 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // Where the scale of a whole tensor comes from.
 //   JustInTime   from the tensor's own amax
 //   Delayed      from the largest amax of the last Recipe::history_steps steps. In the first step there is no
-//                history: each micro-batch uses the largest amax of the step so far, with its own
+//                history: each micro-batch uses the largest amax of the step so far, its own included
 enum class Scaling : uint8_t { JustInTime, Delayed };
 
 // Fast accumulation, for fprop, dgrad and wgrad: whether the whole sum of a GEMM stays in the FP8 tensor
@@ -296,8 +296,8 @@ struct Optimizer {
         if (!moments_need_scaling(f)) return 0;
         return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP_SIZE);
     }
-    // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for such moments. No row
-    // of the table has only one of m and v like this.
+    // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for such moments. In every
+    // row of the table either both are stored like this, or neither is.
     bool has_fp8_moment_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
 };
 

@@ -148,7 +148,8 @@ class GpuModel final : public Model {
     const bool qk_norms_ = config_.arch.qk_norm;
 
     // Whether the codes of dgate_up overwrite the saved gate and up: if elements have as many bytes in both,
-    // and dgate_up has one scale per tensor. mlp_block_backward() says why.
+    // and dgate_up has no scales beside its elements: it has one scale per tensor, or none.
+    // mlp_block_backward() says why.
     const bool dgate_up_in_place_ =
         info(linear_context_.formats.g.format).bytes == info(recipe_.saved_inputs.format).bytes &&
         linear_context_.formats.g.granularity == PER_TENSOR;
@@ -607,9 +608,10 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // The gradients of a bucket (gpu/memory_layout.h)
+    // The gradients of a bucket (gpu/operators.h)
 
-    // To be called before the first kernel that adds to the gradients of a bucket.
+    // To be called before the first kernel that adds to the gradients of a bucket. (For the head's bucket,
+    // the head itself waits, before its GEMMs.)
     void begin_bucket(const Pass& pass, int64_t bucket) {
         sharding_->wait_for_gradient_buffer(bucket);
         if (pass.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
@@ -746,10 +748,11 @@ private:
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
         // and outlives it, so its memory is allocated first. Its row-major codes may overwrite the saved gate
         // and up (dgate_up_in_place_) under two conditions:
-        //   - Elements have as many bytes in both. Then quantize() may write over its input.
-        //   - dgate_up has one scale per tensor, which lies elsewhere. The scales of rows or blocks would
-        //     lie right after the codes (LinearLayer::allocate_operand()): there they would overwrite the
-        //     scales of the groups of gate and up, which are still needed
+        //   - Elements have as many bytes in both. Then quantize(), or store_values(), may write over its
+        //     input.
+        //   - dgate_up has one scale per tensor, which lies elsewhere, or none. The scales of rows or
+        //     blocks would lie right after the codes (LinearLayer::allocate_operand()): there they would
+        //     overwrite the scales of the groups of gate and up, which are still needed
         const Operand dgate_up_operand =
             layer.gate_up_proj.allocate_g_operand(pass.N, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact

@@ -73,7 +73,8 @@ inline void require_supported(const Setup& s) {
 // embedding that is also the head. For example, in a model with such an embedding:
 //   2 micro-batches   4 gradients   BF16
 //   3 micro-batches   6 gradients   FP32
-// The micro-batches of all ranks count, so the format does not depend on the number of ranks.
+// The micro-batches of all ranks count. So a step of so many micro-batches has the same format on any number
+// of ranks.
 //
 // On a GPU the head adds a gradient for each slice of a micro-batch. So its sum has a rule of its own:
 // head_sum_in_fp32() in gpu/memory_layout.h.

@@ -118,8 +118,9 @@ float join_master(uint16_t weight, int16_t remainder) {
     return std::bit_cast<float>((uint32_t(weight) << 16) + uint32_t(int32_t(remainder)));  // with its sign
 }
 
-// x rounded to BF16, up or down at random. Let r be the lower half of the bits of x. Of the 65536 random
-// integers, r carry into the upper half. So x is rounded up in magnitude with probability r / 65536.
+// x rounded to BF16, up or down at random. Let r be the lower half of the bits of x. Of the 65536 possible
+// random integers, r carry into the upper half. So x is rounded up in magnitude with probability r /
+// 65536.
 uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
     const uint64_t random = (rounding_bits(key, uint64_t(i) / 4) >> (16 * (i % 4))) & 0xFFFF;
     return uint16_t((std::bit_cast<uint32_t>(x) + uint32_t(random)) >> 16);

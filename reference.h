@@ -50,8 +50,9 @@ struct StoredMatrix {
 float scale_of(const Storage& storage, float amax);  // the scale of a scale block with this amax
 float compute_amax(const float* x, int64_t n);       // the largest |x| of n values; infinity if one is NaN
 
-// Quantizes x (rows, cols). Scales are just-in-time, unless `scale` is given: then this is the scale of the
-// whole tensor, and values beyond FMAX * scale saturate. If storage is FP8, the errors are added to *stats.
+// Quantizes x (rows, cols). Scales are just-in-time, unless `scale` is given, which only a tensor with a
+// single scale can use: then values beyond FMAX * scale saturate. If storage is FP8, the errors are added
+// to *stats.
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage,
                       QuantStats* stats = nullptr, std::optional<float> scale = {});
 std::vector<float> dequantize(const StoredMatrix& q);  // (rows, cols)
@@ -72,8 +73,8 @@ struct DelayedScale {
     float amax = 0;   // the largest amax of the current step so far, over its micro-batches
     // Raises amax to that of a tensor of the current step. Returns the scale to quantize this tensor with.
     float note_amax_and_get_scale(const Storage& storage, float tensor_amax);
-    // After a step: moves `amax` into the history, and sets it to 0. scale = max(history) / FMAX of format f,
-    // unless max(history) is 0 or not finite.
+    // After a step: moves `amax` into the history, and sets `amax` to 0. Then scale = max(history) / FMAX of
+    // format f. If max(history) is 0 or not finite, the scale stays as it is.
     void update_history_and_scale(Format f);
 };
 

@@ -20,7 +20,7 @@ struct AdamWOptions {
     // The largest norm that all gradients together may have; 0: no clipping.
     float clip = 1.0f;
     // How many steps before this one were skipped. step + skipped_steps is the number of this attempt, which
-    // seeds stochastic rounding: no two attempts have the same random bits.
+    // seeds stochastic rounding: two attempts hardly ever have the same random bits.
     int64_t skipped_steps = 0;
 };
 
@@ -49,7 +49,7 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t q) { return mixed_bits(key + q); }
 // The key of one update. attempt = AdamWOptions::step + AdamWOptions::skipped_steps. The lower 32 bits of the
 // key are 0. In a model of at most 2^34 elements q is below 2^32, so key + q has the key's upper 32 bits.
-// They differ from update to update.
+// Two updates hardly ever have the same ones (on average 5 pairs in 200,000 updates).
 inline uint64_t rounding_key(uint64_t seed, int64_t attempt) {
     return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(attempt)) << 32;
 }
@@ -75,7 +75,7 @@ struct QuantStats {
     }
 };
 
-// The kinds of tensors that the statistics tell apart. Attention: what is stored as Recipe::saved_attention.
+// The kinds of tensors that the statistics tell apart. Attention: q, k, v and attention's output.
 // clang-format off
 enum class ReportKind : uint8_t {
     NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count

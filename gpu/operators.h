@@ -246,7 +246,7 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
 // 4. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
 //
 // Words for parts of the parameters, from small to large. With one rank, a shard is a whole parameter, and
-// the rank's order is the flat order. (A larger part, the module, is explained in gpu/memory_layout.h.)
+// the rank's order is the flat order. (A related part, the module, is explained in gpu/memory_layout.h.)
 //   shard unit    64 moment groups of a parameter, which is cut only between shard units (model.h)
 //   shard         what this rank owns of one parameter
 //   bucket        the parameters whose gradients backward completes at the same time (Param::bucket)

@@ -11,8 +11,8 @@
 //   weights     while one module computes, the matrices of the module that comes next in this direction are
 //               gathered. Each of the two modules has a buffer.
 //
-// gpu/operators.h says what a bucket and a module are. How bytes travel has a file of its own,
-// gpu/transport.h.
+// gpu/operators.h says what a bucket is, and gpu/memory_layout.h what a module is. How bytes travel has a
+// file of its own, gpu/transport.h.
 #pragma once
 #include "state.h"
 #include "transport.h"

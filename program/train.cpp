@@ -49,7 +49,8 @@ struct Progress {
     double started, saved_at;  // when the loop began, and when it last saved
     double save_interval;      // between saves, without --save-every
     double step_seconds = 0;   // what all steps but the first took. (The first step warms caches.)
-    int skipped_in_a_row = 0;  // the number of steps that were skipped since the last step that was not
+    // How many steps were skipped since the last step that was not. (A step without targets does not count.)
+    int skipped_in_a_row = 0;
 };
 
 // What has happened during a step that the loop must react to.
@@ -188,8 +189,8 @@ static int save_and_end_at_signal(Run& run, int signal) {
 }
 
 // Validates and saves the last step, and prints what the run was. Returns the exit code: not 0 if --out could
-// not be written. validate_and_report() throws if the loss is not finite. So when save_last() is called the
-// weights are finite, and the step is saved even if it was skipped.
+// not be written. validate_and_report() throws if the loss is not finite. So when save_last() is called, the
+// weights that the held-out text uses are finite, and the step is saved even if it was skipped.
 static int finish(Run& run, const Progress& progress) {
     const double validation = validate_and_report(run);
     const int code = save_last(run);
