@@ -10,28 +10,28 @@ namespace coat {
 // The shape of a model
 
 struct Architecture {
-    const char* name;       // Hugging Face's model_type
-    const char* causal_lm;  // its class in transformers, Hugging Face's library
-    bool rms = false;       // norms are RMSNorm; else LayerNorm with a bias
-    bool rope = false;      // positions are rotations of q and k (RoPE); else learned vectors
-    bool gated = false;     // the activation function is SiLU(gate) * up; else GELU in its tanh form
-    bool qkv_bias = false;  // the linear layer of q, k and v has a bias
-    bool other_biases = false;  // the other linear layers have a bias
-    bool qk_norm = false;       // each head of q and of k passes an RMSNorm before RoPE
+    const char* name;                // Hugging Face's model_type
+    const char* transformers_class;  // its class in transformers, Hugging Face's library
+    bool rms = false;                // norms are RMSNorm; else LayerNorm with a bias
+    bool rope = false;               // positions are rotations of q and k (RoPE); else learned vectors
+    bool gated = false;              // the activation function is SiLU(gate) * up; else GELU in its tanh form
+    bool qkv_bias = false;           // the linear layer of q, k and v has a bias
+    bool other_biases = false;       // the other linear layers have a bias
+    bool qk_norm = false;            // each head of q and of k passes an RMSNorm before RoPE
 };
 // clang-format off
 inline constexpr Architecture LLAMA{
-    .name = "llama", .causal_lm = "LlamaForCausalLM", .rms = true, .rope = true, .gated = true};
+    .name = "llama", .transformers_class = "LlamaForCausalLM", .rms = true, .rope = true, .gated = true};
 inline constexpr Architecture MISTRAL{
-    .name = "mistral", .causal_lm = "MistralForCausalLM", .rms = true, .rope = true, .gated = true};
+    .name = "mistral", .transformers_class = "MistralForCausalLM", .rms = true, .rope = true, .gated = true};
 inline constexpr Architecture QWEN2{
-    .name = "qwen2", .causal_lm = "Qwen2ForCausalLM", .rms = true, .rope = true, .gated = true,
+    .name = "qwen2", .transformers_class = "Qwen2ForCausalLM", .rms = true, .rope = true, .gated = true,
     .qkv_bias = true};
 inline constexpr Architecture QWEN3{
-    .name = "qwen3", .causal_lm = "Qwen3ForCausalLM", .rms = true, .rope = true, .gated = true,
+    .name = "qwen3", .transformers_class = "Qwen3ForCausalLM", .rms = true, .rope = true, .gated = true,
     .qk_norm = true};
 inline constexpr Architecture GPT2{
-    .name = "gpt2", .causal_lm = "GPT2LMHeadModel", .qkv_bias = true, .other_biases = true};
+    .name = "gpt2", .transformers_class = "GPT2LMHeadModel", .qkv_bias = true, .other_biases = true};
 // clang-format on
 
 // RoPE rotates pair i of a head at position t by the angle t f_i, with f_i = theta^(-2i / HS). A model may
@@ -117,8 +117,8 @@ struct Role {
     bool quantized_linear = false;
     bool starts_at_one = false;  // it starts at 1; else at random values, or at 0 (init_std)
 };
-// The embedding, learned positions, and the head.
-inline constexpr Role UNQUANTIZED_MATRIX{.decays = true, .quantized_moments = true};
+// The embedding, learned positions and the head: no GEMM reads them quantized, but their moments are.
+inline constexpr Role EMBEDDING_OR_HEAD{.decays = true, .quantized_moments = true};
 inline constexpr Role QUANTIZED_LINEAR{.decays = true, .quantized_moments = true, .quantized_linear = true};
 inline constexpr Role NORM_WEIGHT{.starts_at_one = true};
 inline constexpr Role BIAS{};
@@ -180,12 +180,13 @@ inline std::vector<Param> parameters(const ModelConfig& config) {
     // As in GPT-2, two matrices of each layer have smaller initial weights: those whose outputs are added to
     // the residual stream.
     const float init_std = 0.02f, residual_std = init_std / std::sqrt(2.0f * config.L);
-    table.add("embedding", UNQUANTIZED_MATRIX, config.padded_V(), config.C, init_std);
-    if (!config.arch.rope) table.add("positions", UNQUANTIZED_MATRIX, config.max_T, config.C, init_std);
+    table.add("embedding", EMBEDDING_OR_HEAD, config.padded_V(), config.C, init_std);
+    if (!config.arch.rope) table.add("positions", EMBEDDING_OR_HEAD, config.max_T, config.C, init_std);
     for (int64_t layer = 0; layer < config.L; layer++) {
         table.layer = layer;
         const std::string prefix = concat("layers.", layer, ".");
-        table.bucket++;  // each bucket of a layer has a linear layer, with the norms that stand beside it
+        // Each bucket of a layer has a linear layer, and the norms that its input or output passes.
+        table.bucket++;
         table.add_norm(prefix + "norm1");
         table.add_linear(prefix + "qkv", config.qkv_cols(), config.C, init_std, config.arch.qkv_bias);
         if (config.arch.qk_norm)  // [of q | of k]
@@ -203,7 +204,7 @@ inline std::vector<Param> parameters(const ModelConfig& config) {
     table.layer = -1;
     table.bucket++;
     table.add_norm("final_norm");
-    if (!config.tied) table.add("head", UNQUANTIZED_MATRIX, config.padded_V(), config.C, init_std);
+    if (!config.tied) table.add("head", EMBEDDING_OR_HEAD, config.padded_V(), config.C, init_std);
     return table.params;
 }
 

@@ -92,8 +92,9 @@ COAT_HD constexpr bool moments_need_scaling(Format f) { return f != Format::FP32
 struct Granularity {
     int rows, cols;
     constexpr bool operator==(const Granularity&) const = default;
-    // Whether the transpose of a matrix has the same scale blocks.
-    constexpr bool symmetric() const { return rows == cols; }
+    // Whether a matrix and its transpose are cut into the same scale blocks: true for a whole tensor and for
+    // 128x128, false for a row and for 1x128. If it is true, the two have the same codes.
+    constexpr bool transpose_has_same_blocks() const { return rows == cols; }
 };
 inline constexpr Granularity PER_TENSOR{.rows = 0, .cols = 0};
 inline constexpr Granularity PER_ROW{.rows = 1, .cols = 0};
@@ -163,15 +164,12 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // operand is read by two GEMMs. One sums over the operand's columns and reads the operand as it is. The other
 // sums over the operand's rows and reads the transpose, which is quantized for this GEMM.
 //
-// A granularity is symmetric if a matrix and its transpose are cut into the same scale blocks. A whole tensor
-// and 128x128 are symmetric; a row and 1x128 are not. If the granularity is symmetric, the matrix and its
-// transpose have the same codes.
-//
 //   operand   summed over its   summed over its rows   codes are made
 //             columns by        (transposed) by
 //   x         fprop             wgrad                  twice: in forward for fprop, in backward for wgrad
 //   w         fprop             dgrad                  for each GEMM. A GPU may keep them for a whole step
-//   g         dgrad             wgrad                  once for both GEMMs if the granularity is symmetric
+//   g         dgrad             wgrad                  once for both GEMMs if the transpose has the same
+//                                                      scale blocks, else twice
 //
 // The Granularity of an operand, in recipes() below, describes the matrix as its GEMM reads it: the GEMM sums
 // over columns. For example, a scale block of x with the granularity 1x128 is

@@ -295,11 +295,11 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 // multiply codes and scale the result. Here the GEMM is in FP32, and its operands are the decoded values.
 //
 // The columns of a granularity run along the reduction (formats.h, Recipes). So for a reduction over rows the
-// transpose is quantized. If the granularity is symmetric, this would give the same values, and x itself is
-// quantized.
+// transpose is quantized. If the transpose has the same scale blocks, it would get the same values. Then x
+// itself is quantized.
 Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage& storage, ReduceOver over,
                      QuantStats* stats, std::optional<float> scale) {
-    if (over == ReduceOver::Columns || storage.granularity.symmetric())
+    if (over == ReduceOver::Columns || storage.granularity.transpose_has_same_blocks())
         return dequantize(quantize(x.data(), rows, cols, storage, stats, scale));
     const Floats transpose = transposed(x.data(), rows, cols, cols);
     const StoredMatrix quantized = quantize(transpose.data(), cols, rows, storage, stats, scale);
@@ -732,7 +732,7 @@ template <class Real>
 void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const Real* qkv, const Real* out,
                         const Real* lse, const Real* dout, Real* dqkv) {
     const int64_t HS = config.HS(), NH = config.NH;
-    const int64_t heads = NH / config.NKV;     // query heads of a key/value head
+    const int64_t queries_per_kv_head = NH / config.NKV;
     const int64_t stride = config.qkv_cols();  // elements from one token to the next
     const Real score_factor = 1 / std::sqrt(Real(HS));
     std::fill(dqkv, dqkv + B * T * stride, Real(0));
@@ -748,7 +748,8 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
             const auto keys_transposed = transposed(k, T, HS, stride);
             const auto values_transposed = transposed(qkv + values_at, T, HS, stride);
             std::vector<Real> scores(T), p(T), dp(T), ds(T);
-            for (int64_t head = kv_head * heads; head < (kv_head + 1) * heads; head++)
+            const int64_t first_head = kv_head * queries_per_kv_head;  // of its query heads
+            for (int64_t head = first_head; head < first_head + queries_per_kv_head; head++)
                 for (int64_t t = 0; t < T; t++) {
                     const int64_t query_at = (b * T + t) * stride + head * HS;
                     const int64_t output_at = ((b * T + t) * NH + head) * HS;

@@ -373,11 +373,11 @@ private:
         Tensor dx(N_ * in), dw(out * in);
         // dgrad: dx = g w
         matmul<Real>(N_, in, out, {g_operand.data(), out, 1}, {w_operand.data(), in, 1}, dx.data());
-        // wgrad: dw = g^T x, which sums over tokens. If the granularity of g is symmetric, wgrad reads the
+        // wgrad: dw = g^T x, which sums over tokens. If g^T has the same scale blocks as g, wgrad reads the
         // operand of dgrad. Otherwise g is quantized once more, in scale blocks along the tokens.
-        const bool is_symmetric = formats_.g.granularity.symmetric();
+        const bool has_same_blocks = formats_.g.granularity.transpose_has_same_blocks();
         const Tensor g_transposed_operand =
-            is_symmetric ? g_operand : make_operand(OperandKind::G, i, dy, out, ReduceOver::Rows);
+            has_same_blocks ? g_operand : make_operand(OperandKind::G, i, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g_transposed_operand.data(), 1, out}, {x_operand.data(), in, 1},
                      dw.data());
         add_gradient(name, dw);

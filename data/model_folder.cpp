@@ -116,7 +116,8 @@ static int64_t sliding_window(const Fields& f, const ModelConfig& config) {
 static ordered_json config_json(ModelConfig config) {
     const bool gpt2 = !config.arch.rope;
     config.head_size = config.HS();
-    ordered_json object = {{"architectures", {config.arch.causal_lm}}, {"model_type", config.arch.name}};
+    ordered_json object = {{"architectures", {config.arch.transformers_class}},
+                           {"model_type", config.arch.name}};
     write_fields(config, gpt2, object);
     if (gpt2) {
         object["activation_function"] = "gelu_new";

@@ -75,7 +75,7 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
         // Row-major and transposed codes have the same 128x128 blocks, so one of them is enough.
-        const bool same = transposed && out.tensor.data && q.granularity.symmetric();
+        const bool same = transposed && out.tensor.data && q.granularity.transpose_has_same_blocks();
         if (grid.scales && !same) launch_with(nullptr, grid);
     }
 }

@@ -12,7 +12,7 @@ namespace coat {
 // depend on --batch or on the number of ranks. So the validation loss of one run can be compared with that of
 // another.
 static int64_t evaluated_window_count(const Run& run) {
-    return std::clamp<int64_t>(run.flags.eval_tokens / run.setup.T, 1, run.held_out_windows->windows());
+    return std::clamp<int64_t>(run.flags.eval_tokens / run.setup.T, 1, run.held_out_loader->windows());
 }
 
 // Reads micro-batch `number` of the evaluated windows. If fewer than B windows are left for it, or none,
@@ -28,8 +28,8 @@ static void read_validation_batch(Run& run, int64_t number) {
         for (int64_t i = 0; i < run.setup.B; i++) {
             const bool is_left = first + i < windows;
             const int64_t repeated = first < windows ? first : 0;
-            run.held_out_windows->read(is_left ? first + i : repeated, &run.tokens[i * T],
-                                       &run.targets[i * T]);
+            run.held_out_loader->read(is_left ? first + i : repeated, &run.tokens[i * T],
+                                      &run.targets[i * T]);
             if (!is_left) std::fill_n(&run.targets[i * T], T, NO_TARGET);
         }
     });

@@ -73,7 +73,7 @@ static int run_training(Flags flags, const RunLocation& location, std::unique_pt
     run.state.settings = settings_to_save_on_all_ranks(run);
     require_same_on_all_ranks(run);
     if (run.flags.resumes()) require_data_of_resumed(run);
-    open_windows(run);
+    make_loaders(run);
     print_start(run);
     if (!run.weights_folder.empty()) require_weights(run.weights_folder, run.setup.config);
     if (!run.flags.log.empty() && run.is_rank_0()) run.log.open(run.flags.log);

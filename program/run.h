@@ -50,9 +50,9 @@ struct Run {
     // What training changes.
     LoopState state;         // the steps that this run has made, and the settings for its own checkpoints
     Model* model = nullptr;  // null until it is made, after the start was printed
-    // The data in windows of --seq tokens, made before the model. Held-out windows have the same order in
-    // every run.
-    std::optional<Loader> training_windows{}, held_out_windows{};
+    // The data in windows of --seq tokens, made before the model: micro-batches to train on, and single
+    // held-out windows, in the same order in every run.
+    std::optional<Loader> training_loader{}, held_out_loader{};
     RunLog log{};                              // of rank 0
     std::vector<int32_t> tokens{}, targets{};  // micro-batches (B, T)
     std::string last_checkpoint{};  // the last complete one in --out; empty: none. Set by note_checkpoint().

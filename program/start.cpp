@@ -296,12 +296,12 @@ FileContents find_other_files(const std::string& weights_folder, const Corpus& c
     return files;
 }
 
-void open_windows(Run& run) {
+void make_loaders(Run& run) {
     const Setup& s = run.setup;
-    run.held_out_windows.emplace(run.corpus.validation, 1, s.T, 0, "held out (" + run.corpus.held_out + ")");
+    run.held_out_loader.emplace(run.corpus.validation, 1, s.T, 0, "held out (" + run.corpus.held_out + ")");
     const char* const purpose =
         run.flags.val.empty() ? "to train on" : "to train on (without those of --val)";
-    if (run.flags.steps > 0) run.training_windows.emplace(run.corpus.train, s.B, s.T, s.seed, purpose);
+    if (run.flags.steps > 0) run.training_loader.emplace(run.corpus.train, s.B, s.T, s.seed, purpose);
 }
 
 std::unique_ptr<Model> make_model(const Run& run) {

@@ -34,8 +34,8 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     // at 99% of it, with 0.1002 of the peak.
     const double n = double(steps - warmup);
     const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
-    const double progress = std::min(1.0, double(step - warmup) / length);
-    return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(progress * PI))));
+    const double fraction = std::min(1.0, double(step - warmup) / length);  // of the cosine's way
+    return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(fraction * PI))));
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ static void read_step(Run& run) {
     run.targets.resize(s.micro_batches_per_rank * n);
     read_or_fail_together(run, [&] {
         for (int64_t i = 0; i < s.micro_batches_per_rank; i++)
-            run.training_windows->read(first + i * s.ranks, &run.tokens[i * n], &run.targets[i * n]);
+            run.training_loader->read(first + i * s.ranks, &run.tokens[i * n], &run.targets[i * n]);
     });
 }
 
@@ -143,7 +143,7 @@ static void count_step(Run& run, const StepResult& result, Progress& progress) {
 // One optimizer step: reads its micro-batches, updates the model, counts and prints the step. Error if so
 // many steps in a row were skipped that the run has diverged.
 static void train_step(Run& run, Progress& progress) {
-    constexpr int MOST_SKIPPED = 20;  // if so many steps in a row are skipped, the run has diverged
+    constexpr int SKIPS_OF_DIVERGED_RUN = 20;  // in a row
     const double before = now();
     const AdamWOptions adamw = next_update(run);
     read_step(run);
@@ -160,8 +160,8 @@ static void train_step(Run& run, Progress& progress) {
     const double seconds_per_step = (now() - progress.started) / steps_made;
     const double seconds_left = seconds_per_step * double(run.flags.steps - run.state.step);
     print_step(run, result, adamw.lr, seconds, seconds_left);
-    if (progress.skipped_in_a_row == MOST_SKIPPED)
-        throw Error("In ", MOST_SKIPPED,
+    if (progress.skipped_in_a_row == SKIPS_OF_DIVERGED_RUN)
+        throw Error("In ", SKIPS_OF_DIVERGED_RUN,
                     " steps in a row the loss, a gradient or a quantized tensor was not ",
                     "finite, or the clipped norm was 2^62 or more; begin again with a lower --lr, or with ",
                     "other weights.");
@@ -172,9 +172,9 @@ static void train_step(Run& run, Progress& progress) {
 static Events events_on_all_ranks(Run& run, const Progress& progress) {
     const Events mine{.signal = signal_received,
                       .save_is_due = now() - progress.saved_at >= progress.save_interval};
-    const std::vector<Events> of_ranks = run.processes.all_gather(mine);
-    Events all = of_ranks[0];
-    for (const Events& theirs : of_ranks) all.signal = std::max(all.signal, theirs.signal);
+    const std::vector<Events> by_rank = run.processes.all_gather(mine);
+    Events all = by_rank[0];
+    for (const Events& theirs : by_rank) all.signal = std::max(all.signal, theirs.signal);
     return all;
 }
 

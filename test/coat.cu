@@ -70,7 +70,8 @@ static void check_all_formats(const Floats& x, Shape s) {
         check_quantized(out, x);
         QuantStats wanted;
         reference::quantize(x.data(), s.rows, s.cols, q, &wanted);
-        if (out.transposes() && !q.granularity.symmetric())  // the transpose has its own scales and errors
+        // A transpose with other scale blocks has its own scales and errors.
+        if (out.transposes() && !q.granularity.transpose_has_same_blocks())
             reference::quantize(transposed(x, s.rows, s.cols).data(), s.cols, s.rows, q, &wanted);
         check_statistics(stats, wanted);
         if (q == E4M3_1x16) check_groups(x, out);

@@ -568,7 +568,7 @@ TEST_CASE("train: a run takes the steps of its model bit for bit and validates o
         in_a_row = result.skipped ? in_a_row + 1 : 0;
         most = std::max(most, in_a_row);
     }
-    CHECK((most > 20 && state.updates > 3));  // more than MOST_SKIPPED: the run has not diverged
+    CHECK((most > 20 && state.updates > 3));  // more than SKIPS_OF_DIVERGED_RUN: it has not diverged
     CHECK(read_loop_state(folder / "out/step-000080").updates == state.updates);
     const std::string mine = save_checkpoint(folder / "mine", *model, state, {});
     CHECK((tensors_of(folder.path / "out/step-000080") == tensors_of(mine)));

@@ -46,7 +46,16 @@ struct Case {
         if (bits == before) return {.written = false};
         std::vector<float> x(host.size()), expected(bits.size()), sums(rows * s.heads);
         for (size_t i = 0; i < x.size(); i++) x[i] = reference::from_bf16(host[i]);
-        const ModelConfig c{"ladder", LLAMA, 1, s.heads * HEAD, s.heads, s.heads, 16, 16, s.T, true};
+        const ModelConfig c{.name = "ladder",
+                            .arch = LLAMA,
+                            .L = 1,
+                            .C = s.heads * HEAD,
+                            .NH = s.heads,
+                            .NKV = s.heads,
+                            .F = 16,
+                            .V = 16,
+                            .max_T = s.T,
+                            .tied = true};
         reference::attention_forward(c, s.B, s.T, x.data(), expected.data(), sums.data());
         double worst = 0, largest = 0;
         for (size_t i = 0; i < bits.size(); i++) {

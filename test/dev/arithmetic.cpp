@@ -312,7 +312,16 @@ NUMPY_TEST_CASE("the loss of a model of one layer and the gradient of every para
     double best = 1;  // of the draws, the largest distance of a gradient from the reference's
     for (int draw = 0; draw < 6 && best > 0.003; draw++) {
         const Arrays folder;
-        const ModelConfig config{"one-layer", LLAMA, 1, 32, 2, 2, 96, 64, 16, false};
+        const ModelConfig config{.name = "one-layer",
+                                 .arch = LLAMA,
+                                 .L = 1,
+                                 .C = 32,
+                                 .NH = 2,
+                                 .NKV = 2,
+                                 .F = 96,
+                                 .V = 64,
+                                 .max_T = 16,
+                                 .tied = false};
         Training t(make_reference_model, setup_of("coat", config, 2, 16));
         for (const Param& p : parameters(config)) {
             Floats weights(p.size());

@@ -131,7 +131,16 @@ void check_relative_error(const Tensor& got, const Floats& wanted, int64_t cols,
 }
 
 ModelConfig config(const AttentionShape& s) {
-    ModelConfig c{"test", LLAMA, 1, s.NH * s.HS, s.NH, s.NKV, 16, 16, s.T, true};
+    ModelConfig c{.name = "test",
+                  .arch = LLAMA,
+                  .L = 1,
+                  .C = s.NH * s.HS,
+                  .NH = s.NH,
+                  .NKV = s.NKV,
+                  .F = 16,
+                  .V = 16,
+                  .max_T = s.T,
+                  .tied = true};
     c.head_size = s.HS;
     return c;
 }

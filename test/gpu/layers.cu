@@ -196,7 +196,16 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
     for (Format compute : {Format::BF16, Format::FP32})
         for (int64_t HS : {8, 24, 64, 80, 128}) {
             CAPTURE(HS);
-            ModelConfig c{"rope", LLAMA, 1, 4 * HS, 4, 2, 64, 64, 256, true};
+            ModelConfig c{.name = "rope",
+                          .arch = LLAMA,
+                          .L = 1,
+                          .C = 4 * HS,
+                          .NH = 4,
+                          .NKV = 2,
+                          .F = 64,
+                          .V = 64,
+                          .max_T = 256,
+                          .tied = true};
             // A head of 64 has frequencies of each kind: kept, interpolated and divided.
             if (HS == 64) c.rope_scaling = {RopeScaling::Llama3, 8, 0.5f, 2, 16};
             const int64_t B = 2, T = 57, N = B * T, cols = c.qkv_cols();
@@ -232,7 +241,17 @@ GPU_TEST_CASE("qk_norm_and_rope and qk_norm_backward: heads of q and of k have n
     for (Format compute : {Format::BF16, Format::FP32})
         for (int64_t HS : {8, 24, 64, 80, 128}) {
             CAPTURE(HS);
-            const ModelConfig c{"heads", QWEN3, 1, 64, 4, 2, 64, 64, 256, true, 1e-5f, 1e4f, HS};
+            const ModelConfig c{.name = "heads",
+                                .arch = QWEN3,
+                                .L = 1,
+                                .C = 64,
+                                .NH = 4,
+                                .NKV = 2,
+                                .F = 64,
+                                .V = 64,
+                                .max_T = 256,
+                                .tied = true,
+                                .head_size = HS};
             const int64_t T = 157, N = 2 * T, cols = c.qkv_cols(), normed = c.q_cols() + c.kv_cols();
             const Storage dense{compute};
             const Floats x = normals(rng, compute, N * cols), dy = normals(rng, compute, N * cols),

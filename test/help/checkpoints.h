@@ -62,7 +62,16 @@ private:
 };
 
 inline Setup small_setup(const Architecture& arch, bool tied = true, const char* optimizer = "coat") {
-    ModelConfig c{"small", arch, 2, 32, 4, arch.rope ? 2 : 4, 48, 50, 16, tied};  // 50 rows, padded to 64
+    ModelConfig c{.name = "small",
+                  .arch = arch,
+                  .L = 2,
+                  .C = 32,
+                  .NH = 4,
+                  .NKV = arch.rope ? 2 : 4,
+                  .F = 48,
+                  .V = 50,  // rows of the embedding, padded to 64
+                  .max_T = 16,
+                  .tied = tied};
     if (arch.rope) c.rope_theta = 500000.0f;
     c.norm_eps = 1e-6f;
     return {c, find_row(recipes(), "coat", ""), find_row(optimizers(), optimizer, ""), 1, 16};

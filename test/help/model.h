@@ -25,14 +25,39 @@ using Maker = std::unique_ptr<Model> (*)(const Setup&);
 
 inline ModelConfig tiny_config(const Architecture& arch, bool tied) {
     const int64_t NKV = arch.rope ? 2 : 4;  // grouped queries if the architecture has them
-    ModelConfig c{std::string("test-") + arch.name, arch, 2, 64, 4, NKV, 176, 50, 64, tied};
+    ModelConfig c{.name = std::string("test-") + arch.name,
+                  .arch = arch,
+                  .L = 2,
+                  .C = 64,
+                  .NH = 4,
+                  .NKV = NKV,
+                  .F = 176,
+                  .V = 50,
+                  .max_T = 64,
+                  .tied = tied};
     // Of a head's 8 frequencies one is kept, one is interpolated, and the others are divided.
-    if (arch.rope && arch.qkv_bias) c.rope_scaling = {RopeScaling::Llama3, 8, 0.5f, 2, 16};
+    if (arch.rope && arch.qkv_bias)
+        c.rope_scaling = {.type = RopeScaling::Llama3,
+                          .factor = 8,
+                          .low_freq_factor = 0.5f,
+                          .high_freq_factor = 2,
+                          .original_positions = 16};
     if (arch.qk_norm) c.head_size = 32;
     return c;
 }
 // Attention on a GPU's tensor cores needs heads of 64. Two query heads share a key/value head.
-inline ModelConfig wide_heads(bool tied) { return {"test-wide", LLAMA, 2, 256, 4, 2, 352, 130, 128, tied}; }
+inline ModelConfig wide_heads(bool tied) {
+    return {.name = "test-wide",
+            .arch = LLAMA,
+            .L = 2,
+            .C = 256,
+            .NH = 4,
+            .NKV = 2,
+            .F = 352,
+            .V = 130,
+            .max_T = 128,
+            .tied = tied};
+}
 
 // The setup with the memory modes that `flags` names: "attention", "master" and "gradients" are the flags of
 // ./train with their smaller choice; "lean" is all three.
@@ -46,17 +71,23 @@ inline Setup with_modes(Setup s, const std::string& flags) {
     return s;
 }
 // The setup that some words say: a recipe, then memory modes, then "moments" and an optimizer. For example
-// "coat", "coat master gradients", "bf16 lean" or "fp32 moments fp8lm".
+// "coat", "coat master gradients", "bf16 lean" or "fp32 moments fp8lm". Without an optimizer it is that of the
+// recipe; only bf16 has BF16 moments (in ./train they are FP32).
 inline Setup setup_of(const std::string& words, const ModelConfig& config = tiny_config(LLAMA, true),
                       int64_t B = 4, int64_t T = 16, int64_t accumulate = 1) {
     const std::string name = words.substr(0, words.find(' '));
-    const size_t moments = words.find(" moments ");
+    const std::string before_optimizer = " moments ";
+    const size_t at = words.find(before_optimizer);
     const Recipe& recipe = find_row(recipes(), name, "recipe");
-    const std::string optimizer = moments != words.npos ? words.substr(moments + 9)
-                                  : name == "bf16"      ? "bf16"
-                                                        : recipe.optimizer;
-    const Setup s{config, recipe, find_row(optimizers(), optimizer, "optimizer"), B, T, accumulate};
-    return with_modes(s, words.substr(0, moments));
+    std::string optimizer = name == "bf16" ? "bf16" : recipe.optimizer;
+    if (at != words.npos) optimizer = words.substr(at + before_optimizer.size());
+    const Setup s{.config = config,
+                  .recipe = recipe,
+                  .optimizer = find_row(optimizers(), optimizer, "optimizer"),
+                  .B = B,
+                  .T = T,
+                  .micro_batches_per_rank = accumulate};
+    return with_modes(s, words.substr(0, at));
 }
 inline bool supported(const Setup& s) {
     return error_of([&] { require_supported(s); }).empty();
@@ -203,7 +234,7 @@ struct Training {
     std::unique_ptr<Model> model;
     Text text;
     Tokens tokens, targets;
-    AdamWOptions adamw{0, 3e-3f};
+    AdamWOptions adamw{.step = 0, .lr = 3e-3f};
 
     Training(Maker make, const Setup& setup) : model(make(setup)), text(1, setup.config.V) {
         if (!setup.keep_gradients) adamw.clip = 0;

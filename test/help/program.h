@@ -27,7 +27,18 @@ struct RunFolder : Folder {
 
 // A model of 30,000 parameters, with which a run takes a fraction of a second. The head is a matrix of its
 // own: then each gradient is one sum, which is the same for any number of ranks.
-inline ModelConfig small_config() { return {"small", LLAMA, 2, 32, 2, 1, 64, 256, 256, false}; }
+inline ModelConfig small_config() {
+    return {.name = "small",
+            .arch = LLAMA,
+            .L = 2,
+            .C = 32,
+            .NH = 2,
+            .NKV = 1,
+            .F = 64,
+            .V = 256,
+            .max_T = 256,
+            .tied = false};
+}
 inline const std::string& small_model() {
     static const Folder folder;
     static const std::string path = folder / "model";

@@ -11,7 +11,16 @@ const double NOT_WRITTEN = std::numeric_limits<double>::quiet_NaN();
 
 // Heads whose frequencies are scaled, if there are several.
 static ModelConfig heads(int64_t NH, int64_t NKV, int64_t HS) {
-    ModelConfig c{"test", LLAMA, 1, NH * HS, NH, NKV, 16, 16, 64, true};
+    ModelConfig c{.name = "test",
+                  .arch = LLAMA,
+                  .L = 1,
+                  .C = NH * HS,
+                  .NH = NH,
+                  .NKV = NKV,
+                  .F = 16,
+                  .V = 16,
+                  .max_T = 64,
+                  .tied = true};
     if (NH > 1) c.rope_scaling = {RopeScaling::Llama3, 8, 0.5f, 2, 16};
     return c;
 }

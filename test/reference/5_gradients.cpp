@@ -8,14 +8,24 @@ using namespace coat::test;
 using namespace coat::reference;
 
 static std::vector<ModelConfig> configs() {
-    std::vector<ModelConfig> table = {
-        {"Llama, untied, grouped queries", LLAMA, 2, 32, 4, 2, 48, 11, 16, false},
-        {"Llama, tied, one key head, head size", LLAMA, 2, 16, 2, 1, 16, 11, 16, true, 1e-3f, 100.0f, 16},
-        {"Qwen3, tied, grouped queries, head size", QWEN3, 2, 16, 4, 2, 32, 11, 16, true, 1e-3f, 100.0f, 8},
-        {"GPT-2, tied", GPT2, 2, 16, 2, 2, 32, 11, 16, true},
-        {"Qwen2, untied, scaled frequencies", QWEN2, 2, 32, 4, 2, 48, 11, 16, false, 1e-5f, 100.0f}};
-    table.back().rope_scaling = {RopeScaling::Llama3, 4, 1, 2, 8};
-    return table;
+    const RopeScaling scaled{.type = RopeScaling::Llama3,
+                             .factor = 4,
+                             .low_freq_factor = 1,
+                             .high_freq_factor = 2,
+                             .original_positions = 8};
+    // clang-format off
+    return {
+        {.name = "Llama, untied, grouped queries", .arch = LLAMA, .L = 2, .C = 32, .NH = 4, .NKV = 2, .F = 48,
+         .V = 11, .max_T = 16, .tied = false},
+        {.name = "Llama, tied, one key head, head size", .arch = LLAMA, .L = 2, .C = 16, .NH = 2, .NKV = 1,
+         .F = 16, .V = 11, .max_T = 16, .tied = true, .norm_eps = 1e-3f, .rope_theta = 100, .head_size = 16},
+        {.name = "Qwen3, tied, grouped queries, head size", .arch = QWEN3, .L = 2, .C = 16, .NH = 4, .NKV = 2,
+         .F = 32, .V = 11, .max_T = 16, .tied = true, .norm_eps = 1e-3f, .rope_theta = 100, .head_size = 8},
+        {.name = "GPT-2, tied", .arch = GPT2, .L = 2, .C = 16, .NH = 2, .NKV = 2, .F = 32,
+         .V = 11, .max_T = 16, .tied = true},
+        {.name = "Qwen2, untied, scaled frequencies", .arch = QWEN2, .L = 2, .C = 32, .NH = 4, .NKV = 2,
+         .F = 48, .V = 11, .max_T = 16, .tied = false, .rope_theta = 100, .rope_scaling = scaled}};
+    // clang-format on
 }
 
 // Weights of norms around 1, others around 0, large enough for every part of the model to matter (size 0: as
@@ -49,8 +59,9 @@ static GradientRun step_with(const Setup& setup, const std::vector<Doubles>& wei
         write_weights(*model, params[p].name, {weights[p].begin(), weights[p].end()});
     // Delayed scales need a step before. With a learning rate of 0 it changes nothing else.
     if (setup.recipe.scaling == Scaling::Delayed)
-        model->step(tokens.data(), targets.data(), AdamWOptions{1, 0.0f});
-    const StepResult result = model->step(tokens.data(), targets.data(), AdamWOptions{1, 1e-3f});
+        model->step(tokens.data(), targets.data(), AdamWOptions{.step = 1, .lr = 0});
+    const StepResult result =
+        model->step(tokens.data(), targets.data(), AdamWOptions{.step = 1, .lr = 1e-3f});
     return {gradients_of(*model), result.loss};
 }
 
