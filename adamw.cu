@@ -75,13 +75,14 @@ struct MomentScaling {
 enum class MomentKind : uint8_t { First, Second };  // m has signs, v has none
 
 // How the codes of a moment are made. This is known when a kernel is compiled, so that no code branches on
-// it. Below, Traits is a MomentTraits.
+// it. Below, Traits is a MomentTraits. FMAX is the largest value of the format (448 in E4M3, 57,344 in E5M2),
+// and FMIN the smallest above zero (2^-9 in E4M3, 2^-16 in E5M2).
 template <MomentKind KIND, Format FORMAT, bool EXPANSION> struct MomentTraits {
     static constexpr bool E5M2 = FORMAT == Format::E5M2;
     static constexpr bool EXPANDS = EXPANSION;
     static constexpr bool SIGNED = KIND == MomentKind::First;
-    static constexpr float FMAX = info(FORMAT).fmax;  // the largest value of the format: 448 for E4M3
-    static constexpr float FMIN = info(FORMAT).fmin;  // the smallest positive one: 2^-9
+    static constexpr float FMAX = info(FORMAT).fmax;
+    static constexpr float FMIN = info(FORMAT).fmin;
     static constexpr float LOG_FMAX = E5M2 ? 15.80735492f : 8.80735492f;    // log2(FMAX)
     static constexpr float LOG_RANGE = E5M2 ? 31.80735492f : 17.80735492f;  // log2(FMAX / FMIN)
 };
@@ -156,11 +157,13 @@ template <class Traits> __device__ uint2 encode_with_signs(ChunkValues& y, const
     return encode(Traits::E5M2, y, 1.0f);
 }
 
-// The codes of eight moments x. With expansion, the fast path needs no at_least_fmin(): what it expands is at
-// least 0.85 FMIN, and the code of that is the code of FMIN. The reason: with the exact k of equation 4 the
-// smallest moment of a moment group, max / R_X, would become FMIN. As k is rounded, it may be 1/512 too
-// large, and then that moment becomes FMIN R_X^(-1/512). On the fast path R_X is at most 2^120 or so, which
-// makes R_X^(-1/512) at least 0.85.
+// The codes of eight moments x. With expansion, the fast path needs no at_least_fmin(), because the smallest
+// moment of a moment group, max / R_X, gets the code of FMIN anyway:
+//   - With the exact k of equation 4 it becomes FMAX (1 / R_X)^k = FMIN.
+//   - k is rounded to a multiple of 1/256, so it may be 1/512 larger than that: then it becomes FMIN
+//     R_X^(-1/512).
+//   - On the fast path R_X is at most about 2^120, so R_X^(-1/512) is at least 2^(-120/512) = 0.85.
+//   - 0.85 FMIN is nearer to FMIN than to 0, so it is rounded to FMIN.
 template <class Traits, Path PATH>
 __device__ uint2 encode_moments(const MomentScaling& scaling, const ChunkValues& x) {
     const float inverse_max = inverse_of_max(scaling.max);
@@ -272,12 +275,12 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Ch
 }
 
 // Which field of a bundle this lane keeps (the second drawing), and where it is in memory. (A Shard,
-// gpu/operators.h, is what this rank has of one parameter.) Below, `bundle` is the number of a bundle's first
-// span, counted from the beginning of the shard: so bundle + span is the number of a span in the shard.
+// gpu/operators.h, is what this rank has of one parameter.) Spans are numbered from the beginning of the
+// shard, and bundle_begin is the number of a bundle's first span.
 struct FieldOfLane {
     bool is_of_v, is_k;
-    int pair;                // the number of the field's pair in the bundle
-    int span;                // the number of the field's span in the bundle
+    int pair_in_bundle;      // the number of the field's pair, 0 to 3
+    int span_in_bundle;      // the number of the field's span, 0 to 7
     float* fields_in_shard;  // this field of all spans of the shard; null if the moment has no k
     int shard_spans;         // how many spans the shard has
 
@@ -285,20 +288,20 @@ struct FieldOfLane {
         const int lane = threadIdx.x % 32;
         is_of_v = lane % FIELDS_PER_SPAN >= 2;
         is_k = lane % 2 == 1;
-        pair = lane % LANES_PER_SPAN / FIELDS_PER_SPAN;
-        span = pair * SPANS_PER_PAIR + lane / LANES_PER_SPAN;
+        pair_in_bundle = lane % LANES_PER_SPAN / FIELDS_PER_SPAN;
+        span_in_bundle = pair_in_bundle * SPANS_PER_PAIR + lane / LANES_PER_SPAN;
         const MomentRef moment = is_of_v ? shard.v : shard.m;
         fields_in_shard = is_k ? moment.k : moment.max;
     }
     // If the field's span is past the last one of the shard, load() reads the field of the last span, and
     // store() does nothing.
-    __device__ float load(int bundle) const {
-        return fields_in_shard ? load_global<float>(fields_in_shard + min(bundle + span, shard_spans - 1))
-                               : 1.0f;
+    __device__ float load(int bundle_begin) const {
+        if (!fields_in_shard) return 1.0f;
+        return load_global<float>(fields_in_shard + min(bundle_begin + span_in_bundle, shard_spans - 1));
     }
-    __device__ void store(int bundle, float value) const {
-        if (fields_in_shard && bundle + span < shard_spans)
-            store_word(fields_in_shard + bundle + span, value);
+    __device__ void store(int bundle_begin, float value) const {
+        if (fields_in_shard && bundle_begin + span_in_bundle < shard_spans)
+            store_word(fields_in_shard + bundle_begin + span_in_bundle, value);
     }
     // This one of the four fields of a span.
     __device__ float choose_from(const SpanFields& fields) const {
@@ -401,7 +404,7 @@ __device__ SpanFields update_span(const ElementsOfThread<W>& elements, int span,
     return new_fields;
 }
 
-// A warp updates bundles of a shard: the one that begins with span `first_bundle`, and from there on every
+// A warp updates bundles of a shard: the one that begins with span `begin`, and from there on every
 // WARPS_PER_BLOCK-th bundle that begins before span `end`. If the last span of the shard has no partner in
 // its pair, the second half of the warp computes the last span, too, and stores nothing. Returns the bits of
 // the largest magnitude of this lane's new weights.
@@ -413,34 +416,35 @@ __device__ SpanFields update_span(const ElementsOfThread<W>& elements, int span,
 //   update                   | pair 0                       | pair 1 | pair 2 | pair 3
 //   store                    | pair 0                       | pair 1 | pair 2 | pair 3, then the fields
 template <class W, class M, class V>
-__device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int first_bundle, int end,
+__device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int begin, int end,
                                    const Tables& tables) {
     constexpr int STRIDE = WARPS_PER_BLOCK * SPANS_PER_BUNDLE;  // spans from a warp's bundle to its next one
-    if (first_bundle >= end) return 0;
+    if (begin >= end) return 0;
     const ElementsOfThread<W> elements(a, shard);
     const FieldOfLane field(shard, elements.shard_spans);
     // 0 or 1: which half of the warp, and which span of the pair.
     const int half = threadIdx.x % 32 / LANES_PER_SPAN;
     uint32_t largest_bits = 0;
-    LoadedElements<W> next_elements = elements.load(first_bundle + half);
-    float next_field = field.load(first_bundle);
-    for (int bundle = first_bundle; bundle < end; bundle += STRIDE) {
+    LoadedElements<W> next_elements = elements.load(begin + half);
+    float next_field = field.load(begin);
+    for (int bundle_begin = begin; bundle_begin < end; bundle_begin += STRIDE) {
         const float old_field = next_field;
-        next_field = field.load(bundle + STRIDE);
+        next_field = field.load(bundle_begin + STRIDE);
         float new_field = 0;
         // The last bundle of the shard may have fewer than four pairs.
-        const int pairs = min(PAIRS_PER_BUNDLE, (elements.shard_spans - bundle + 1) / SPANS_PER_PAIR);
+        const int pairs = min(PAIRS_PER_BUNDLE, (elements.shard_spans - bundle_begin + 1) / SPANS_PER_PAIR);
 #pragma unroll 1  // one copy of this long body
         for (int pair = 0; pair < pairs; pair++) {
-            const int span = bundle + pair * SPANS_PER_PAIR + half;
+            const int span = bundle_begin + pair * SPANS_PER_PAIR + half;
             const LoadedElements<W> loaded = next_elements;
             // After the last pair of the warp this loads some other span, which nobody uses.
-            next_elements = elements.load(pair + 1 < pairs ? span + SPANS_PER_PAIR : bundle + STRIDE + half);
+            next_elements =
+                elements.load(pair + 1 < pairs ? span + SPANS_PER_PAIR : bundle_begin + STRIDE + half);
             const SpanFields new_fields = update_span<W, M, V>(
                 elements, span, loaded, fields_from_lanes(old_field, pair), tables, largest_bits);
-            if (pair == field.pair) new_field = field.choose_from(new_fields);
+            if (pair == field.pair_in_bundle) new_field = field.choose_from(new_fields);
         }
-        field.store(bundle, new_field);
+        field.store(bundle_begin, new_field);
     }
     return largest_bits;
 }
@@ -492,9 +496,9 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_ker
         // What the block has of the shard. From here on spans are counted from the beginning of the shard.
         const int64_t begin = max(spans_in_block.begin, spans_in_shard.begin) - spans_in_shard.begin;
         const int64_t end = min(spans_in_block.end, spans_in_shard.end) - spans_in_shard.begin;
-        const int64_t first_bundle = (ceil_div(begin, SPANS_PER_BUNDLE) + warp) * SPANS_PER_BUNDLE;
+        const int64_t begin_of_warp = (ceil_div(begin, SPANS_PER_BUNDLE) + warp) * SPANS_PER_BUNDLE;
         const uint32_t largest_bits =
-            update_bundles<W, M, V>(a, shard, static_cast<int>(first_bundle), static_cast<int>(end), tables);
+            update_bundles<W, M, V>(a, shard, static_cast<int>(begin_of_warp), static_cast<int>(end), tables);
         if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, largest_bits);
     }
 }
@@ -576,14 +580,14 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
                                    .rounding_key = rounding_key,
                                    .gradients = bf16_or_float(g.gradients, g.format),
                                    .state = state};
-    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(g.count, 128), 128, 0, stream,
-           arguments);
+    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(g.count, 128), 128,
+           /*shared_bytes=*/0, stream, arguments);
     update_shards_without_moment_groups(arguments, stream);
     if (arguments.moment_storage != MomentStorage::Fp8MomentGroups || g.elements.count == 0) return;
     with_weights(weights, [&]<class W>() {
         with_moment_traits(optimizer, [&]<class M, class V>() {
             launch("adamw", adamw_kernel<W, M, V>, adamw_blocks(g.elements.count / MOMENT_GROUP_SIZE),
-                   32 * WARPS_PER_BLOCK, 0, stream, arguments);
+                   32 * WARPS_PER_BLOCK, /*shared_bytes=*/0, stream, arguments);
         });
     });
 }

@@ -51,6 +51,7 @@
 #include "gpu/quant_report.h"
 #include "gpu/sharding.h"
 #include "gpu/state.h"
+#include "gpu/state_tensors.h"
 
 namespace coat {
 namespace {
@@ -131,6 +132,7 @@ class GpuModel final : public Model {
     const MemoryMap memory_ = allocate_memory(context_);     // where everything is that lasts for the run
     AmaxTable amax_table_{context_, memory_};                // the amaxes and scales of operands
     Parameters parameters_{context_, memory_, amax_table_};  // weights, gradients, moments of this rank
+    StateTensors state_tensors_{context_, memory_, parameters_, amax_table_};  // these, for checkpoints
     const std::unique_ptr<Sharding> sharding_;               // whole weights and gradients, of all ranks
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     LinearContext linear_context_;  // what the linear layers share
@@ -967,12 +969,12 @@ public:
     void read(const std::string& name, void* out) override {
         sharding_->wait_for_transfers();
         context_.wait();
-        parameters_.read(name, out);
+        state_tensors_.read(name, out);
     }
     void write(const std::string& name, const void* in) override {
         sharding_->wait_for_transfers();
         context_.wait();
-        parameters_.write(name, in);
+        state_tensors_.write(name, in);
         after_weight_change();
     }
     const Setup& setup() const override { return setup_; }

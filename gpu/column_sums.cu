@@ -9,13 +9,13 @@ namespace coat::gpu {
 // threads. The block also finds the amax.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    add_column_sums_kernel(Producer x, int64_t rows, float* partials, AmaxAndScale* amax_out) {
+    add_column_sums_kernel(Producer producer, int64_t rows, float* partials, AmaxAndScale* amax_out) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ ColumnSums columns;
     ChunkValues sum[PLANES] = {};
     float largest = 0;
     for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS)
-        for_each_row(x, TilePlace(tile), rows, [&](int, const ChunkValues(&v)[PLANES], bool live) {
+        for_each_row(producer, TilePlace(tile), rows, [&](int, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++)
                 for (int j = 0; j < CHUNK; j++) {
                     if (live) sum[p][j] += v[p][j];
@@ -23,7 +23,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
                 }
         });
     if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(largest));
-    store_column_sums(x, sum, columns, partials);
+    store_column_sums(producer, sum, columns, partials);
 }
 
 // Stage two: the partial sums are added up, in a fixed order. A block has 32 columns. Thread (x, y) adds the
@@ -55,7 +55,7 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
                      const TensorRef& second) {
     const int64_t n = gradient.rows * gradient.cols;
     launch("reduce_partials", reduce_partials_kernel, dim3(block_count(n, 32), second.data ? 2 : 1),
-           dim3(32, REDUCE_ROWS), 0, stream, partials, rows, n, bf16_or_float(gradient),
+           dim3(32, REDUCE_ROWS), /*shared_bytes=*/0, stream, partials, rows, n, bf16_or_float(gradient),
            bf16_or_float(second));
 }
 
@@ -63,7 +63,7 @@ void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* work
                      cudaStream_t stream) {
     with_producer(x, [&](auto producer) {
         launch("add_column_sums", add_column_sums_kernel<decltype(producer)>, column_grid(producer.width),
-               TILE_THREADS, 0, stream, producer, x.rows, workspace, amax_out);
+               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, workspace, amax_out);
     });
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }

@@ -37,8 +37,7 @@ inline int device_attribute(cudaDeviceAttr which, int without_gpu = 0) {
     check(cudaDeviceGetAttribute(&value, which, device), "Asking for the GPU's properties failed");
     return value;
 }
-// cudaSuccess if this GPU can run the program's kernels, else the reason why it cannot. (It is defined in
-// gpu/parameter_kernels.cu, because it asks CUDA about one of the kernels there.)
+// cudaSuccess if this GPU can run the program's kernels, else the reason why it cannot.
 cudaError_t kernel_status();
 inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 

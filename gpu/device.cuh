@@ -33,10 +33,10 @@ namespace coat::gpu {
 // The number of blocks of a grid if n elements are shared out and a block has `each` of them.
 inline unsigned block_count(int64_t n, int64_t each) { return static_cast<unsigned>(ceil_div(n, each)); }
 
-// Every kernel is launched here. what: its name in an error. shared: the bytes of shared memory that a block
-// needs besides the arrays that the kernel declares with a fixed size.
+// Every kernel is launched here. what: its name in an error. shared_bytes: the shared memory that a block
+// needs besides the arrays that the kernel declares with a fixed size. Most kernels need none.
 template <class... Parameters>
-void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared,
+void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared_bytes,
             cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
     // CUDA's limits. They are checked in a dry run, too.
     require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");
@@ -44,10 +44,10 @@ void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 blo
     enqueue(stream, [&] {
         // Without this call a block may have at most 48 KiB of shared memory, of which 8 KiB are left for the
         // arrays of a fixed size.
-        if (shared > 40 << 10)
-            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared),
+        if (shared_bytes > 40 << 10)
+            check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                   "This GPU has too little shared memory");
-        kernel<<<grid, block, shared, stream>>>(arguments...);
+        kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
         const cudaError_t error = cudaGetLastError();
         if (error != cudaSuccess) check(error, concat("Launching ", what, " failed").c_str());
     });
@@ -126,10 +126,10 @@ inline __device__ float2 decode2(bool e5m2, uint32_t codes) {
 // Eight codes of v * inverse_scale. The format is known when the kernel is compiled or, below, when it runs.
 template <Format FP8> __device__ uint2 encode(const ChunkValues& v, float inverse_scale) {
     constexpr bool E5M2 = FP8 == Format::E5M2;
-    uint32_t two[4];
+    uint32_t pairs[4];  // of codes
     for (int i = 0; i < 4; i++)
-        two[i] = encode2(E5M2, v[2 * i] * inverse_scale, v[2 * i + 1] * inverse_scale);
-    return {two[0] | two[1] << 16, two[2] | two[3] << 16};
+        pairs[i] = encode2(E5M2, v[2 * i] * inverse_scale, v[2 * i + 1] * inverse_scale);
+    return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
 }
 inline __device__ uint2 encode(bool e5m2, const ChunkValues& v, float inverse_scale) {
     if (e5m2) return encode<Format::E5M2>(v, inverse_scale);
@@ -138,9 +138,9 @@ inline __device__ uint2 encode(bool e5m2, const ChunkValues& v, float inverse_sc
 // Eight values, code * scale.
 inline __device__ void decode(bool e5m2, uint2 codes, float scale, ChunkValues& v) {
     for (int i = 0; i < 4; i++) {
-        const float2 two = decode2(e5m2, ((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
-        v[2 * i] = two.x * scale;
-        v[2 * i + 1] = two.y * scale;
+        const float2 pair = decode2(e5m2, ((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
+        v[2 * i] = pair.x * scale;
+        v[2 * i + 1] = pair.y * scale;
     }
 }
 
@@ -202,11 +202,11 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 //   round_in_place_and_store()  rounds the values in the caller's registers, and writes those that are live.
 
 inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in 32 bits
-    const __nv_bfloat162 two = __floats2bfloat162_rn(lo, hi);
-    return *reinterpret_cast<const uint32_t*>(&two);
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<const uint32_t*>(&pair);
 }
-inline __device__ float2 unpack_bf16(uint32_t two) {
-    return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)};
+inline __device__ float2 unpack_bf16(uint32_t pair) {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u)};
 }
 
 // Stores a value of 4, 8 or 16 bytes with one instruction. (An assignment through a cast pointer may become
@@ -302,6 +302,8 @@ struct Groups {
     }
 };
 
+// The Layout of a tensor in BF16 or FP32, and that of a tensor in groups. (A Layout can load and store, so
+// its pointers are not const, even where a kernel only loads.)
 template <class Element> __host__ __device__ Plain<Element> plain(const void* p) {
     return {static_cast<Element*>(const_cast<void*>(p))};
 }
@@ -331,8 +333,8 @@ struct Bf16OrFloat {
     using LoadedChunk = Plain<float>::LoadedChunk;  // BF16 elements fill its first half
     __device__ LoadedChunk load(int64_t i) const {
         if (f32) return plain<float>(data).load(i);
-        const auto half = plain<bf16>(data).load(i);
-        return {half.words[0], half.words[1], half.words[2], half.words[3]};
+        const auto bf16_chunk = plain<bf16>(data).load(i);
+        return {bf16_chunk.words[0], bf16_chunk.words[1], bf16_chunk.words[2], bf16_chunk.words[3]};
     }
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
         if (f32) Plain<float>::unpack(loaded.words, v);

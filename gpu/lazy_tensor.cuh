@@ -203,9 +203,10 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
     return bytes <= 32 ? 4 : 2;
 }
 
-// Calls use(i, values, live) for each of the thread's 8 rows of x, a producer, one after the other. The loads
-// of several rows are in flight (what that gains: rung 6 of dev/ladders/quantize_transpose.cu). For example
-// thread 17, with four rows in flight, and x of two planes, such as [gate | up]:
+// Calls use(i, values, live) for each of the thread's 8 rows of the tensor that is produced, one after the
+// other. The loads of several rows are in flight (what that gains: rung 6 of
+// dev/ladders/quantize_transpose.cu). For example thread 17, with four rows in flight, and a tensor of two
+// planes, such as [gate | up]:
 //
 //                 plane 0, `width` columns     plane 1, `width` columns
 //   column        0..7  8..15  16..23  ...     0..7  8..15  16..23  ...
@@ -219,30 +220,30 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 //
 // No load has a condition. In place of what lies outside the tensor, something inside it is read once more,
 // and `live` is false: for a row past the last one this is the last row, for a chunk past the last column the
-// last chunk. If the kernel writes over x, it makes a difference who owns what is read:
+// last chunk. If the kernel writes over what it reads, it makes a difference who owns that:
 //   - A thread inside reads its own last row again. It may have overwritten this row already. Then `values`
 //     are wrong, but nobody uses them.
 //   - A thread wholly outside reads the row or the chunk of another thread, which may be writing it: a race.
-// So the rule is: a kernel that writes over x calls this only for a thread that lies inside the tensor, at
-// least with its first row (TilePlace::inside()). A kernel that only reads x may call it for every thread.
+// So the rule is: a kernel that writes over what it reads calls this only for a thread that lies inside the
+// tensor, at least with its first row (TilePlace::inside()). Any other kernel may call it for every thread.
 template <class Producer, class Use>
-__device__ void for_each_row(const Producer& x, const TilePlace& place, int64_t rows, Use use) {
+__device__ void for_each_row(const Producer& producer, const TilePlace& place, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
     const int64_t row = place.row < rows ? place.row : rows - 1;
-    const int64_t col = place.col < x.width ? place.col : x.width - CHUNK;
-    const auto cursor = x.cursor(row, col);
+    const int64_t col = place.col < producer.width ? place.col : producer.width - CHUNK;
+    const auto cursor = producer.cursor(row, col);
     const int64_t rows_left = max(rows - place.row, static_cast<int64_t>(0));
     const int rows_inside = static_cast<int>(min(rows_left, static_cast<int64_t>(THREAD_ROWS)));
-    const int live_rows = place.col < x.width ? rows_inside : 0;
+    const int live_rows = place.col < producer.width ? rows_inside : 0;
 #pragma unroll
     for (int first = 0; first < THREAD_ROWS; first += IN_FLIGHT) {
         typename Producer::Loaded loaded[IN_FLIGHT];
         for (int i = 0; i < IN_FLIGHT; i++)
-            loaded[i] = x.load(cursor, min(first + i, max(rows_inside - 1, 0)));
+            loaded[i] = producer.load(cursor, min(first + i, max(rows_inside - 1, 0)));
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
             ChunkValues v[Producer::PLANES];
-            x.compute(loaded[i], cursor, v);
+            producer.compute(loaded[i], cursor, v);
             use(first + i, v, first + i < live_rows);
         }
     }
@@ -255,7 +256,7 @@ __device__ void for_each_row(const Producer& x, const TilePlace& place, int64_t 
 // in the block are combined in the order of the rows, beginning with 0. Then take(column, result) is called
 // once for each column that the block has of each plane. `columns` is shared memory.
 template <class Producer, class Number, class Combine, class Take>
-__device__ void combine_columns(const Producer& x, const TilePlace& place,
+__device__ void combine_columns(const Producer& producer, const TilePlace& place,
                                 const Number (&mine)[Producer::PLANES][CHUNK],
                                 Number (&columns)[SIDE_THREADS][TILE + 1], Combine combine, Take take) {
     for (int p = 0; p < Producer::PLANES; p++) {
@@ -263,10 +264,10 @@ __device__ void combine_columns(const Producer& x, const TilePlace& place,
         for (int j = 0; j < CHUNK; j++) columns[place.down][place.across * CHUNK + j] = mine[p][j];
         __syncthreads();
         const int64_t col = static_cast<int64_t>(blockIdx.x) * TILE + threadIdx.x;
-        if (threadIdx.x >= TILE || col >= x.width) continue;
+        if (threadIdx.x >= TILE || col >= producer.width) continue;
         Number all = 0;
         for (int i = 0; i < SIDE_THREADS; i++) all = combine(all, columns[i][threadIdx.x]);
-        take(p * x.width + col, all);
+        take(p * producer.width + col, all);
     }
 }
 
@@ -279,12 +280,12 @@ inline dim3 column_grid(int64_t width) { return {block_count(width, TILE), COLUM
 // In shared memory; a column is padding, against bank conflicts.
 using ColumnSums = float[SIDE_THREADS][TILE + 1];
 template <class Producer>
-__device__ void store_column_sums(const Producer& x, const ChunkValues (&mine)[Producer::PLANES],
+__device__ void store_column_sums(const Producer& producer, const ChunkValues (&mine)[Producer::PLANES],
                                   ColumnSums& columns, float* partials) {
     combine_columns(
-        x, TilePlace(), mine, columns, [](float a, float b) { return a + b; },
+        producer, TilePlace(), mine, columns, [](float a, float b) { return a + b; },
         [&](int64_t col, float total) {
-            partials[static_cast<int64_t>(blockIdx.y) * Producer::PLANES * x.width + col] = total;
+            partials[static_cast<int64_t>(blockIdx.y) * Producer::PLANES * producer.width + col] = total;
         });
 }
 

@@ -108,15 +108,19 @@ void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t s
     const dim3 grid(static_cast<unsigned>(blocks_per_shard), shards);
     const bool one_scale = a.moment_storage == MomentStorage::OneScale;
     if (one_scale)
-        launch("clear_new_maxima", clear_new_maxima_kernel, block_count(shards, 128), 128, 0, stream, a);
+        launch("clear_new_maxima", clear_new_maxima_kernel, block_count(shards, 128), 128, /*shared_bytes=*/0,
+               stream, a);
     with_weights(a.weights, [&]<class W>() {
         const auto kernel = update_shards_without_moment_groups_kernel<W>;
         if (one_scale)
-            launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, 0, stream, a, true);
-        launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, 0, stream, a, false);
+            launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, /*shared_bytes=*/0,
+                   stream, a, true);
+        launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, /*shared_bytes=*/0, stream,
+               a, false);
     });
     if (one_scale)
-        launch("use_new_maxima", use_new_maxima_kernel, block_count(shards, 128), 128, 0, stream, a);
+        launch("use_new_maxima", use_new_maxima_kernel, block_count(shards, 128), 128, /*shared_bytes=*/0,
+               stream, a);
 }
 
 }  // namespace coat::gpu

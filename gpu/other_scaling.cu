@@ -54,13 +54,13 @@ static __device__ void update_block_amax(float* amax, uint32_t largest_bits) {
 // one block of the transposed codes. So the maxima that the threads have of a column are combined first.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    compute_block_amaxes_kernel(Producer x, int64_t rows, ScaleGrid row_major_grid,
+    compute_block_amaxes_kernel(Producer producer, int64_t rows, ScaleGrid row_major_grid,
                                 ScaleGrid transposed_grid) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ uint32_t columns[SIDE_THREADS][TILE + 1];
     const TilePlace place;
     uint32_t largest_of_columns[PLANES][CHUNK] = {};
-    for_each_row(x, place, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
+    for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++) {
             uint32_t largest_bits = 0;
             for (int j = 0; j < CHUNK; j++) {
@@ -69,13 +69,13 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
                 largest_of_columns[p][j] = max(largest_of_columns[p][j], bits);
             }
             if (row_major_grid.scales && live)
-                update_block_amax(row_major_grid.address(place.row + i, p * x.width + place.col),
+                update_block_amax(row_major_grid.address(place.row + i, p * producer.width + place.col),
                                   largest_bits);
         }
     });
     if (!transposed_grid.scales) return;
     combine_columns(
-        x, place, largest_of_columns, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
+        producer, place, largest_of_columns, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
         [&](int64_t col, uint32_t largest_bits) {
             update_amax(transposed_grid.address(static_cast<int64_t>(blockIdx.y) * TILE, col), largest_bits);
         });
@@ -99,47 +99,48 @@ static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaSt
         if (g.scales) clear_async(g.scales, g.count * static_cast<int64_t>(sizeof(float)), stream);
     with_producer_for_fp8(x, [&](auto producer) {
         launch("compute_block_amaxes", compute_block_amaxes_kernel<decltype(producer)>,
-               tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows, grids[0],
-               grids[1]);
+               tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows,
+               grids[0], grids[1]);
     });
     for (const ScaleGrid& g : grids)
         if (g.scales)
             launch("convert_amaxes_to_scales", convert_amaxes_to_scales_kernel, block_count(g.count, 256),
-                   256, 0, stream, g.scales, g.count, info(out.tensor.storage.format).fmax,
+                   256, /*shared_bytes=*/0, stream, g.scales, g.count, info(out.tensor.storage.format).fmax,
                    out.tensor.amax_and_scale);
 }
 
 // The second pass: codes with a scale for each row or block. `codes` or `transposed` may be null.
 template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    quantize_in_blocks_kernel(Producer x, int64_t rows, ScaleGrid row_major_grid, ScaleGrid transposed_grid,
-                              bool e5m2, uint8_t* codes, uint8_t* transposed) {
+    quantize_in_blocks_kernel(Producer producer, int64_t rows, ScaleGrid row_major_grid,
+                              ScaleGrid transposed_grid, bool e5m2, uint8_t* codes, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace place;
     // For the transposed codes: 1 / scale of each of the thread's columns.
     const int64_t first_row = static_cast<int64_t>(blockIdx.y) * TILE;
     ChunkValues inverse_of_columns[PLANES] = {};
-    if (TRANSPOSED && place.inside(rows, x.width))
+    if (TRANSPOSED && place.inside(rows, producer.width))
         for (int p = 0; p < PLANES; p++)
             for (int j = 0; j < CHUNK; j++) {
-                const int64_t col = p * x.width + place.col + j;
+                const int64_t col = p * producer.width + place.col + j;
                 inverse_of_columns[p][j] = __frcp_rn(*transposed_grid.address(first_row, col));
             }
-    store_codes<TRANSPOSED>(
-        x, blockIdx.y, rows, codes, transposed, [&](int row, int plane, const ChunkValues& v, bool live) {
-            ChunkCodes chunk{};
-            if (live && codes) {
-                const float inverse_of_row =
-                    __frcp_rn(*row_major_grid.address(place.row + row, plane * x.width + place.col));
-                chunk.row_major = encode(e5m2, v, inverse_of_row);
-            }
-            if (TRANSPOSED) {
-                ChunkValues scaled;
-                for (int j = 0; j < CHUNK; j++) scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
-                chunk.transposed = encode(e5m2, scaled, 1.0f);
-            }
-            return chunk;
-        });
+    store_codes<TRANSPOSED>(producer, blockIdx.y, rows, codes, transposed,
+                            [&](int row, int plane, const ChunkValues& v, bool live) {
+                                ChunkCodes chunk{};
+                                if (live && codes) {
+                                    const float inverse_of_row = __frcp_rn(*row_major_grid.address(
+                                        place.row + row, plane * producer.width + place.col));
+                                    chunk.row_major = encode(e5m2, v, inverse_of_row);
+                                }
+                                if (TRANSPOSED) {
+                                    ChunkValues scaled;
+                                    for (int j = 0; j < CHUNK; j++)
+                                        scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
+                                    chunk.transposed = encode(e5m2, scaled, 1.0f);
+                                }
+                                return chunk;
+                            });
 }
 
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
@@ -150,10 +151,10 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
         using P = decltype(producer);
         auto kernel = quantize_in_blocks_kernel<P, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_in_blocks_kernel<P, /*TRANSPOSED=*/true>;
-        launch("quantize_in_blocks", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream,
-               producer, x.rows, scale_grid(out, /*transposed=*/false), scale_grid(out, /*transposed=*/true),
-               out.tensor.storage.format == Format::E5M2, static_cast<uint8_t*>(out.tensor.data),
-               static_cast<uint8_t*>(out.transposed));
+        launch("quantize_in_blocks", kernel, tile_grid(x.rows, producer.width), TILE_THREADS,
+               /*shared_bytes=*/0, stream, producer, x.rows, scale_grid(out, /*transposed=*/false),
+               scale_grid(out, /*transposed=*/true), out.tensor.storage.format == Format::E5M2,
+               static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
     });
 }
 
@@ -164,14 +165,14 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
 // which another kernel has found. Later the scale is that of the history, and this kernel finds the amax.
 template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_delayed_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, bool e5m2,
-                            uint8_t* codes, uint8_t* transposed) {
+    quantize_delayed_kernel(Producer producer, int64_t rows, AmaxAndScale* amax_and_scale, float fmax,
+                            bool e5m2, uint8_t* codes, uint8_t* transposed) {
     const bool delayed = amax_and_scale->delayed_scale > 0;
     const float just_in_time = scale_of(fmax, amax_and_scale->amax);
     const float scale = delayed ? amax_and_scale->delayed_scale : just_in_time;
     const float inverse_scale = __frcp_rn(scale);
     float largest = 0;
-    store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
+    store_codes<TRANSPOSED>(producer, blockIdx.y, rows, codes, transposed,
                             [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool live) {
                                 // The values of a row that is not live may be wrong: see for_each_row().
                                 if (live) largest = larger_magnitude(largest, v);
@@ -188,9 +189,10 @@ void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant
         using P = decltype(producer);
         auto kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/true>;
-        launch("quantize_delayed", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream,
-               producer, x.rows, out.tensor.amax_and_scale, info(fp8).fmax, fp8 == Format::E5M2,
-               static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
+        launch("quantize_delayed", kernel, tile_grid(x.rows, producer.width), TILE_THREADS,
+               /*shared_bytes=*/0, stream, producer, x.rows, out.tensor.amax_and_scale, info(fp8).fmax,
+               fp8 == Format::E5M2, static_cast<uint8_t*>(out.tensor.data),
+               static_cast<uint8_t*>(out.transposed));
     });
 }
 
@@ -219,8 +221,8 @@ static __global__ void update_delayed_scales_kernel(AmaxAndScale* scales, int64_
 void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped, uint32_t* empty,
                            cudaStream_t stream) {
     launch("update_delayed_scales", update_delayed_scales_kernel, block_count(delayed.n, HISTORY_THREADS),
-           HISTORY_THREADS, 0, stream, delayed.scales, delayed.n, delayed.histories, delayed.length,
-           info(delayed.fp8).fmax, skipped, empty);
+           HISTORY_THREADS, /*shared_bytes=*/0, stream, delayed.scales, delayed.n, delayed.histories,
+           delayed.length, info(delayed.fp8).fmax, skipped, empty);
 }
 
 }  // namespace coat::gpu

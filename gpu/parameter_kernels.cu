@@ -1,5 +1,6 @@
-// gpu/parameter_kernels.cu - kernels on parameters as such (gpu/parameter_kernels.h): their first values; the
-// norm of their gradients, clipping, and steps that are skipped; and what several GPUs add up or exchange.
+// gpu/parameter_kernels.cu - kernels that initialize parameters, and that reduce their gradients
+// (gpu/parameter_kernels.h): first values; the norm of the gradients, clipping, and steps that are skipped;
+// and what several GPUs add up or exchange.
 #include "parameter_kernels.h"
 #include "quantize.cuh"
 
@@ -29,16 +30,8 @@ static __global__ void initialize_kernel(Weights w, int64_t rank_offset, Range o
 void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& a,
                 cudaStream_t stream) {
     const int64_t n = padded_count(a.owned);
-    launch("initialize", initialize_kernel, block_count(n, THREADS), THREADS, 0, stream, w, rank_offset,
-           a.owned, n, p.init_std, p.role.starts_at_one, a.used, a.seed, a.param_index);
-}
-
-// It is declared in gpu/cuda.h.
-cudaError_t kernel_status() {
-    cudaFuncAttributes unused;
-    const cudaError_t error = cudaFuncGetAttributes(&unused, initialize_kernel);
-    cudaGetLastError();
-    return error;
+    launch("initialize", initialize_kernel, block_count(n, THREADS), THREADS, /*shared_bytes=*/0, stream, w,
+           rank_offset, a.owned, n, p.init_std, p.role.starts_at_one, a.used, a.seed, a.param_index);
 }
 
 // ===========================================================================================================
@@ -107,9 +100,9 @@ void compute_gradient_squares(const ShardGradients& g, const Range& shard_units,
     clear_async(sums, (1 + shard_units.count) * static_cast<int64_t>(sizeof(double)), stream);
     const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
     const unsigned useful = block_count(32 * shard_units.count + 32, THREADS);
-    launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful, at_once), THREADS, 0,
-           stream, g.shards, g.count, bf16_or_float(g.gradients, g.format), g.elements.first,
-           shard_units.first, loss, sums);
+    launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful, at_once), THREADS,
+           /*shared_bytes=*/0, stream, g.shards, g.count, bf16_or_float(g.gradients, g.format),
+           g.elements.first, shard_units.first, loss, sums);
 }
 
 // Adds the squares of the shard units to the state (operators.h, GradientState). There is one block.
@@ -143,8 +136,8 @@ static __global__ void __launch_bounds__(STATE_THREADS)
 
 void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
                            GradientState* state, cudaStream_t stream) {
-    launch("update_gradient_state", update_gradient_state_kernel, 1, STATE_THREADS, 0, stream, sums,
-           shard_units, ranks, clip, state);
+    launch("update_gradient_state", update_gradient_state_kernel, 1, STATE_THREADS, /*shared_bytes=*/0,
+           stream, sums, shard_units, ranks, clip, state);
 }
 
 static __global__ void __launch_bounds__(THREADS)
@@ -157,8 +150,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 void write_loss_or_nan(const AmaxAndScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream) {
-    launch("write_loss_or_nan", write_loss_or_nan_kernel, 1, THREADS, 0, stream, amaxes, n, loss,
-           loss_or_nan);
+    launch("write_loss_or_nan", write_loss_or_nan_kernel, 1, THREADS, /*shared_bytes=*/0, stream, amaxes, n,
+           loss, loss_or_nan);
 }
 
 // ===========================================================================================================
@@ -182,9 +175,9 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream) {
-    launch("add_gradients", add_gradients_kernel, block_count(g.n / CHUNK, THREADS), THREADS, 0, stream,
-           bf16_or_float(sum, g.format), overwrite, bf16_or_float(g.mine, g.format),
-           bf16_or_float(g.received, g.format), g.n, g.rank, g.ranks);
+    launch("add_gradients", add_gradients_kernel, block_count(g.n / CHUNK, THREADS), THREADS,
+           /*shared_bytes=*/0, stream, bf16_or_float(sum, g.format), overwrite,
+           bf16_or_float(g.mine, g.format), bf16_or_float(g.received, g.format), g.n, g.rank, g.ranks);
 }
 
 // A thread has the amaxes that all ranks have found for one weight.
@@ -202,8 +195,8 @@ static __global__ void combine_amaxes_kernel(AmaxAndScale* mine, const AmaxAndSc
 
 void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* entries_of_ranks, int64_t n, int64_t ranks,
                     Format fp8, cudaStream_t stream) {
-    launch("combine_amaxes", combine_amaxes_kernel, block_count(n, 128), 128, 0, stream, mine,
-           entries_of_ranks, n, ranks, info(fp8).fmax);
+    launch("combine_amaxes", combine_amaxes_kernel, block_count(n, 128), 128, /*shared_bytes=*/0, stream,
+           mine, entries_of_ranks, n, ranks, info(fp8).fmax);
 }
 
 // Transposes the codes of a tile of a weight. (They have arrived from other ranks row-major, and dgrad reads
@@ -222,8 +215,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 }
 
 void transpose_codes(const TensorRef& codes, void* transposed, cudaStream_t stream) {
-    launch("transpose_codes", transpose_codes_kernel, tile_grid(codes.rows, codes.cols), TILE_THREADS, 0,
-           stream, static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols,
+    launch("transpose_codes", transpose_codes_kernel, tile_grid(codes.rows, codes.cols), TILE_THREADS,
+           /*shared_bytes=*/0, stream, static_cast<const uint8_t*>(codes.data), codes.rows, codes.cols,
            static_cast<uint8_t*>(transposed));
 }
 

@@ -32,10 +32,14 @@ void initialize(const Weights& w, int64_t rank_offset, const Param& p, const Ini
 //   sums[1 + u]   the sum of squares of the shard unit shard_units.first + u, or 0 if another rank owns it
 void compute_gradient_squares(const ShardGradients& g, const Range& shard_units, const double* loss,
                               double* sums, cudaStream_t stream);
-// Completes the state from the sums of all ranks, (ranks, 1 + shard_units): adds up the squares, and computes
-// the norm, the factor that clips it, and whether the step is skipped: because the loss of a rank or the norm
-// is not finite, or the clipped norm of the gradients of this call is 2^62 or more. (A step makes one call;
-// with --gradients none, one for each bucket.) clip is the limit of the norm; with 0 there is none.
+// Completes the state from the sums of all ranks, (ranks, 1 + shard_units): adds up the squares, and
+// computes the norm, the factor that clips it, and whether the step is skipped. clip is the limit of the
+// norm; with 0 there is none. The step is skipped if
+//   - the loss of a rank is not finite, or
+//   - the norm is not finite, or
+//   - the norm of the gradients of this call is 2^62 or more after clipping: their squares might be too
+//     large for a second moment.
+// A step makes one call; with --gradients none, one for each bucket.
 //
 // A shard unit of a matrix has its sum of squares on one rank, and 0 on the others; a shard unit of a vector
 // has the same sum on all ranks. Either way the largest of the ranks' numbers is the sum. For example, of

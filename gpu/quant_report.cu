@@ -17,12 +17,12 @@ constexpr float HALF_STEP_E4M3 = 16, HALF_STEP_E5M2 = 4096;
 // its 1x16 group, which is computed here.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
-    measure_quant_errors_kernel(Producer x, int64_t rows, const AmaxAndScale* amax_and_scale,
+    measure_quant_errors_kernel(Producer producer, int64_t rows, const AmaxAndScale* amax_and_scale,
                                 ScaleGrid block_scale_grid, bool e5m2, float fmax, QuantStats* quant_stats) {
     const TilePlace place;
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
-    for_each_row(x, place, rows, [&](int i, const ChunkValues(&v)[Producer::PLANES], bool live) {
+    for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             float scale = Groups::group_scale(v[p]);  // both threads of a group call it
             if (amax_and_scale) {
@@ -33,7 +33,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
             for (int j = 0; live && j < CHUNK; j++) {
                 const float value = v[p][j];
                 if (block_scale_grid.scales)
-                    scale = *block_scale_grid.address(place.row + i, p * x.width + place.col + j);
+                    scale = *block_scale_grid.address(place.row + i, p * producer.width + place.col + j);
                 const uint32_t code = encode2(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
                 const float back = decode2(e5m2, code).x * scale;
                 const float half_step = e5m2 ? HALF_STEP_E5M2 : HALF_STEP_E4M3;
@@ -65,8 +65,8 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
     auto launch_with = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& block_scale_grid) {
         with_producer_for_fp8(x, [&](auto producer) {
             launch("measure_quant_errors", measure_quant_errors_kernel<decltype(producer)>,
-                   tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer, x.rows,
-                   amax_and_scale, block_scale_grid, q.format == Format::E5M2, info(q.format).fmax,
+                   tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer,
+                   x.rows, amax_and_scale, block_scale_grid, q.format == Format::E5M2, info(q.format).fmax,
                    quant_stats);
         });
     };

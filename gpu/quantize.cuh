@@ -44,10 +44,11 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 // down ^ across: 16 threads side by side get 16 different values. Bit 0 is half ^ (down & 1): of the two
 // rows of threads in a warp, one gets the even banks and the other the odd ones.
 //
-// Writing: the threads of a warp lie 16 across and two down, say with rows 0-7 and 8-15. Each writes its
-// eight columns one after the other. For one of them the warp writes all upper words, 0-3 and 8-11, at a
-// time: to banks 0 and 3 in columns 0 - 7, to 2 and 1 in columns 8 - 15, then to 4 and 7, to 6 and 5, and so
-// on. These are all 32 banks. The same holds for the lower words, 4-7 and 12-15.
+// Writing: the threads of a warp lie 16 across and two down, say with rows 0-7 and 8-15. With one
+// instruction each thread writes one word: first the upper word of its first column, then that of its second
+// column, and so on. The words of one instruction are 0-3 and 8-11, of one column of each chunk: they go to
+// banks 0 and 3 in columns 0 - 7, to 2 and 1 in columns 8 - 15, then to 4 and 7, to 6 and 5, and so on.
+// These are all 32 banks. The same holds for the lower words, 4-7 and 12-15.
 //
 // Reading: a lane reads a piece of a column, 16 rows, whose four words lie in four neighbouring banks, and
 // stores it with one instruction. Eight lanes read the eight pieces of a column: every bank once.
@@ -107,32 +108,35 @@ struct ChunkCodes {
 };
 inline __device__ ChunkCodes same_in_both(uint2 codes) { return {.row_major = codes, .transposed = codes}; }
 
-// Computes a tile of x, and stores its codes row-major, transposed, or both. `codes` is null if row-major
+// Computes a tile, and stores its codes row-major, transposed, or both. `codes` is null if row-major
 // codes are not wanted. make_codes(row, plane, values, live) returns the codes of a chunk: `row` counts the
 // thread's own rows, 0 to 7, and `live` is that of for_each_row(). All threads call store_codes().
 template <bool TRANSPOSED, class Producer, class MakeCodes>
-__device__ void store_codes(const Producer& x, int64_t tile_row, int64_t rows, uint8_t* codes,
+__device__ void store_codes(const Producer& producer, int64_t tile_row, int64_t rows, uint8_t* codes,
                             uint8_t* transposed, MakeCodes make_codes) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace place(tile_row);
-    uint8_t* first_row[PLANES];  // where the codes of the thread's first row go; unused if codes is null
-    for (int p = 0; p < PLANES; p++) first_row[p] = codes + (place.row * PLANES + p) * x.width + place.col;
+    // Where the codes of the thread's first row go; unused if codes is null.
+    uint8_t* codes_of_first_row[PLANES];
+    for (int p = 0; p < PLANES; p++)
+        codes_of_first_row[p] = codes + (place.row * PLANES + p) * producer.width + place.col;
     uint2 four_rows[PLANES][4];
 
-    // A thread outside the tensor must not even read: codes may overwrite what x is computed from, and
+    // A thread outside the tensor must not even read: codes may overwrite what is read, and
     // reading while another thread writes is a race.
-    if (place.inside(rows, x.width))
-        for_each_row(x, place, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
+    if (place.inside(rows, producer.width))
+        for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++) {
                 const ChunkCodes chunk = make_codes(i, p, v[p], live);
                 if (live && codes)
-                    store_word(first_row[p] + row_offset(i, PLANES * x.width), chunk.row_major);
+                    store_word(codes_of_first_row[p] + row_offset(i, PLANES * producer.width),
+                               chunk.row_major);
                 four_rows[p][i % 4] = chunk.transposed;
                 if (TRANSPOSED && i % 4 == 3) tiles[p].write(place, i / 4, four_rows[p]);
             }
         });
-    if (TRANSPOSED) store_transposed(tiles, tile_row, rows, x.width, transposed);
+    if (TRANSPOSED) store_transposed(tiles, tile_row, rows, producer.width, transposed);
 }
 
 }  // namespace coat::gpu

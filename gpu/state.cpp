@@ -1,8 +1,6 @@
 // gpu/state.cpp - what one GPU keeps of a training run (gpu/state.h): its memory, amaxes and parameters.
 #include "state.h"
 
-#include <cstring>
-
 #include "gemm.h"
 #include "other_scaling.h"
 #include "quant_report.h"
@@ -209,7 +207,6 @@ Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, AmaxT
     int64_t linear_layers = 0;
     for (const Param& p : params)
         linear_layer_indices_.push_back(p.role.quantized_linear ? linear_layers++ : -1);
-    register_state();
     upload_shard_table();
     initialize_state();
 }
@@ -219,36 +216,6 @@ std::optional<size_t> Parameters::bias_index(size_t weight_index) const {
     const size_t next = weight_index + 1;
     if (next == params.size() || !params[next].name.ends_with(".bias")) return std::nullopt;
     return next;
-}
-
-// Fills entries_: the tensors that read() and write() pass, by name.
-void Parameters::register_state() {
-    for (size_t i = 0; i < params.size(); i++) {
-        const std::string& name = params[i].name;
-        const int64_t count = places[i].owned.count;
-        int16_t* const remainder =
-            memory_.weights.remainders ? memory_.weights.remainders + places[i].rank_offset : nullptr;
-        // In the fp32 recipe weights are FP32: read() and write() use only the `param` of these two entries
-        entries_[name] = {i, owned_weight_data(i), count * 2};
-        if (setup.keep_masters) entries_[name + ".remainder"] = {i, remainder, count * 2};
-        auto register_moment = [&](const std::string& of, const MomentRef& moment) {
-            const int64_t moment_groups = setup.optimizer.moment_group_count(moment.format, count);
-            entries_[of] = {i, moment.data, count * info(moment.format).bytes};
-            if (moment.max) entries_[of + ".max"] = {i, moment.max, moment_groups * 4};
-            if (moment.k) entries_[of + ".k"] = {i, moment.k, moment_groups * 4};
-        };
-        register_moment(name + ".m", memory_.first_moments[i]);
-        register_moment(name + ".v", memory_.second_moments[i]);
-        if (amax_table_.delayed() && params[i].role.quantized_linear) register_delayed_scales(i);
-    }
-}
-void Parameters::register_delayed_scales(size_t i) {
-    for (OperandKind o : LINEAR_OPERANDS) {
-        const std::string of = params[i].name + suffix_of(o);
-        const int64_t layer = linear_layer_index(i);
-        entries_[of + ".history"] = {i, amax_table_.history(o, layer), setup.recipe.history_steps * 4};
-        entries_[of + ".scale"] = {i, &amax_table_.of_operand(o, layer)->delayed_scale, 4};
-    }
 }
 
 // Fills memory_.shards, AdamW's table of parameters.
@@ -286,7 +253,7 @@ void Parameters::initialize_state() {
                                             .used = used_elements(setup.config, params[i]),
                                             .seed = setup.seed};
         initialize(memory_.weights, places[i].rank_offset, params[i], arguments, stream_);
-        recompute_weight_amax(i);
+        compute_weight_amax(i);
         for (float* const k : {memory_.first_moments[i].k, memory_.second_moments[i].k})
             if (k) copy_async(k, ones.data(), moment_groups(i) * 4, stream_);
     }
@@ -350,85 +317,13 @@ std::vector<float> Parameters::expansion_factors(const std::vector<MomentRef>& m
     return all;
 }
 
-// Computes the amax of weights that were written. (The update leaves the amax of weights that it writes.)
-void Parameters::recompute_weight_amax(size_t i) {
+void Parameters::compute_weight_amax(size_t i) const {
     if (!params[i].role.quantized_linear) return;
     AmaxAndScale* const amax_out = amax_table_.of_parameter(i);
     clear_async(amax_out, sizeof(AmaxAndScale), stream_);
     if (weight_storage.format == Format::FP32) return;
     for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
         compute_amax(lazy_stored(slice), amax_out, stream_);
-}
-
-const Parameters::StateEntry& Parameters::find(const std::string& name) const {
-    const auto found = entries_.find(name);
-    if (found == entries_.end()) no_such_tensor(name);
-    return found->second;
-}
-
-void Parameters::read(const std::string& name, void* out) const {
-    const std::string param = name.substr(0, name.rfind('.'));
-    if (setup.keep_gradients && name == param + ".gradient")
-        return read_gradient(index(param), static_cast<float*>(out));
-    const auto& [i, data, bytes] = find(name);
-    if (is_half_of_fp32_master(name)) read_half_of_masters(name, static_cast<uint16_t*>(out));
-    else context_.copy_to_host(out, data, bytes);
-}
-
-void Parameters::write(const std::string& name, const void* in) {
-    const auto& [i, data, bytes] = find(name);
-    if (is_half_of_fp32_master(name)) write_half_of_masters(name, static_cast<const uint16_t*>(in));
-    else context_.wait_then_start_copy_to_gpu(data, in, bytes);
-    amax_table_.expect_empty_histories();
-    recompute_weight_amax(i);
-    context_.wait("Writing a tensor failed");
-}
-
-// The fp32 recipe stores FP32 masters, where files have two tensors: the BF16 weight, which is the master
-// rounded, and the remainder, which is its lower half.
-bool Parameters::is_half_of_fp32_master(const std::string& name) const {
-    return weight_storage.format == Format::FP32 && (is_remainder(name) || name == params[index(name)].name);
-}
-bool Parameters::is_remainder(const std::string& name) const {
-    return name == params[index(name)].name + ".remainder";
-}
-// The bits of this rank's part of the masters of parameter i.
-std::vector<uint32_t> Parameters::read_masters(size_t i) const {
-    std::vector<uint32_t> bits(places[i].owned.count);
-    context_.copy_to_host(bits.data(), owned_weight_data(i), places[i].owned.count * 4);
-    return bits;
-}
-static uint32_t rounded_half(uint32_t master) { return (master + 0x8000u) >> 16; }
-static uint32_t remainder_half(uint32_t master) { return master & 0xFFFFu; }
-// The inverse of the two. The remainder is signed: a negative one means that the weight was rounded up.
-static uint32_t master_of(uint32_t rounded, uint32_t remainder) {
-    return (rounded << 16) + uint32_t(int16_t(remainder));
-}
-void Parameters::read_half_of_masters(const std::string& name, uint16_t* out) const {
-    const bool remainder = is_remainder(name);
-    const std::vector<uint32_t> masters = read_masters(index(name));
-    for (size_t e = 0; e < masters.size(); e++)
-        out[e] = uint16_t(remainder ? remainder_half(masters[e]) : rounded_half(masters[e]));
-}
-void Parameters::write_half_of_masters(const std::string& name, const uint16_t* in) const {
-    const size_t i = index(name);
-    const bool remainder = is_remainder(name);
-    std::vector<uint32_t> masters = read_masters(i);
-    for (size_t e = 0; e < masters.size(); e++)
-        masters[e] = remainder ? master_of(rounded_half(masters[e]), in[e])
-                               : master_of(in[e], remainder_half(masters[e]));
-    context_.wait_then_start_copy_to_gpu(owned_weight_data(i), masters.data(), places[i].owned.count * 4);
-    context_.wait("Writing a tensor failed");
-}
-
-// Reads the gradients of this rank's part as FP32. A BF16 value is the upper half of an FP32 one.
-void Parameters::read_gradient(size_t i, float* out) const {
-    const int64_t count = places[i].owned.count, bytes = gradient_bytes;
-    std::vector<uint8_t> raw(count * bytes);
-    context_.copy_to_host(raw.data(), owned_gradient_sum(i), count * bytes);
-    std::fill_n(out, count, 0.0f);
-    for (int64_t e = 0; e < count; e++)
-        std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + 4 - bytes, &raw[size_t(e * bytes)], size_t(bytes));
 }
 
 std::vector<TensorRef> slices_for_grids(const TensorRef& v) {

@@ -1,15 +1,23 @@
 // gpu/state.h - what one GPU keeps of a training run, for the host: the map of its memory (MemoryMap), the
 // allocation and the stream of the computation (GpuContext), the amaxes and scales of operands (AmaxTable),
-// and by parameter weights, gradients and moments with their update (Parameters).
+// and by parameter weights, gradients and moments with their update (Parameters). What the other GPUs of a
+// run do has an interface of its own, Sharding (gpu/sharding.h). How a checkpoint reads and writes all of
+// this is in gpu/state_tensors.h.
 //
-// What the other GPUs of a run do has an interface of its own, Sharding (gpu/sharding.h).
+// N is the number of tokens of the pass that runs: B * T, or the length of a prompt. What else is used of
+// other files:
 //
-// From gpu/cuda.h come streams, and the dry run that finds out how much memory a run needs; from gpu/arena.h
-// the allocation. gpu/operators.h says what a bucket and the rank's order are. gpu/memory_layout.h says what
-// a module is, and has two tables: ShardPlace, by parameter, and BucketRange, by bucket. N is the number of
-// tokens of the pass that runs: B * T, or the length of a prompt.
+//   gpu/cuda.h           the stream, and the dry run that finds out how much memory a run needs
+//   gpu/arena.h          Arena, the allocation
+//   gpu/operators.h      what is in the memory: AmaxAndScale, RowStatistics, Weights, Shard, MomentRef and
+//                        GradientState; and the words shard, bucket and rank's order
+//   gpu/layers.h         TokenRows, for the gradient of the embedding
+//   gpu/memory_layout.h  two tables: ShardPlace, by parameter, and BucketRange, by bucket; and
+//                        gradients_offset()
+//
+// With one rank, a shard is a whole parameter, and the rank's order is that of the parameters. What is said
+// of other ranks can wait.
 #pragma once
-#include <map>
 #include <memory>
 #include <optional>
 
@@ -53,8 +61,17 @@ struct Scalars {
 // After that comes what a step allocates where it uses it (Arena::Scope): the operands of one linear layer,
 // gradients of activations, logits.
 //
-// Gradients of weights lie over saved activations, if there is one rank, one micro-batch a step, no tied
-// embedding, and not --gradients none:
+// Gradients of weights. With one rank, backward writes them where the update reads them:
+//
+//   where                           in which runs
+//   over saved activations          in all but the following
+//   after the saved activations     with several micro-batches a step: sums outlive the next forward
+//                                   with a tied embedding: its gradient is the first in the order of the
+//                                   parameters, but the head writes to it before all others
+//   in a buffer that all buckets    with --gradients none: a bucket is updated as soon as its gradients are
+//   use in turn                     complete
+//
+// In the first case:
 //
 //     forward writes the layers from left to right, backward needs them from right to left
 //   +---------+---------+-- ... --+-----------+
@@ -66,25 +83,12 @@ struct Scalars {
 //               the activations of the layers 0 to l, which backward still needs when it writes these
 //               gradients; and those of the head after all activations
 //
-// In all cases:
+// With several ranks: there lie the sums over the step, of the part that this rank owns. Backward writes to
+// two buffers apart from them, one for even and one for odd buckets: while one bucket travels, the next is
+// computed.
 //
-//   ranks     micro-batches   gradients that backward writes             their sums over a step
-//             of each rank
-//   one       one             over activations, as drawn                 the same memory
-//   one       one, and a      after the activations, because the head    the same memory
-//             tied            begins the gradient of the embedding,
-//             embedding       which is the first in this order
-//   one       several         after the activations, because sums        the same memory
-//                             outlive the next forward
-//   several   any number      two places of their own, for even and      where one rank has its
-//                             odd buckets: while one bucket travels,     gradients, but only of the
-//                             the next is computed                       part that this rank owns
-//   one       one, and        one place of their own, which each         the same memory
-//             --gradients     bucket uses in turn
-//             none
-//
-// In the last two cases the gradients of a tied embedding have another place of their own, because the head
-// writes them before all others.
+// Where there are buffers, the gradient of a tied embedding has one of its own, because the head writes it
+// before all others.
 struct MemoryMap {
     Scalars* scalars;
     void* gemm_scratch;  // CublasGemms::SCRATCH bytes
@@ -228,7 +232,7 @@ private:
 class Parameters {
 public:
     // Gives all weights, moments and scales the values that a new run begins with, on the GPU. A run that
-    // continues then overwrites them with write().
+    // continues then overwrites them (gpu/state_tensors.h).
     Parameters(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table);
 
     const Setup& setup;
@@ -239,8 +243,8 @@ public:
     const Storage weight_storage, gradient_storage;
     const int64_t weight_bytes, gradient_bytes;  // the bytes of one element
 
-    // The index of the parameter with this name, or to which the state tensor with this name belongs.
-    size_t index(const std::string& name) const { return find(name).param_index; }
+    // The index of the parameter with this name.
+    size_t index(const std::string& name) const { return param_index_of(params, name); }
     // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
     std::optional<size_t> bias_index(size_t weight_index) const;
     // The number, in the order of forward, of the linear layer whose weight is parameter i; -1 if there is
@@ -276,44 +280,25 @@ public:
     // runs AdamW, which leaves the amaxes of the new weights. Before that, StepOutcome::loss_or_nan must have
     // been written.
     void update(const AdamWOptions& options, int64_t first, int64_t end, Sharding& sharding);
+    // Computes the amax of the weight that is parameter i, after other values than those of update() were
+    // written to it.
+    void compute_weight_amax(size_t i) const;
 
     // For the quantization report: the errors of storing the moments of a bucket; and the expansion factors
     // of all moment groups of these moments, which are MemoryMap::first_moments or second_moments.
     void measure_moment_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
     std::vector<float> expansion_factors(const std::vector<MomentRef>& moments) const;
 
-    // Copy a tensor of the state, which has this name, to or from the host: for Model::read() and write().
-    // read() also copies gradients. write() also computes the amax of the parameter's weight anew, even
-    // if the tensor is a moment, which does not change this amax.
-    void read(const std::string& name, void* out) const;
-    void write(const std::string& name, const void* in);
-
 private:
-    struct StateEntry {
-        size_t param_index;  // the parameter to which it belongs
-        void* data;
-        int64_t bytes;
-    };
     const GpuContext& context_;
     const MemoryMap& memory_;
     AmaxTable& amax_table_;
     const cudaStream_t stream_;
     std::vector<int64_t> linear_layer_indices_;  // by parameter
-    std::map<std::string, StateEntry> entries_;  // by name
 
-    void register_state();
-    void register_delayed_scales(size_t i);
     void upload_shard_table();
     void initialize_state();
     int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP_SIZE); }
-    void recompute_weight_amax(size_t i);
-    const StateEntry& find(const std::string& name) const;
-    bool is_half_of_fp32_master(const std::string& name) const;
-    bool is_remainder(const std::string& name) const;
-    std::vector<uint32_t> read_masters(size_t i) const;
-    void read_half_of_masters(const std::string& name, uint16_t* out) const;
-    void write_half_of_masters(const std::string& name, const uint16_t* in) const;
-    void read_gradient(size_t i, float* out) const;
 };
 
 // The tensor v as slices of rows, each of which fits one launch: a grid has at most 65,535 tiles of 128 rows.
