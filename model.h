@@ -1,7 +1,7 @@
 // model.h - a training run: its settings, and the interface Model, which program/train.cpp drives.
 // reference_model.cpp implements it on the CPU and model.cu on the GPU, independently, so that each checks
-// the other. What follows Model can wait: what each of several ranks owns, how ranks exchange values, and the
-// names of the tensors that a checkpoint contains.
+// the other. After Model come the parts that matter with several ranks, or to a checkpoint: what a rank owns,
+// how ranks exchange values (this section can wait), and the names of all tensors of a run.
 #pragma once
 #include <algorithm>
 #include <cstring>

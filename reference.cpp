@@ -129,11 +129,10 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // ===========================================================================================================
 // 2. Quantizers (paper, preliminaries; granularity: paper, section 5.1; group scaling: paper, section 5.2)
 //
-// The elements of a scale block share a scale s = amax / FMAX. The amax is the largest |x| of the scale
-// block, and FMAX is the format's largest value. Then code = encode(x / s) and x = decode(code) * s. The
-// granularity says which elements form a scale block.
+// For each scale block of a matrix (formats.h says what these words mean):
+//   s = amax / FMAX,   code = encode(x / s),   x = decode(code) * s
 
-// The scale of a scale block: s = amax / FMAX, or 1 for a block of zeros. A scale that is stored in BF16 is
+// The scale of a scale block with this amax; 1 for a block of zeros. A scale that is stored in BF16 is
 // rounded to the nearest BF16 value, so it may be too small by a factor of 1 + 2^-8. In E4M3 amax / s is then
 // at most 448 (1 + 2^-8) = 449.75. encode() saturates amax / s at 448, which is the E4M3 value nearest to it.
 // So there is no more error than rounding makes.
@@ -191,42 +190,43 @@ static void add_error(QuantStats& stats, float x, float dequantized) {
     stats.elements++;
 }
 
-// Just-in-time scales of all scale blocks of x (rows, cols), from their own amaxes. (The scale of a whole
-// tensor comes from compute_amax(), which uses all threads.)
-static void compute_scales(const float* x, StoredMatrix& q) {
-    const int64_t height = q.block_rows(), width = q.block_cols();
-    const int64_t blocks = q.storage.scale_count(q.rows, q.cols);
-    const int64_t blocks_per_row = q.storage.scale_cols(q.cols);
-#pragma omp parallel for if (blocks > 1 && q.rows * q.cols > MIN_PARALLEL)
+// Sets stored.scales to the just-in-time scales of x (rows, cols), from the amaxes of its scale blocks. (The
+// scale of a whole tensor comes from compute_amax(), which uses all threads.)
+static void compute_scales(const float* x, StoredMatrix& stored) {
+    const int64_t height = stored.block_rows(), width = stored.block_cols();
+    const int64_t blocks = stored.storage.scale_count(stored.rows, stored.cols);
+    const int64_t blocks_per_row = stored.storage.scale_cols(stored.cols);
+#pragma omp parallel for if (blocks > 1 && stored.rows * stored.cols > MIN_PARALLEL)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first_row = block / blocks_per_row * height, first_col = block % blocks_per_row * width;
-        const int64_t end_row = std::min(q.rows, first_row + height);
+        const int64_t end_row = std::min(stored.rows, first_row + height);
         float largest = 0;
         for (int64_t row = first_row; row < end_row; row++) {
-            const float* part = x + row * q.cols + first_col;  // the scale block's part of the row
-            largest = std::max(largest, amax_of_neighbours(part, std::min(width, q.cols - first_col)));
+            const float* part = x + row * stored.cols + first_col;  // the scale block's part of the row
+            largest = std::max(largest, amax_of_neighbours(part, std::min(width, stored.cols - first_col)));
         }
-        write_element(q.storage.scale_format, q.scales.data(), block, scale_of(q.storage, largest));
+        write_element(stored.storage.scale_format, stored.scales.data(), block,
+                      scale_of(stored.storage, largest));
     }
 }
 
 // Calls convert(first, end, scale) for each part of a row that lies in one scale block. The part has the
 // elements from first to end - 1.
-template <class Convert> static void for_each_row_part(const StoredMatrix& q, const Convert& convert) {
-    const int64_t width = q.block_cols();
-#pragma omp parallel for if (q.rows * q.cols > MIN_PARALLEL)
-    for (int64_t row = 0; row < q.rows; row++)
-        for (int64_t col = 0; col < q.cols; col += width) {
-            const int64_t first = row * q.cols + col;
-            convert(first, first + std::min(width, q.cols - col), q.scale(row, col));
+template <class Convert> static void for_each_row_part(const StoredMatrix& stored, const Convert& convert) {
+    const int64_t width = stored.block_cols();
+#pragma omp parallel for if (stored.rows * stored.cols > MIN_PARALLEL)
+    for (int64_t row = 0; row < stored.rows; row++)
+        for (int64_t col = 0; col < stored.cols; col += width) {
+            const int64_t first = row * stored.cols + col;
+            convert(first, first + std::min(width, stored.cols - col), stored.scale(row, col));
         }
 }
 
-// code = encode(x / s) for all elements of x (rows, cols).
-static void compute_codes(const float* x, StoredMatrix& q) {
-    const Format format = q.storage.format;
-    uint8_t* const codes = q.codes.data();
-    for_each_row_part(q, [&](int64_t first, int64_t end, float s) {
+// Sets stored.codes: code = encode(x / s) for all elements of x (rows, cols).
+static void compute_codes(const float* x, StoredMatrix& stored) {
+    const Format format = stored.storage.format;
+    uint8_t* const codes = stored.codes.data();
+    for_each_row_part(stored, [&](int64_t first, int64_t end, float s) {
         const float inverse = 1.0f / s;
 #pragma omp simd
         for (int64_t i = first; i < end; i++) write_element(format, codes, i, x[i] * inverse);
@@ -237,46 +237,46 @@ static void compute_codes(const float* x, StoredMatrix& q) {
 // by more than rounding does, which is half the spacing of values at FMAX. In E4M3 the spacing at 448 is 32:
 //   |x| up to 464 s   is rounded to 448 s, as any value is rounded to its neighbour
 //   |x| beyond 464 s  is saturated
-static void measure_quant_errors(const float* x, const StoredMatrix& q, QuantStats& stats) {
-    const FormatInfo& f = info(q.storage.format);
+static void measure_quant_errors(const float* x, const StoredMatrix& stored, QuantStats& stats) {
+    const FormatInfo& f = info(stored.storage.format);
     const float half_spacing = std::ldexp(0.5f, std::ilogb(f.fmax) - f.mantissa_bits);  // at FMAX
-    for (int64_t i = 0; i < q.rows * q.cols; i++) {
-        const int64_t row = i / q.cols, col = i % q.cols;
-        add_error(stats, x[i], q.value(row, col));
-        stats.saturated += std::abs(x[i]) > (f.fmax + half_spacing) * q.scale(row, col);
+    for (int64_t i = 0; i < stored.rows * stored.cols; i++) {
+        const int64_t row = i / stored.cols, col = i % stored.cols;
+        add_error(stats, x[i], stored.value(row, col));
+        stats.saturated += std::abs(x[i]) > (f.fmax + half_spacing) * stored.scale(row, col);
     }
 }
 
 // Quantizes x (rows, cols): the codes of all elements and the scales of all scale blocks.
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage, QuantStats* stats,
                       std::optional<float> scale) {
-    StoredMatrix q{.codes = {}, .scales = {}, .rows = rows, .cols = cols, .storage = storage};
-    q.codes.resize(storage.code_bytes(rows, cols));
-    q.scales.resize(storage.scale_count(rows, cols) * info(storage.scale_format).bytes);
+    StoredMatrix stored{.codes = {}, .scales = {}, .rows = rows, .cols = cols, .storage = storage};
+    stored.codes.resize(storage.code_bytes(rows, cols));
+    stored.scales.resize(storage.scale_count(rows, cols) * info(storage.scale_format).bytes);
     if (storage.fp8() && storage.granularity == PER_TENSOR) {
         const float s = scale ? *scale : scale_of(storage, compute_amax(x, rows * cols));
-        write_element(storage.scale_format, q.scales.data(), 0, s);
+        write_element(storage.scale_format, stored.scales.data(), 0, s);
     } else if (storage.fp8()) {
-        compute_scales(x, q);
+        compute_scales(x, stored);
     }
-    compute_codes(x, q);
-    if (stats && storage.fp8()) measure_quant_errors(x, q, *stats);
-    return q;
+    compute_codes(x, stored);
+    if (stats && storage.fp8()) measure_quant_errors(x, stored, *stats);
+    return stored;
 }
 
 // The values (rows, cols) of a quantized tensor: x = decode(code) * s.
-Floats dequantize(const StoredMatrix& q) {
-    Floats x(q.rows * q.cols);
-    if (!q.storage.fp8()) {
-#pragma omp parallel for if (q.rows * q.cols > MIN_PARALLEL)
-        for (int64_t i = 0; i < q.rows * q.cols; i++)
-            x[i] = read_element(q.storage.format, q.codes.data(), i);
+Floats dequantize(const StoredMatrix& stored) {
+    Floats x(stored.rows * stored.cols);
+    if (!stored.storage.fp8()) {
+#pragma omp parallel for if (stored.rows * stored.cols > MIN_PARALLEL)
+        for (int64_t i = 0; i < stored.rows * stored.cols; i++)
+            x[i] = read_element(stored.storage.format, stored.codes.data(), i);
         return x;
     }
     float values[256];  // by code
-    for (uint16_t code = 0; code < 256; code++) values[code] = decode(q.storage.format, code);
-    for_each_row_part(q, [&](int64_t first, int64_t end, float s) {
-        for (int64_t i = first; i < end; i++) x[i] = values[q.codes[i]] * s;
+    for (uint16_t code = 0; code < 256; code++) values[code] = decode(stored.storage.format, code);
+    for_each_row_part(stored, [&](int64_t first, int64_t end, float s) {
+        for (int64_t i = first; i < end; i++) x[i] = values[stored.codes[i]] * s;
     });
     return x;
 }
@@ -306,15 +306,14 @@ Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage&
     return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
-// Delayed scaling (recipe te): notes the amax of a tensor of this step, and returns the scale to quantize the
-// tensor with. While the history has no amax, the scale comes from the largest amax of the step so far.
+// While the history has no amax, the scale comes from the largest amax of the step so far.
 float DelayedScale::note_amax_and_get_scale(const Storage& storage, float tensor_amax) {
     amax = std::max(amax, tensor_amax);
     return scale > 0 ? scale : scale_of(storage, amax);
 }
 
-// Delayed scaling at the end of a step. The amax of the step replaces the oldest of the history. The scale of
-// the next step is max(history) / FMAX. If max(history) is 0 or not finite, the scale stays as it is.
+// The amax of the step replaces the oldest of the history. Then scale = max(history) / FMAX of format f. If
+// max(history) is 0 or not finite, the scale stays as it is.
 void DelayedScale::update_history_and_scale(Format f) {
     std::rotate(history.begin(), history.end() - 1, history.end());  // forgets the oldest
     history.front() = amax;

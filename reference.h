@@ -1,10 +1,9 @@
 // reference.h - the operators of COAT's training step on the CPU. They are in reference.cpp; only matmul() is
-// in reference_matmul.cpp, and loss_in_double(), at the end, which is for tests only, in reference_model.cpp.
-// Training uses the operators through make_reference_model() (model.h).
+// in reference_matmul.cpp. Training uses them through make_reference_model() (model.h). The last function,
+// loss_in_double(), is for tests.
 //
 // Here are shapes, units and special cases. The equations, their reasons, and what each function does step by
 // step are in reference.cpp. So read a section of this file, then the part of reference.cpp with its number.
-// Section 5 can wait: it is for tests.
 //
 // All pointers are to row-major arrays, with shapes such as (rows, cols). The template parameter Real is
 // float. It is double only where tests compare gradients with finite differences. That is the only reason for
@@ -32,8 +31,8 @@ float join_master(uint16_t weight, int16_t remainder);
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
 // --- 2. Quantizers (paper, preliminaries and section 5) ---
-// A stored matrix (rows, cols): value(row, col) = the value of its code times the scale of its scale block.
-// In FP32 and BF16 there are no scales.
+// A matrix (rows, cols) as a Storage says (formats.h). value() is a code's value times its scale. In FP32 and
+// BF16 there are no scales.
 struct StoredMatrix {
     std::vector<uint8_t> codes;   // rows * cols elements of storage.format
     std::vector<uint8_t> scales;  // one for each scale block, of storage.scale_format
@@ -55,7 +54,7 @@ float compute_amax(const float* x, int64_t n);       // the largest |x| of n val
 // to *stats.
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage,
                       QuantStats* stats = nullptr, std::optional<float> scale = {});
-std::vector<float> dequantize(const StoredMatrix& q);  // (rows, cols)
+std::vector<float> dequantize(const StoredMatrix& stored);  // (rows, cols)
 
 // x (rows, cols), quantized and decoded again. Columns: for a GEMM that sums over the columns of x, as fprop
 // does. Rows: for a GEMM that sums over the rows of x, as wgrad does.
@@ -64,7 +63,7 @@ std::vector<float> fake_quantize(const std::vector<float>& x, int64_t rows, int6
                                  const Storage& storage, ReduceOver over, QuantStats* stats = nullptr,
                                  std::optional<float> scale = {});
 
-// Delayed scaling (formats.h, Scaling) of one operand of a linear layer.
+// Delayed scaling (formats.h, Scaling; recipe te) of one operand of a linear layer.
 struct DelayedScale {
     // The amaxes of the last recipe.history_steps steps, the newest first; 0 for steps before the first. The
     // vector is empty if this operand has no delayed scaling.
@@ -73,8 +72,7 @@ struct DelayedScale {
     float amax = 0;   // the largest amax of the current step so far, over its micro-batches
     // Raises amax to that of a tensor of the current step. Returns the scale to quantize this tensor with.
     float note_amax_and_get_scale(const Storage& storage, float tensor_amax);
-    // After a step: moves `amax` into the history, and sets `amax` to 0. Then scale = max(history) / FMAX of
-    // format f. If max(history) is 0 or not finite, the scale stays as it is.
+    // After a step: `amax` goes into the history, and the history gives the scale of the next step.
     void update_history_and_scale(Format f);
 };
 
@@ -191,7 +189,7 @@ double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride
 // y += factor x, both (n).
 template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Real* y);
 
-// --- 5. The whole step in double, for tests (in reference_model.cpp) ---
+// --- For tests (in reference_model.cpp): forward and backward of the whole model in double ---
 // Mean loss of one micro-batch in the recipe fp32, and its gradients by parameter if the pointer is not null.
 double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
                       const std::vector<std::vector<double>>& weights, const int32_t* tokens,

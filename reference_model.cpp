@@ -326,12 +326,13 @@ private:
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
 
-    // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. tensor: (rows, cols). i:
-    // the number of the layer's weight. If the operand is FP8:
+    // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. tensor: (rows, cols).
+    // weight_index: of the layer's weight in params. If the operand is FP8:
     //   - `finite` notes whether the tensor is finite.
     //   - Scales are just-in-time. Only with delayed scaling the scale comes from the operand's history, and
     //     the amax of the tensor goes into this history.
-    Tensor make_operand(OperandKind kind, size_t i, const Tensor& tensor, int64_t cols, ReduceOver over) {
+    Tensor make_operand(OperandKind kind, size_t weight_index, const Tensor& tensor, int64_t cols,
+                        ReduceOver over) {
         if constexpr (!QUANTIZES) return tensor;
         else {
             const Storage& storage = storage_of(formats_, kind);
@@ -340,7 +341,8 @@ private:
                 const float amax = compute_amax(tensor.data(), int64_t(tensor.size()));
                 note_whether_finite(amax);
                 if (recipe_.scaling == Scaling::Delayed)
-                    delayed_scale = delayed_scales[i][int(kind)].note_amax_and_get_scale(storage, amax);
+                    delayed_scale =
+                        delayed_scales[weight_index][int(kind)].note_amax_and_get_scale(storage, amax);
             }
             return fake_quantize(tensor, int64_t(tensor.size()) / cols, cols, storage, over,
                                  stats_of(report_kind(kind)), delayed_scale);
@@ -350,10 +352,10 @@ private:
     // x (N, in) -> y (N, out). x_operand, w_operand and g_operand are what the GEMMs read: FP32 values. If
     // the format of an operand is FP8, each of its values is a code times a scale.
     Tensor linear_forward(const std::string& name, const Tensor& x) {
-        const size_t i = param_index_.at(name);
-        const int64_t in = params[i].cols, out = params[i].rows;
-        const Tensor x_operand = make_operand(OperandKind::X, i, x, in, ReduceOver::Columns);
-        const Tensor w_operand = make_operand(OperandKind::W, i, weights[i], in, ReduceOver::Columns);
+        const size_t index = param_index_.at(name);
+        const int64_t in = params[index].cols, out = params[index].rows;
+        const Tensor x_operand = make_operand(OperandKind::X, index, x, in, ReduceOver::Columns);
+        const Tensor w_operand = make_operand(OperandKind::W, index, weights[index], in, ReduceOver::Columns);
         Tensor y(N_ * out);
         // fprop: y = x w^T
         matmul<Real>(N_, out, in, {x_operand.data(), in, 1}, {w_operand.data(), 1, in}, y.data());
@@ -365,11 +367,11 @@ private:
 
     // x (N, in), dy (N, out) -> dx (N, in). Adds to the gradients of the weight and of the bias.
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
-        const size_t i = param_index_.at(name);
-        const int64_t in = params[i].cols, out = params[i].rows;
-        const Tensor x_operand = make_operand(OperandKind::X, i, x, in, ReduceOver::Rows);
-        const Tensor w_operand = make_operand(OperandKind::W, i, weights[i], in, ReduceOver::Rows);
-        const Tensor g_operand = make_operand(OperandKind::G, i, dy, out, ReduceOver::Columns);
+        const size_t index = param_index_.at(name);
+        const int64_t in = params[index].cols, out = params[index].rows;
+        const Tensor x_operand = make_operand(OperandKind::X, index, x, in, ReduceOver::Rows);
+        const Tensor w_operand = make_operand(OperandKind::W, index, weights[index], in, ReduceOver::Rows);
+        const Tensor g_operand = make_operand(OperandKind::G, index, dy, out, ReduceOver::Columns);
         Tensor dx(N_ * in), dw(out * in);
         // dgrad: dx = g w
         matmul<Real>(N_, in, out, {g_operand.data(), out, 1}, {w_operand.data(), in, 1}, dx.data());
@@ -377,7 +379,7 @@ private:
         // operand of dgrad. Otherwise g is quantized once more, in scale blocks along the tokens.
         const bool has_same_blocks = formats_.g.granularity.transpose_has_same_blocks();
         const Tensor g_transposed_operand =
-            has_same_blocks ? g_operand : make_operand(OperandKind::G, i, dy, out, ReduceOver::Rows);
+            has_same_blocks ? g_operand : make_operand(OperandKind::G, index, dy, out, ReduceOver::Rows);
         matmul<Real>(out, in, N_, {g_transposed_operand.data(), 1, out}, {x_operand.data(), in, 1},
                      dw.data());
         add_gradient(name, dw);
@@ -507,7 +509,7 @@ public:
         network_.reset_finite_and_amaxes();
         const int64_t tokens_of_rank = setup_.micro_batches_per_rank * setup_.B * setup_.T;
         int64_t target_count = 0;  // targets of the step that count
-        for (int64_t of_rank : all_gather(counted_targets(targets, tokens_of_rank))) target_count += of_rank;
+        for (int64_t count : all_gather(counted_targets(targets, tokens_of_rank))) target_count += count;
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
 
         const double loss = forward_and_backward(tokens, targets, target_count) / double(target_count);
@@ -515,7 +517,7 @@ public:
         // No rank updates if one of them has met a value that is not finite. (Ranks send a char, because
         // vector<bool> has no array of its elements.)
         bool finite = true;
-        for (char of_rank : all_gather(char(network_.finite))) finite = finite && of_rank;
+        for (char theirs : all_gather(char(network_.finite))) finite = finite && theirs;
         // If the norm after clipping is below 2^62, the square of each gradient fits every format of v. The
         // comparison is false for NaN, so such a step is skipped, too.
         const double clipped_norm = grad_norm * clip_factor(options, grad_norm);
@@ -594,10 +596,10 @@ private:
             if (setup_.communicator) reduce_gradients(/*is_first_micro_batch=*/i == 0);
         }
         if (setup_.communicator) network_.gradients.swap(sums_);
-        const auto of_ranks = all_gather(losses);
+        const std::vector<std::vector<double>> losses_by_rank = all_gather(losses);
         double loss = 0;
         for (int64_t i = 0; i < micro_batches; i++)
-            for (const auto& of_rank : of_ranks) loss += of_rank[i];
+            for (const std::vector<double>& theirs : losses_by_rank) loss += theirs[i];
         return loss;
     }
 
@@ -653,7 +655,7 @@ private:
             for (OperandKind o : LINEAR_OPERANDS) {
                 DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
-                for (float of_rank : all_gather(d.amax)) d.amax = std::max(d.amax, of_rank);
+                for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
                 d.update_history_and_scale(storage_of(setup_.recipe, o).format);
             }
     }
@@ -677,11 +679,11 @@ private:
         void* data;
         size_t bytes;
     };
-    template <class Element> static Memory part(std::vector<Element>& of, const Range& r) {
-        return {.data = of.data() + r.first, .bytes = r.count * sizeof(Element)};
+    template <class Element> static Memory part(std::vector<Element>& elements, const Range& r) {
+        return {.data = elements.data() + r.first, .bytes = r.count * sizeof(Element)};
     }
-    template <class Element> static Memory whole(std::vector<Element>& of) {
-        return {.data = of.data(), .bytes = of.size() * sizeof(Element)};
+    template <class Element> static Memory whole(std::vector<Element>& elements) {
+        return {.data = elements.data(), .bytes = elements.size() * sizeof(Element)};
     }
 
     // The memory of the tensor with this name. Gradients can only be read.
@@ -719,9 +721,9 @@ private:
         for (size_t i = 0; i < params_.size(); i++) {
             Floats& sum = sums_[i];
             if (is_first_micro_batch) sum.assign(params_[i].size(), 0.0f);
-            const std::vector<Floats> of_ranks = all_gather(network_.gradients[i]);
+            const std::vector<Floats> gradients_by_rank = all_gather(network_.gradients[i]);
             for (size_t e = 0; e < sum.size(); e++) {
-                for (const Floats& gradient : of_ranks) sum[e] += gradient[e];
+                for (const Floats& gradient : gradients_by_rank) sum[e] += gradient[e];
                 sum[e] = round_to(gradient_format(setup_), sum[e]);
             }
         }

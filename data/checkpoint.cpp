@@ -8,7 +8,7 @@
 namespace coat {
 
 const std::string OPTIMIZER_FILE = "optimizer.state", TRAINER_FILE = "trainer.json";
-const std::vector<std::string> HASHED = {"config.json", "model.safetensors", OPTIMIZER_FILE};
+const std::vector<std::string> HASHED_FILES = {"config.json", "model.safetensors", OPTIMIZER_FILE};
 
 constexpr int64_t VERSION_OF_TRAINER = 3;
 
@@ -29,7 +29,7 @@ static void write_trainer(const std::string& folder, const LoopState& state) {
         {"first_validation", state.first_validation},
         {"settings", state.settings},
     };
-    for (const std::string& name : HASHED) trainer["hashes"][name] = hash_file(path_in(folder, name));
+    for (const std::string& name : HASHED_FILES) trainer["hashes"][name] = hash_file(path_in(folder, name));
     trainer["hash"] = hash_of_fields(trainer);
     save_file(path_in(folder, TRAINER_FILE), trainer.dump(2) + "\n");
 }
@@ -152,7 +152,7 @@ std::string find_checkpoint(const std::string& folder) {
 
 void require_whole(const std::string& checkpoint) {
     const Fields hashes = read_trainer(checkpoint).get<Fields>("hashes");
-    for (const std::string& name : HASHED)
+    for (const std::string& name : HASHED_FILES)
         if (hashes.get<std::string>(name) != hash_file(path_in(checkpoint, name)))
             throw Error(path_in(checkpoint, name), " is not the file that was saved (trainer.json has its ",
                         "hash); resume from another checkpoint, with another --out.");

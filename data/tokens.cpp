@@ -87,15 +87,15 @@ void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* l
 
 // All threads work, each on some parts of the stream. The hash does not depend on where files end.
 TokenStream::Facts TokenStream::scan() {
-    constexpr int64_t PART = 1 << 18;  // tokens
+    constexpr int64_t TOKENS_OF_PART = 1 << 18;
     int64_t largest = -1;
     uint64_t hash = size_;
     // What a thread has thrown: an exception must not leave the parallel loop.
     std::exception_ptr error;
 #pragma omp parallel for reduction(max : largest) reduction(^ : hash)
-    for (int64_t first = 0; first < size_; first += PART) {
+    for (int64_t first = 0; first < size_; first += TOKENS_OF_PART) {
         try {
-            const std::vector<uint32_t> part = words(first, std::min(PART, size_ - first));
+            const std::vector<uint32_t> part = words(first, std::min(TOKENS_OF_PART, size_ - first));
             hash ^= hash_bytes(part.data(), std::ssize(part) * 4, first);
             for (const uint32_t word : part) largest = std::max<int64_t>(largest, word & ~NOT_COUNTED);
         } catch (...) {
@@ -159,7 +159,7 @@ static TokenStream::Source source_of_text(const std::shared_ptr<const MappedFile
 
 // Reads text files. A text that occurs twice is used once: its copy would make validation easier than it is.
 static void read_texts(const FoundFiles& found, const CorpusOptions& options, Corpus& corpus) {
-    constexpr size_t HELD_OUT = 20;  // if there are at least 20 texts, every 20th is held out
+    constexpr size_t HELD_OUT_EVERY = 20;  // if there are at least 20 texts, every 20th is held out
     const KnownFiles known(options.known);
     std::map<uint64_t, std::string> path_of_hash;
     std::vector<LeftOut> copies;
@@ -186,9 +186,9 @@ static void read_texts(const FoundFiles& found, const CorpusOptions& options, Co
             corpus.files.push_back({path, file->bytes(), hash});
         }
     }
-    const bool by_number = options.val.empty() && texts.size() >= HELD_OUT;
+    const bool by_number = options.val.empty() && texts.size() >= HELD_OUT_EVERY;
     for (size_t i = 0; i < texts.size(); i++) {
-        const bool held_out = by_number && i % HELD_OUT == HELD_OUT / 2;
+        const bool held_out = by_number && i % HELD_OUT_EVERY == HELD_OUT_EVERY / 2;
         (held_out ? corpus.validation : corpus.train).append(texts[i]);
     }
     corpus.left_out.insert(corpus.left_out.end(), copies.begin(), copies.end());
@@ -349,15 +349,15 @@ Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, const st
 }
 
 void Loader::read(int64_t number, int32_t* tokens, int32_t* targets) const {
-    std::vector<int32_t> window(T_ + 1), counted(T_ + 1);  // T + 1 tokens, and which of them count
+    std::vector<int32_t> window(T_ + 1), labels(T_ + 1);  // labels: see TokenStream::read()
     for (int64_t row = 0; row < B_; row++) {
-        const int64_t at = number * B_ + row;  // counted through all epochs
-        const uint64_t epoch = at / windows_;
+        const int64_t drawn_before = number * B_ + row;  // windows, in all epochs
+        const uint64_t epoch = drawn_before / windows_;
         const uint64_t key = splitmix64(seed_ + 0x9E3779B97F4A7C15ull * (epoch + 1));
-        const int64_t first = permute(key, windows_, at % windows_) * T_;
-        stream_.read(first, T_ + 1, window.data(), counted.data());
+        const int64_t first = permute(key, windows_, drawn_before % windows_) * T_;
+        stream_.read(first, T_ + 1, window.data(), labels.data());
         std::copy(window.begin(), window.end() - 1, tokens + row * T_);
-        std::copy(counted.begin() + 1, counted.end(), targets + row * T_);
+        std::copy(labels.begin() + 1, labels.end(), targets + row * T_);
     }
 }
 

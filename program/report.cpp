@@ -20,7 +20,6 @@ static const char* log_before(const Run& run) {
     return restored ? "; the file of the checkpoint's run is not here, so it begins anew" : "";
 }
 
-// The last rank keeps most.
 Setup setup_of_last_rank(const Run& run) {
     Setup last = run.setup;
     last.rank = last.ranks - 1;
@@ -66,7 +65,6 @@ static std::string learning_rate_text(const Run& run) {
     return text;
 }
 
-// Prints what is good to know before the first step.
 void print_start(const Run& run) {
     const Setup s = setup_of_last_rank(run);
     const ModelConfig& config = s.config;
@@ -133,8 +131,6 @@ double flops_per_token(const ModelConfig& config, int64_t T) {
     return 6 * (weights + double(config.L * config.q_cols() * T));
 }
 
-// Prints and logs a step. It took `seconds`; the rest of the run will take `seconds_left`, with validations,
-// samples and saves. Tokens and floating-point operations a second are those of all ranks.
 void print_step(Run& run, const StepResult& result, float lr, double seconds, double seconds_left) {
     const int64_t step = run.state.step, steps = run.flags.steps;
     const double rate = run.step_tokens() / seconds;
@@ -156,7 +152,6 @@ void print_step(Run& run, const StepResult& result, float lr, double seconds, do
                               {"tflops", tflops}});
 }
 
-// Prints and logs the end of a run.
 void print_end(Run& run, double validation, const StepTimes& times) {
     const LoopState& state = run.state;
     const int64_t skipped = state.step - state.updates;
@@ -183,7 +178,6 @@ void print_end(Run& run, double validation, const StepTimes& times) {
 // -----------------------------------------------------------------------------------------------------------
 // What was measured on held-out text
 
-// Measures, prints and logs the validation loss, and returns it.
 double validate_and_report(Run& run) {
     const Validation validation = measure_validation(run);
     std::printf("validation | step %ld | loss %.4f | %s\n", run.state.step, validation.loss,
@@ -192,7 +186,6 @@ double validate_and_report(Run& run) {
     return validation.loss;
 }
 
-// Lets the model continue the beginning of the held-out text. Prints and logs the text and its continuation.
 void report_sample(Run& run) {
     const Sample sample = draw_sample(run);
     if (sample.tokens.empty()) return;
@@ -236,7 +229,6 @@ static void print_expansion(const char* moments, std::vector<float> k) {
                 at(0), at(0.25), at(0.5), at(0.75), at(1));
 }
 
-// Measures and prints how well FP8 represents each kind of tensor: measure_quantization() in evaluate.cpp.
 void report_quantization(Run& run) {
     const QuantReport report = measure_quantization(run);
     print_kinds(report);

@@ -71,6 +71,15 @@ struct Run {
 // -----------------------------------------------------------------------------------------------------------
 // report.cpp: what a run prints. Every rank calls these functions, and rank 0 alone prints and logs.
 
+// Prints what is good to know before the first step: the model and its formats, the data, and the memory that
+// the run takes.
+void print_start(const Run& run);
+// The setup of the last rank. By owned() in model.h this rank keeps most, so its memory is what is printed.
+Setup setup_of_last_rank(const Run& run);
+
+// Prints and logs a step, which took `seconds`. The rest of the run will take `seconds_left`, with
+// validations, samples and saves. Tokens and floating-point operations a second are those of all ranks.
+void print_step(Run& run, const StepResult& result, float lr, double seconds, double seconds_left);
 // The floating-point operations of training on one token of a sequence of T:
 //   for each weight of a GEMM   2 in forward, 4 in backward. The head counts, the look-up of the embedding
 //                               does not
@@ -78,19 +87,19 @@ struct Run {
 //                               does twice the operations of forward
 double flops_per_token(const ModelConfig& config, int64_t T);
 
-void print_start(const Run& run);
-Setup setup_of_last_rank(const Run& run);
-void print_step(Run& run, const StepResult& result, float lr, double seconds, double seconds_left);
 // The steps that were made since this program was started, and the seconds that they took.
 struct StepTimes {
     int64_t steps;
     double seconds;       // all that passed, with validations, samples and saves
     double step_seconds;  // of all steps but the first, without validations, samples and saves
 };
+// Prints and logs the end of a run: the last validation loss, and how fast the steps were.
 void print_end(Run& run, double validation, const StepTimes& times);
-double validate_and_report(Run& run);
-void report_sample(Run& run);
-void report_quantization(Run& run);
+
+// The following measure something on held-out text (evaluate.cpp) and print it. The first two also log it.
+double validate_and_report(Run& run);  // the validation loss, which is returned
+void report_sample(Run& run);          // a beginning of held-out text, and how the model continues it
+void report_quantization(Run& run);    // how well FP8 represents each kind of tensor
 
 // -----------------------------------------------------------------------------------------------------------
 // evaluate.cpp: what is measured on held-out text. Every rank calls these functions at the same time.
@@ -122,6 +131,7 @@ int64_t warmup_steps(int64_t warmup, int64_t steps);
 // The learning rate of one step, counted from 0: linear warm-up to the peak, then half a cosine to a tenth of
 // the peak. If fewer than two steps follow the warm-up, the run ends at the peak.
 float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
-int train(Run& run);  // returns the exit code
+// Trains until --steps, or until a signal comes. Returns the exit code.
+int train(Run& run);
 
 }  // namespace coat

@@ -66,7 +66,6 @@ static Events events_on_all_ranks(Run& run, const Progress& progress);
 static int save_and_end_at_signal(Run& run, int signal);
 static int finish(Run& run, const Progress& progress);
 
-// Trains until --steps, or until a signal comes. Returns the exit code.
 int train(Run& run) {
     const Flags& flags = run.flags;
     // A run that is resumed already has a checkpoint, which an error message can name.
