@@ -623,7 +623,7 @@ private:
     // the weight is a tied embedding.
     void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
         const BucketRange& range = parameters_.buckets[bucket];
-        for (size_t i = range.first; i < range.last; i++) {
+        for (size_t i = range.first_param; i < range.end_param; i++) {
             const Param& p = parameters_.params[i];
             if (!p.role.quantized_linear && i != head_index_)
                 clear_async(sharding_->gradient_to_write(i).data,

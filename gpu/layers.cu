@@ -92,16 +92,17 @@ void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_
     const dim3 grid(block_count(quads, ROPE_THREADS), block_count(heads, ROPE_HEADS));
     with_plain(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
-        launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, 0, stream, Plain<Element, 4>{x.data}, r,
-               static_cast<uint32_t>(qkv.rows), qkv.cols, static_cast<uint32_t>(heads), inverse ? -1 : 1,
-               amax_out);
+        launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, /*shared_bytes=*/0, stream,
+               Plain<Element, 4>{x.data}, r, static_cast<uint32_t>(qkv.rows), qkv.cols,
+               static_cast<uint32_t>(heads), inverse ? -1 : 1, amax_out);
     });
 }
 
 void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream) {
     const int64_t half = config.HS() / 2;
-    launch("fill_rope_table", fill_rope_table_kernel, block_count(positions * half, 256), 256, 0, stream,
-           positions * half, static_cast<int>(half), config.rope_theta, config.rope_scaling, table);
+    launch("fill_rope_table", fill_rope_table_kernel, block_count(positions * half, 256), 256,
+           /*shared_bytes=*/0, stream, positions * half, static_cast<int>(half), config.rope_theta,
+           config.rope_scaling, table);
 }
 
 // ===========================================================================================================
@@ -112,8 +113,8 @@ void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table
 
 constexpr int HEAD_THREADS = 8, QUAD = 4;
 constexpr int LONGEST_HEAD = 128;
-constexpr int HEAD_QUADS =
-    LONGEST_HEAD / (HEAD_THREADS * QUAD);  // quads that a thread has of a head, at most
+// Quads that a thread has of a head, at most.
+constexpr int HEAD_QUADS = LONGEST_HEAD / (HEAD_THREADS * QUAD);
 constexpr int HEADS_PER_BLOCK = 8;
 using Quads = float[HEAD_QUADS][QUAD];
 
@@ -255,9 +256,10 @@ void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, c
     with_plain(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
         launch("qk_norm_and_rope", qk_norm_and_rope_kernel<Element>,
-               block_count(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS, 0, stream, n,
-               rope, Plain<Element, QUAD>{x.data}, Plain<Element, QUAD>{static_cast<Element*>(out.data)},
-               static_cast<uint32_t>(qkv.rows), static_cast<uint32_t>(heads));
+               block_count(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS,
+               /*shared_bytes=*/0, stream, n, rope, Plain<Element, QUAD>{x.data},
+               Plain<Element, QUAD>{static_cast<Element*>(out.data)}, static_cast<uint32_t>(qkv.rows),
+               static_cast<uint32_t>(heads));
     });
 }
 void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
@@ -265,8 +267,8 @@ void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dq
     const dim3 grid(COLUMN_PARTIALS / HEADS_PER_BLOCK, block_count(n.q_cols + n.k_cols, n.HS));
     with_plain(qkv, [&](auto x) {
         using Element = typename decltype(x)::Compute;
-        launch("qk_norm_backward", qk_norm_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS, 0,
-               stream, n, Plain<Element, QUAD>{x.data},
+        launch("qk_norm_backward", qk_norm_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS,
+               /*shared_bytes=*/0, stream, n, Plain<Element, QUAD>{x.data},
                Plain<Element, QUAD>{static_cast<Element*>(dqkv.data)}, qkv.rows, qkv.cols, workspace);
     });
     const TensorRef of_q_and_k{.data = dweight.data, .rows = 2, .cols = n.HS, .storage = dweight.storage};
@@ -385,8 +387,8 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
         const Softmax all = softmax_of_block(mine, parts[slot]);
         const float lse = all.maximum + logf(all.sum), offset = -lse * LOG2_E;
         if (threadIdx.x == 0) losses[row] = live_cols > 0 ? lse - correct : 0.0f;
+        // The gradients: (softmax - one_hot(target)) * weight
         if (!gradients) continue;
-            // The gradients: (softmax - one_hot(target)) * weight
 #pragma unroll 4
         for (int col = first_col; col < stride; col += COLS_OF_BLOCK) {
             ChunkValues x;
@@ -440,7 +442,8 @@ void cross_entropy_forward_and_backward(const TensorRef& logits, int64_t V, cons
 
 void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, double* total,
                   cudaStream_t stream) {
-    launch("add_loss_sum", add_loss_sum_kernel, 1, SUM_THREADS, 0, stream, losses, n, loss_weight, total);
+    launch("add_loss_sum", add_loss_sum_kernel, 1, SUM_THREADS, /*shared_bytes=*/0, stream, losses, n,
+           loss_weight, total);
 }
 
 // ===========================================================================================================
@@ -553,21 +556,22 @@ static unsigned threads_of_row(int64_t cols) {
 void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, const TensorRef& gradient,
                         cudaStream_t stream) {
     const dim3 frequent_grid(static_cast<unsigned>(order.frequent_count), block_count(g.cols, 32 * CHUNK));
-    launch("embedding_backward", embedding_backward_frequent_kernel, frequent_grid, 32 * RUNS, 0, stream,
-           bf16_or_float(g), g.cols, order.order, order.tokens, bf16_or_float(gradient));
+    launch("embedding_backward", embedding_backward_frequent_kernel, frequent_grid, 32 * RUNS,
+           /*shared_bytes=*/0, stream, bf16_or_float(g), g.cols, order.order, order.tokens,
+           bf16_or_float(gradient));
     const unsigned threads = threads_of_row(g.cols);
     const unsigned rare = static_cast<unsigned>(order.count - order.frequent_count);
     const dim3 rare_grid(rare, block_count(g.cols, threads * CHUNK));
-    launch("embedding_backward", embedding_backward_rare_kernel, rare_grid, threads, 0, stream,
-           bf16_or_float(g), g.cols, order.order, order.tokens + order.frequent_count,
+    launch("embedding_backward", embedding_backward_rare_kernel, rare_grid, threads, /*shared_bytes=*/0,
+           stream, bf16_or_float(g), g.cols, order.order, order.tokens + order.frequent_count,
            bf16_or_float(gradient));
 }
 
 void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream) {
     const unsigned threads = threads_of_row(g.cols);
     const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), block_count(g.cols, threads * CHUNK));
-    launch("positions_backward", positions_backward_kernel, grid, threads, 0, stream, bf16_or_float(g),
-           g.rows, g.cols, T, bf16_or_float(gradient));
+    launch("positions_backward", positions_backward_kernel, grid, threads, /*shared_bytes=*/0, stream,
+           bf16_or_float(g), g.rows, g.cols, T, bf16_or_float(gradient));
 }
 
 }  // namespace coat::gpu

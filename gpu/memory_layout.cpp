@@ -19,8 +19,9 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
     std::vector<BucketRange> table;
     for (size_t i = 0; i < params.size(); i++) {
         if (i == 0 || params[i].bucket != params[i - 1].bucket)
-            table.push_back({.first = i, .last = i, .flat_offset = params[i].flat_offset, .elements = 0});
-        table.back().last = i + 1;
+            table.push_back(
+                {.first_param = i, .end_param = i, .flat_offset = params[i].flat_offset, .elements = 0});
+        table.back().end_param = i + 1;
         table.back().elements += params[i].padded_size();
     }
     return table;
@@ -29,7 +30,7 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
 GradientBufferSizes gradient_buffer_sizes(const Setup& s) {
     GradientBufferSizes sizes;
     for (const BucketRange& bucket : bucket_ranges(parameters(s.config)))
-        if (bucket.first == 0 && s.config.tied) sizes.embedding = bucket.elements;
+        if (bucket.first_param == 0 && s.config.tied) sizes.embedding = bucket.elements;
         else sizes.largest = std::max(sizes.largest, bucket.elements);
     return sizes;
 }
@@ -42,7 +43,7 @@ ReceivedBytes received_bytes(const Setup& s) {
         int64_t elements = 0;  // the most that a rank owns of the bucket
         // A module's matrices are in one bucket; here its vectors count, too, which are small
         int64_t gathered = 0;
-        for (size_t i = b.first; i < b.last; i++) {
+        for (size_t i = b.first_param; i < b.end_param; i++) {
             const int64_t most_units = ceil_div(ceil_div(params[i].size(), SHARD_UNIT), s.ranks);
             elements += params[i].is_vector() ? params[i].padded_size() : most_units * SHARD_UNIT;
             gathered += gathered_bytes(s, params[i]);

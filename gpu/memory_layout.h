@@ -23,9 +23,9 @@ struct ShardPlace {
 // The table by parameter. One more entry follows, where the last parameter ends.
 std::vector<ShardPlace> shard_places(const Setup& s);
 
-// The parameters [first, last) of a bucket, and where they are in the flat order, in elements.
+// The parameters [first_param, end_param) of a bucket, and where they are in the flat order, in elements.
 struct BucketRange {
-    size_t first, last;
+    size_t first_param, end_param;
     int64_t flat_offset, elements;
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket

@@ -80,7 +80,7 @@ public:
         const BucketRange& b = parameters_.buckets[bucket];
         const int64_t me = setup_.rank, each = parameters_.gradient_bytes;
         std::vector<Transfer> transfers;
-        for (size_t i = b.first; i < b.last; i++)
+        for (size_t i = b.first_param; i < b.end_param; i++)
             for (int64_t other = 0; other < setup_.ranks; other++)
                 if (other != me)
                     transfers.push_back({.with = other,
@@ -91,7 +91,7 @@ public:
                                          .receive_bytes = padded_count(owned_by(i, me)) * each});
         wait_for_compute();
         send(transfers);
-        for (size_t i = b.first; i < b.last; i++)
+        for (size_t i = b.first_param; i < b.end_param; i++)
             add_gradients(parameters_.owned_gradient_sum(i), first_micro_batch,
                           {.mine = gradient_at(i, owned_by(i, me).first),
                            .received = place_of_received(i, /*from=*/me == 0 ? 1 : 0, me),
@@ -176,7 +176,7 @@ private:
     // order of the bucket's parameters, and for each parameter in the order of the senders.
     uint8_t* place_of_received(size_t i, int64_t from, int64_t to) const {
         int64_t elements = (from - (from > to)) * padded_count(owned_by(i, to));
-        for (size_t j = parameters_.buckets[parameters_.params[i].bucket].first; j < i; j++)
+        for (size_t j = parameters_.buckets[parameters_.params[i].bucket].first_param; j < i; j++)
             elements += (setup_.ranks - 1) * padded_count(owned_by(j, to));
         return memory_.received.gradients + elements * parameters_.gradient_bytes;
     }

@@ -102,7 +102,7 @@ static void allocate_activations_and_gradients(MemoryMap& m, GpuContext& context
         arena.allocate(std::max(activation_bytes, offset + places.back().rank_offset * each));
     for (const BucketRange& bucket : buckets)
         m.owned_gradient_sums.push_back(m.saved_activations + offset +
-                                        places[bucket.first].rank_offset * each);
+                                        places[bucket.first_param].rank_offset * each);
     if (s.ranks == 1) m.gradients_to_write = m.owned_gradient_sums;
     else m.gradients_to_write = allocate_gradient_buffers(s, arena, buckets.size(), /*two=*/true);
 }
@@ -262,14 +262,16 @@ void Parameters::initialize_state() {
 
 uint8_t* Parameters::owned_gradient_sum(size_t i) const {
     const int64_t bucket = params[i].bucket;
-    const int64_t in_bucket = places[i].rank_offset - places[buckets[bucket].first].rank_offset;
+    const int64_t in_bucket = places[i].rank_offset - places[buckets[bucket].first_param].rank_offset;
     return memory_.owned_gradient_sums[bucket] + in_bucket * gradient_bytes;
 }
 
 // Clipping needs the norm of the gradients of all ranks. So each rank adds up the squares of what it owns, by
 // shard unit. These sums travel after the loss: 1 + units.count numbers from each rank.
-void Parameters::update(const AdamWOptions& options, int64_t first, int64_t end, Sharding& sharding) {
-    const size_t first_param = buckets[first].first, end_param = buckets[end - 1].last;
+void Parameters::update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket,
+                        Sharding& sharding) {
+    const size_t first_param = buckets[first_bucket].first_param;
+    const size_t end_param = buckets[end_bucket - 1].end_param;
     const ShardPlace &from = places[first_param], &to = places[end_param];
     const ShardGradients gradients{
         .shards = memory_.shards + first_param,
@@ -296,7 +298,7 @@ void Parameters::update(const AdamWOptions& options, int64_t first, int64_t end,
 void Parameters::measure_moment_errors_of(int64_t bucket, const Sharding& sharding,
                                           QuantReport& report) const {
     context_.wait();
-    for (size_t i = buckets[bucket].first; i < buckets[bucket].last; i++) {
+    for (size_t i = buckets[bucket].first_param; i < buckets[bucket].end_param; i++) {
         const Range& owned = places[i].owned;
         const uint8_t* const gradient = static_cast<const uint8_t*>(sharding.gradient_to_write(i).data);
         measure_moment_errors(setup.optimizer, memory_.first_moments[i], memory_.second_moments[i],

@@ -65,7 +65,7 @@ struct Scalars {
 //
 //   where                           in which runs
 //   over saved activations          in all but the following
-//   after the saved activations     with several micro-batches a step: sums outlive the next forward
+//   after the saved activations     with several micro-batches a rank: sums outlive the next forward
 //                                   with a tied embedding: its gradient is the first in the order of the
 //                                   parameters, but the head writes to it before all others
 //   in a buffer that all buckets    with --gradients none: a bucket is updated as soon as its gradients are
@@ -275,11 +275,11 @@ public:
         return {owned_gradient_sum(i), params[i].rows, params[i].cols, gradient_storage};
     }
 
-    // Updates the buckets [first, end), whose gradients are complete: exchanges sums of squares with the
-    // other ranks, computes the norm, decides whether the step is skipped (GradientState), and, if it is not,
-    // runs AdamW, which leaves the amaxes of the new weights. Before that, StepOutcome::loss_or_nan must have
-    // been written.
-    void update(const AdamWOptions& options, int64_t first, int64_t end, Sharding& sharding);
+    // Updates the buckets [first_bucket, end_bucket), whose gradients are complete: exchanges sums of
+    // squares with the other ranks, computes the norm, decides whether the step is skipped (GradientState),
+    // and, if it is not, runs AdamW, which leaves the amaxes of the new weights. Before that,
+    // StepOutcome::loss_or_nan must have been written.
+    void update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket, Sharding& sharding);
     // Computes the amax of the weight that is parameter i, after other values than those of update() were
     // written to it.
     void compute_weight_amax(size_t i) const;

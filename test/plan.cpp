@@ -15,10 +15,10 @@ TEST_CASE("bucket_ranges: buckets are contiguous; only the embedding's bucket ma
             int64_t offset = 0;
             std::string matrices;  // how many each bucket has
             for (const BucketRange& bucket : bucket_ranges(params)) {
-                CHECK((bucket.first == next && bucket.flat_offset == offset));
+                CHECK((bucket.first_param == next && bucket.flat_offset == offset));
                 CHECK(params[next].bucket == int64_t(matrices.size()));
                 char count = '0';
-                for (; next < bucket.last; next++) count += params[next].rows > 1;
+                for (; next < bucket.end_param; next++) count += params[next].rows > 1;
                 matrices += count;
                 offset += bucket.elements;
             }
@@ -76,7 +76,7 @@ TEST_CASE("memory plan: each memory mode changes only its own rows by the stated
             for (const Param& p : parameters(c)) weights += p.size();
             for (const BucketRange& b : bucket_ranges(parameters(c))) {
                 elements += b.elements;
-                if (b.first == 0 && c.tied) embedding = b.elements;  // it lives from the head on
+                if (b.first_param == 0 && c.tied) embedding = b.elements;  // it lives from the head on
                 else largest = std::max(largest, b.elements);
             }
             for (const auto& [mode, category, bytes] :
