@@ -70,9 +70,8 @@ static __device__ float amax_of_activation(float largest, const ChunkValues (&v)
 // What the kernel does besides quantizing x, while it has the values of x at hand.
 enum class ExtraTask : uint8_t {
     Nothing,
-    WriteBack,               // writes to x what the groups hold, rounded to BF16
-    ActivationAmaxOfX,       // finds the amax of the activation's output, computed from x
-    ActivationAmaxOfGroups,  // likewise, but computed from what the groups hold
+    WriteBack,       // writes to x what the groups hold, rounded to BF16
+    ActivationAmax,  // finds the amax of the activation's output, computed from what the groups hold
 };
 
 template <class Producer, ExtraTask TASK>
@@ -90,7 +89,6 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     if (!place.inside(rows, x.width)) return;
     float largest = 0;
     for_each_row(x, place, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
-        if (TASK == ExtraTask::ActivationAmaxOfX) largest = amax_of_activation(largest, v);
         for (int p = 0; p < PLANES; p++) {
             const int64_t first = (place.row * PLANES + p) * x.width + place.col;
             const uint32_t offset = row_offset(i, PLANES * x.width);
@@ -99,10 +97,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
             if (TASK == ExtraTask::WriteBack)
                 x.in.starting_at(first).round_in_place_and_store(offset, v[p], live);
         }
-        if (TASK == ExtraTask::ActivationAmaxOfGroups) largest = amax_of_activation(largest, v);
+        if (TASK == ExtraTask::ActivationAmax) largest = amax_of_activation(largest, v);
     });
-    const bool finds_amax = TASK == ExtraTask::ActivationAmaxOfX || TASK == ExtraTask::ActivationAmaxOfGroups;
-    if (finds_amax) update_amax_by_warp(&activation_amax_out->amax, magnitude_bits(largest));
+    if (TASK == ExtraTask::ActivationAmax)
+        update_amax_by_warp(&activation_amax_out->amax, magnitude_bits(largest));
 }
 
 // x is in one plane, or (GATED) in the two planes of [gate | up].
@@ -126,18 +124,12 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 }
 
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               bool forward_reads_saved, AmaxAndScale* amax_out, QuantStats* quant_stats,
-                               cudaStream_t stream) {
+                               AmaxAndScale* amax_out, QuantStats* quant_stats, cudaStream_t stream) {
     // Without an amax it does not matter what is gate and what is up: F is a multiple of 16, so that no group
     // has elements of both, and the groups are those of any tensor (N, 2F).
     if (!amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
-    using enum ExtraTask;
-    auto* launch_variant = launch_quantize_groups<ActivationAmaxOfX, /*GATED=*/false>;
-    if (forward_reads_saved && gated)
-        launch_variant = launch_quantize_groups<ActivationAmaxOfGroups, /*GATED=*/true>;
-    else if (forward_reads_saved)
-        launch_variant = launch_quantize_groups<ActivationAmaxOfGroups, /*GATED=*/false>;
-    else if (gated) launch_variant = launch_quantize_groups<ActivationAmaxOfX, /*GATED=*/true>;
+    auto* launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*GATED=*/false>;
+    if (gated) launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*GATED=*/true>;
     launch_variant(x, groups, amax_out, quant_stats, stream);
 }
 

@@ -197,7 +197,8 @@ struct Recipe {
     Format compute = Format::BF16;
     // GEMM operands of linear layers: activations, weights, and gradients of outputs.
     Storage x = PLAIN_BF16, w = PLAIN_BF16, g = PLAIN_BF16;
-    // How the inputs of norms 1 and 2 and of the activation function are saved for backward.
+    // How the inputs of norms 1 and 2 and of the activation function are saved for backward. Forward, too,
+    // computes with the saved values.
     Storage saved_inputs = PLAIN_BF16;
     // How q, k, v and attention's output are saved for backward: in the compute dtype or in groups. No row of
     // the table sets groups: the flag --attention groups does.
@@ -205,12 +206,8 @@ struct Recipe {
     Scaling scaling = Scaling::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = FAST_IN_NO_GEMM;
     const char* optimizer = "fp32";  // the row of optimizers() that is the default
-    // Whether forward computes norms and activation functions from their saved inputs. Backward always does.
-    // If false (coat-saved), forward computes them from the inputs before quantization. Then the x of fprop
-    // and the x of wgrad differ a little.
-    bool forward_reads_saved = true;
-    int history_steps = 1024;  // the number of steps whose amaxes delayed scaling remembers
-    const char* about = "";    // a line of --help
+    int history_steps = 1024;        // the number of steps whose amaxes delayed scaling remembers
+    const char* about = "";          // a line of --help
 };
 
 inline const std::vector<Recipe>& recipes() {
@@ -224,10 +221,6 @@ inline const std::vector<Recipe>& recipes() {
         {.name = "coat", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
          .saved_inputs = E4M3_1x16, .fast_accumulation = FAST_IN_FPROP, .optimizer = "coat",
          .about = "FP8 GEMMs, one scale per tensor; saved activations in FP8, one scale per 16 values"},
-        {.name = "coat-saved", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E4M3_TENSOR,
-         .saved_inputs = E4M3_1x16, .fast_accumulation = FAST_IN_FPROP, .optimizer = "coat",
-         .forward_reads_saved = false,
-         .about = "as coat, with E4M3 gradients; only backward reads the saved FP8 activations"},
         {.name = "te", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR, .scaling = Scaling::Delayed,
          .fast_accumulation = FAST_IN_FPROP,
          .about = "FP8 GEMMs, one scale per tensor, taken from earlier steps (TransformerEngine)"},

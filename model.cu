@@ -81,26 +81,16 @@ struct ResidualNorm {
 // that reads the stream next; and in the compute dtype, in a buffer, for the next sum. Recipes that save no
 // groups: a sum is stored once, as the saved input of that norm, and there is no buffer.
 struct ResidualStream {
-    TensorRef buffer;          // (N, C), or no tensor
-    bool forward_reads_saved;  // of the recipe (formats.h)
+    TensorRef buffer;  // (N, C), or no tensor
 
     // Where the stream goes that the norm `next` is to read.
     ResidualOutput output_for(const ResidualNorm& next) const {
         return {.x_out = next.saves_groups() ? buffer : TensorRef{},
                 .next_norm = next.norm,
-                .norm_reads_saved = norm_reads_saved(next),
                 .norm_output_amax_out = next.place_for_output_amax()};
     }
     // The stream before the norm n, in the compute dtype.
     TensorRef before(const ResidualNorm& n) const { return n.saves_groups() ? buffer : n.norm.in; }
-    // The output of the norm n, computed from the norm's saved input. With coat-saved: computed from the
-    // buffer, because only backward is to read the groups.
-    LazyTensor normed_by(const ResidualNorm& n) const {
-        Norm norm = n.norm;
-        if (!norm_reads_saved(n)) norm.in = buffer;
-        return lazy_norm(norm);
-    }
-    bool norm_reads_saved(const ResidualNorm& n) const { return forward_reads_saved || !n.saves_groups(); }
 };
 
 // What runs: B sequences of T tokens, which are a micro-batch of a step or of an evaluation, or a prompt.
@@ -498,7 +488,7 @@ private:
     // The embedding and all layers, up to the input of the final norm.
     void forward(const Pass& pass) {
         const Arena::Scope scope(arena_);
-        ResidualStream residual{.buffer = {}, .forward_reads_saved = recipe_.forward_reads_saved};
+        ResidualStream residual{};
         if (recipe_.saved_inputs.fp8()) residual.buffer = allocate_tensor(pass.N, config_.C);
         // If scaling is just in time, the amaxes of each micro-batch are its own
         if (!amax_table_.delayed()) amax_table_.clear_operand_amaxes();
@@ -529,7 +519,7 @@ private:
         const TensorRef out = attention_buffer(saved_out);
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). x is not computed yet: fprop() does
         // it, while it makes x's codes
-        const LazyTensor x = residual.normed_by(norm1);
+        const LazyTensor x = lazy_norm(norm1.norm);
         layer.qkv_proj.fprop(x, qkv);
         // rotary positions. Qwen3: they come later, in attention_input()
         if (rope_at_projection())
@@ -555,43 +545,30 @@ private:
                            const ResidualNorm& next) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm2 = norm2_of(pass, layer);
-        const TensorRef saved_gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
+        const TensorRef gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. x is not computed yet:
         // fprop() does it, while it makes x's codes
-        const LazyTensor x = residual.normed_by(norm2);
-        TensorRef gate_up = saved_gate_up;  // as the activation is to read them
-        // Each of the three cases computes gate and up, saves them, and stores the amax of the
-        // activation's output, which is down_proj's x
-        if (!saved_gate_up.storage.fp8()) {
-            // The recipes that save no groups: the projection writes what is saved
-            layer.gate_up_proj.fprop(x, gate_up);
-            layer.down_proj.compute_x_amax_if_needed(lazy_activation(gated_, gate_up));
-        } else if (recipe_.forward_reads_saved) {
-            // coat. The projection's output is the widest tensor of a layer: it exists until its groups are
-            // saved
+        const LazyTensor x = lazy_norm(norm2.norm);
+        // Both cases compute gate and up, save them, and store the amax of the activation's output, which is
+        // down_proj's x
+        if (gate_up.storage.fp8()) {
+            // In coat the projection's output exists only until its groups are saved: it is the widest tensor
+            // of a layer
             const Arena::Scope until_saved(arena_);
             const TensorRef before_groups = allocate_tensor(pass.N, gate_up.cols);
             layer.gate_up_proj.fprop(x, before_groups);
-            save_gate_up_in_groups(layer, before_groups, saved_gate_up);
+            quantize_activation_input(gated_, before_groups, gate_up, layer.down_proj.place_for_x_amax(),
+                                      context_.quant_stats_of(ReportKind::ActivationInput), stream_);
         } else {
-            // coat-saved, where only backward is to read the groups: the output stays, because forward
-            // computes the activation from it
-            gate_up = allocate_tensor(pass.N, gate_up.cols);
+            // Recipes that save no groups: the projection writes what is saved
             layer.gate_up_proj.fprop(x, gate_up);
-            save_gate_up_in_groups(layer, gate_up, saved_gate_up);
+            layer.down_proj.compute_x_amax_if_needed(lazy_activation(gated_, gate_up));
         }
         // SiLU(gate) x up, or GELU, which fprop() computes; down projection: (N, F) -> (N, C)
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
         layer.down_proj.fprop(lazy_activation(gated_, gate_up), branch);
         // residual sum, which saves the input of the next norm
         save_residual_sum(residual, norm2, branch, next);
-    }
-    // Saves gate and up (N, 2F), and stores the amax of the activation's output at down_proj's x. The output
-    // is computed from the groups. With coat-saved: from the values, as forward does.
-    void save_gate_up_in_groups(const Layer& layer, const TensorRef& values, const TensorRef& groups) {
-        quantize_activation_input(gated_, values, groups, recipe_.forward_reads_saved,
-                                  layer.down_proj.place_for_x_amax(),
-                                  context_.quant_stats_of(ReportKind::ActivationInput), stream_);
     }
 
     // The residual sum at the end of half a layer: the stream that own_norm, the norm of this half, has read,

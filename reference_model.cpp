@@ -36,8 +36,7 @@ using Floats = std::vector<float>;
 //
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Forward
 // has computed them from the same quantized values, so backward takes each derivative where forward was.
-// Backward treats rounding as the identity. In the recipe coat-saved forward reads other values than
-// backward: see what_forward_reads().
+// Backward treats rounding as the identity.
 
 namespace {
 
@@ -185,10 +184,6 @@ private:
             return quantize(x.data(), N_, cols, storage, stats_of(kind));
         }
     }
-    // What a norm or the activation function reads in forward (formats.h, Recipe::forward_reads_saved).
-    Tensor what_forward_reads(const Tensor& x, const SavedActivation& saved) const {
-        return recipe_.forward_reads_saved ? load_saved(saved) : rounded(x);
-    }
     static Tensor load_saved(const SavedActivation& saved) {
         if constexpr (!QUANTIZES) return saved;
         else return dequantize(saved);
@@ -244,14 +239,12 @@ private:
         const std::string prefix = "layers." + std::to_string(l) + ".";
         SavedLayer& saved = saved_layers_.emplace_back();
 
-        // Residual sum -> norm 1 input, saved in groups. Norm 1 reads the groups. (In coat-saved it reads the
-        // sum in BF16.)
+        // Residual sum -> norm 1 input, saved in groups. Norm 1 reads the groups.
         saved.norm1_input =
             save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 1 -> q, k, v -> RoPE
-        const Tensor norm1 =
-            apply_norm(prefix + "norm1", what_forward_reads(residual_sum, saved.norm1_input));
+        const Tensor norm1 = apply_norm(prefix + "norm1", load_saved(saved.norm1_input));
         const Tensor projected = linear_forward(prefix + "qkv", norm1);
         saved.qkv = save_for_backward(qkv_to_save(projected), config_.qkv_cols(), recipe_.saved_attention,
                                       ReportKind::Attention);
@@ -272,14 +265,13 @@ private:
             save_for_backward(residual_sum2, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
         // Norm 2 -> gate and up
-        const Tensor norm2 =
-            apply_norm(prefix + "norm2", what_forward_reads(residual_sum2, saved.norm2_input));
+        const Tensor norm2 = apply_norm(prefix + "norm2", load_saved(saved.norm2_input));
         const Tensor gate_up = linear_forward(prefix + "gate_up", norm2);
         saved.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
                                           ReportKind::ActivationInput);
 
         // SiLU(gate) x up -> down -> residual sum
-        const Tensor act = apply_activation(what_forward_reads(gate_up, saved.gate_up));
+        const Tensor act = apply_activation(load_saved(saved.gate_up));
         return add(rounded(residual_sum2), linear_forward(prefix + "down", act));
     }
 

@@ -415,8 +415,7 @@ private:
                      c_.arch.rms,         c_.norm_eps};
         const TensorRef x = random(N_, c_.C), branch = random(N_, c_.C);
         const TensorRef x_out = groups_ ? random(N_, c_.C) : TensorRef{};
-        residual_add(x, branch, {x_out, n, /*norm_reads_saved=*/true, nullptr},
-                     nullptr);  // for statistics
+        residual_add(x, branch, {x_out, n, nullptr}, nullptr);  // for statistics
         return n;
     }
     void norms() {
@@ -432,7 +431,7 @@ private:
         float* workspace = memory_.take<float>(int64_t(sizeof(float)) * norm_backward_workspace_floats(c_.C));
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
              [&] {
-                 residual_add(x, a, {groups_ ? out : TensorRef{}, n, true, amax_out_}, nullptr);
+                 residual_add(x, a, {groups_ ? out : TensorRef{}, n, amax_out_}, nullptr);
              });
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
@@ -484,8 +483,7 @@ private:
                                     .tensor;
             pass(BETWEEN, "up: to " + r_.saved_inputs.text() + ", and the amax of " + name, layers_,
                  size(values) + size(saved), [&] {
-                     quantize_activation_input(c_.arch.gated, values, saved, true, amax_out_, nullptr,
-                                               nullptr);
+                     quantize_activation_input(c_.arch.gated, values, saved, amax_out_, nullptr, nullptr);
                  });
         } else {
             amax_pass(name, layers_, activation);
@@ -542,7 +540,7 @@ private:
         const int32_t *on_device = upload(tokens), *rows = upload(order.order);
         const TokenRows* token_rows = upload(order.tokens);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
-            embed(table, positions, on_device, setup_.T, {groups_ ? x : TensorRef{}, first, true, amax_out_},
+            embed(table, positions, on_device, setup_.T, {groups_ ? x : TensorRef{}, first, amax_out_},
                   nullptr);
         });
         pass(HEAD, "embedding backward", batches_,

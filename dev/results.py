@@ -134,9 +134,9 @@ GROUPS = {
     "convergence": Group(
         "GPT-2 on 0.2 billion tokens in every recipe",
         {"bf16": f"--recipe bf16 --out {GPT2}",
-         **{r: f"--recipe {r}" for r in ("te", "rowwise", "deepseek", "colossal", "coat", "coat-saved")},
+         **{r: f"--recipe {r}" for r in ("te", "rowwise", "deepseek", "colossal", "coat")},
          **{f"{r} seed {n}": f"--recipe {r} --seed {n}"
-            for n in (2, 3) for r in ("bf16", "te", "coat", "coat-saved")}},
+            for n in (2, 3) for r in ("bf16", "te", "coat")}},
         LONG, at_once=True),
     "optimizers": Group(
         "`coat` with the moments of other optimizers on 0.2 billion tokens",

@@ -45,14 +45,7 @@ void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
 
 void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite) {
     const Arena::Scope scope(arena());
-    // wgrad quantizes x with the amax from forward, because both compute the same x. With coat-saved: they do
-    // not. wgrad computes x from the saved groups, and forward did not, so an x of wgrad may exceed forward's
-    // amax by the rounding error of a group, and would saturate. A pass over x therefore raises the amax, and
-    // the scale follows from the larger of the two. (In the CPU reference it follows from the amax of wgrad's
-    // x alone, which may be a little smaller.)
-    const bool forward_had_other_x =
-        !context_.gpu_context.setup.recipe.forward_reads_saved && x.op != LazyOp::Stored;
-    if (forward_had_other_x) compute_x_amax_if_needed(x);
+    // x has the same values as in forward, so the amax from forward is that of this x.
     const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Wgrad);
     const TensorRef dw = context_.sharding.gradient_to_write(weight_index_);
     context_.gemms.run(GemmKind::Wgrad, g_operand, x_operand, dw, stream(), {.overwrite = overwrite});

@@ -25,7 +25,7 @@
 // both functions return null.
 //
 // Forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad; w again, for dgrad;
-// and x again, for wgrad, with the amax from forward. With coat-saved: wgrad first raises this amax.
+// and x again, for wgrad, with the amax from forward.
 //
 // What a linear layer uses of other files, besides the kernels of gpu/operators.h. Sharding is the interface
 // to the other GPUs; the table says what its functions do if there are none:

@@ -127,7 +127,7 @@ __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* token
 // tensor. tokens is null, or (N): see rows_to_add(). The sum is written to x_out, if that is a tensor, and to
 // norm_input, the memory of next_norm.in. For that norm, the kernel computes the row statistics and, if
 // norm_output_amax_out is not null, the amax of the norm's output.
-template <class Layout, bool NORM_READS_SAVED, class Element = typename Layout::Compute>
+template <class Layout, class Element = typename Layout::Compute>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_add_kernel(Plain<Element> x, Plain<Element> branch, const int32_t* tokens, int64_t T,
                         Plain<Element> x_out, Layout norm_input, const Norm next_norm,
@@ -153,12 +153,9 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
         if (branch.data)
             for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], added[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
-        if (x_out.data) x_out.round_in_place_and_store(i, sum, live(c));  // sum becomes what x_out holds
-        norm_input.round_in_place_and_store(i, v[c], live(c));            // v becomes what was saved
-        // The norm reads the sum as x_out holds it. (There is an x_out here: without one, the norm always
-        // reads what was saved; see ResidualOutput.)
-        if (!NORM_READS_SAVED)
-            for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
+        // Each of the two stores rounds its copy of the sum: v becomes what was saved.
+        if (x_out.data) x_out.round_in_place_and_store(i, sum, live(c));
+        norm_input.round_in_place_and_store(i, v[c], live(c));
     }
     RowSum sum_over_row;
     const RowStatistics statistics = row_statistics(v, C, next_norm.rms, next_norm.eps, sum_over_row);
@@ -175,11 +172,9 @@ void launch_residual_add(const char* what, const TensorRef& x, const TensorRef& 
     const dim3 block = block_shape(next_norm.in.cols);
     with_layout(next_norm.in, [&](auto in) {
         using Element = typename decltype(in)::Compute;
-        auto kernel = residual_add_kernel<decltype(in), /*NORM_READS_SAVED=*/false>;
-        if (out.norm_reads_saved) kernel = residual_add_kernel<decltype(in), /*NORM_READS_SAVED=*/true>;
-        launch(what, kernel, block_count(next_norm.in.rows, block.y), block, 0, stream,
-               plain<Element>(x.data), plain<Element>(branch.data), tokens, T, plain<Element>(out.x_out.data),
-               in, next_norm, out.norm_output_amax_out);
+        launch(what, residual_add_kernel<decltype(in)>, block_count(next_norm.in.rows, block.y), block, 0,
+               stream, plain<Element>(x.data), plain<Element>(branch.data), tokens, T,
+               plain<Element>(out.x_out.data), in, next_norm, out.norm_output_amax_out);
     });
 }
 
@@ -378,8 +373,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
 // the blocks' sums: partials (blocks, C) of dweight and, of LayerNorm, after them (blocks, C) of dbias. The
 // statistics are computed again, because all norms have the same place for them, which later norms have
 // overwritten. They need the same bits as in forward: wgrad computes the norm's output from them, and
-// quantizes it with the amax from forward, so a larger value would saturate. With coat-saved: forward has
-// normed other values, so LinearLayer::wgrad() first raises the amax, by a pass over the norm's output.
+// quantizes it with the amax from forward, so a larger value would saturate.
 template <class Layout, bool RMS, int CHUNKS>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, AmaxAndScale* dresidual_amax_out,

@@ -211,11 +211,10 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
                      cudaStream_t stream);
 // Stores the input x of an activation in 1x16 groups: [gate | up] (N, 2F), or (N, F). The activation's
-// output becomes an operand of the next GEMM, so its amax is found in the same pass. amax_out gets the amax
-// of activation(groups) if forward_reads_saved (formats.h) is true, else of activation(x).
+// output, computed from the groups, becomes an operand of the next GEMM. amax_out gets its amax, which is
+// found in the same pass.
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               bool forward_reads_saved, AmaxAndScale* amax_out, QuantStats* quant_stats,
-                               cudaStream_t stream);
+                               AmaxAndScale* amax_out, QuantStats* quant_stats, cudaStream_t stream);
 
 // ===========================================================================================================
 // 3. Sums over rows, for the gradients of biases and of the weights of norms (gpu/column_sums.cu)
@@ -324,24 +323,19 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
 //
 // What residual_add() and embed() write: the sum, which is the new residual stream (x_out); the input of the
 // norm that reads this stream next, in groups or rounded (next_norm.in); the row statistics of this norm
-// (next_norm.row_statistics); and the amax of its output (norm_output_amax_out). How three recipes set the
-// fields:
+// (next_norm.row_statistics); and the amax of its output (norm_output_amax_out). The norm reads next_norm.in,
+// so the row statistics and the amax are computed from what is stored there. How two recipes set the fields:
 //
-//   field                  coat                  coat-saved       bf16
-//   x_out                  the sum               the sum          null: next_norm.in holds the same values
-//   next_norm.in           groups                groups           the sum
-//   norm_reads_saved       true: next_norm.in    false: x_out     true: next_norm.in
-//   norm_output_amax_out   an amax               an amax          null: nothing is quantized
+//   field                  coat      bf16
+//   x_out                  the sum   null: next_norm.in holds the same values
+//   next_norm.in           groups    the sum
+//   norm_output_amax_out   an amax   null: nothing is quantized
 //
 // The final norm reads the last sum, which is never in groups, and its output is not quantized. So for this
 // norm all recipes set the fields as bf16 does.
 struct ResidualOutput {
     TensorRef x_out;  // (N, C) the sum, rounded. It may be the memory of an operand of the sum
     Norm next_norm;   // the norm that reads the sum
-    // True: forward's norm reads next_norm.in. False: it reads x_out. It is true if the recipe's
-    // forward_reads_saved (formats.h) is, or if there is no x_out. The row statistics and the amax are
-    // computed from what forward's norm reads.
-    bool norm_reads_saved;
     AmaxAndScale* norm_output_amax_out;  // the amax of the norm's output
 };
 // The residual sum x + branch, both (N, C). x is the residual stream.

@@ -14,11 +14,10 @@ namespace {
 // The formats of a run, as they are printed.
 struct FormatTexts {
     std::string compute;          // the compute dtype
-    std::string saved_inputs;     // what norms and activations save for backward
+    std::string saved_inputs;     // what norms and activations save, and read in forward and backward
     std::string saved_attention;  // what attention reads, writes and saves
     std::string x, w, g;          // the operands of linear layers
     std::string weight_gradient;  // of a linear layer
-    std::string read;             // what norms and activations read in forward
     std::string residual;         // the residual stream
     std::string weights;          // as the update reads and writes them
     std::string falls_back;       // follows the name of a linear layer that falls back to the compute dtype
@@ -43,7 +42,6 @@ static FormatTexts format_texts(const Setup& s) {
         .w = linear.w.text(),
         .g = linear.g.text(),
         .weight_gradient = concat(info(gradient_format(s)).name, " gradient"),
-        .read = recipe.forward_reads_saved ? saved_inputs : compute,
         .residual = recipe.saved_inputs.fp8() ? compute + " and " + saved_inputs : compute,
         .weights = has_remainder ? compute + " + 16 bits = fp32" : compute,
         .falls_back = linear.fallback ? " (falls back)" : "",
@@ -62,7 +60,7 @@ static std::vector<Operator> layer_operators(const Setup& s, const FormatTexts& 
     const Architecture& arch = s.config.arch;
     std::vector<Operator> layer = {
         {.name = "norm 1",
-         .reads = f.read,
+         .reads = f.saved_inputs,
          .weights = f.compute,
          .writes = f.x,
          .saves = saved_text(s, SavedKind::Norm1Input)},
@@ -88,7 +86,7 @@ static std::vector<Operator> layer_operators(const Setup& s, const FormatTexts& 
          .writes = f.compute},
         {.name = "residual add", .reads = f.compute, .writes = f.residual},
         {.name = "norm 2",
-         .reads = f.read,
+         .reads = f.saved_inputs,
          .weights = f.compute,
          .writes = f.x,
          .saves = saved_text(s, SavedKind::Norm2Input)},
@@ -97,7 +95,7 @@ static std::vector<Operator> layer_operators(const Setup& s, const FormatTexts& 
          .weights = f.w,
          .writes = f.compute},
         {.name = arch.gated ? "SiLU(gate) x up" : "GELU",
-         .reads = f.read,
+         .reads = f.saved_inputs,
          .writes = f.x,
          .saves = saved_text(s, SavedKind::GateUp)},
         {.name = "down projection" + f.falls_back, .reads = f.x, .weights = f.w, .writes = f.compute},

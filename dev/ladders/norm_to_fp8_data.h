@@ -90,10 +90,8 @@ private:
 
     // x + 0: the groups, the statistics and the amax, as residual_add leaves them in training.
     void run_as_in_training() const {
-        gpu::residual_add(
-            view_of(device_x_), view_of(zeros_),
-            {.x_out = {}, .next_norm = norm_, .norm_reads_saved = true, .norm_output_amax_out = scale_.get()},
-            nullptr);
+        gpu::residual_add(view_of(device_x_), view_of(zeros_),
+                          {.x_out = {}, .next_norm = norm_, .norm_output_amax_out = scale_.get()}, nullptr);
         gpu::quantize(gpu::lazy_norm(norm_), {{t_.codes, t_.rows, t_.cols, E4M3_TENSOR, t_.scale}}, nullptr,
                       nullptr);
     }

@@ -73,32 +73,28 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
         {{1, 16}, {5, 48}, {48, 128}, {19, 768}, {16, 1040}, {6, 2064}, {9, 4096}, {3, 6656}, {2, 16384}});
     for (RecipeFormats f : RECIPE_FORMATS)
         for (bool rms : {true, false})
-            for (Shape s : all)
-                for (bool norm_reads_saved : {true, false}) {
-                    if (!norm_reads_saved && !f.saved_inputs.fp8()) continue;
-                    INFO(s.cols, rms ? " RMSNorm" : " LayerNorm", norm_reads_saved ? "" : " reads the sum");
-                    const Storage compute{f.compute};
-                    const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
-                        branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_TENSOR),
-                        values(s, PLAIN_FP32);
-                    const NormCase c(rng, f, rms, s);
-                    gpu::residual_add(x.ref(), branch.ref(),
-                                      {.x_out = x_out.ref(),
-                                       .next_norm = c.norm(c.in.ref()),
-                                       .norm_reads_saved = norm_reads_saved,
-                                       .norm_output_amax_out = y.amax_and_scale.get()},
-                                      0);
-                    Floats sum = x.values();
-                    const Floats added = branch.values();
-                    for (int64_t i = 0; i < s.n(); i++) sum[i] += added[i];
-                    check_quantized(x_out, sum);
-                    check_quantized(c.in, sum);
-                    const Tensor& read = norm_reads_saved ? c.in : x_out;
-                    const LazyTensor norm = gpu::lazy_norm(c.norm(read.ref()));
-                    check_lazy(norm, f.compute, c.forward<double>(read), c.forward<float>(read));
-                    gpu::store_values(norm, values.ref(), 0);
-                    CHECK(y.amax() == reference::compute_amax(values.values().data(), s.n()));
-                }
+            for (Shape s : all) {
+                INFO(s.cols, rms ? " RMSNorm" : " LayerNorm");
+                const Storage compute{f.compute};
+                const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
+                    branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_TENSOR),
+                    values(s, PLAIN_FP32);
+                const NormCase c(rng, f, rms, s);
+                gpu::residual_add(x.ref(), branch.ref(),
+                                  {.x_out = x_out.ref(),
+                                   .next_norm = c.norm(c.in.ref()),
+                                   .norm_output_amax_out = y.amax_and_scale.get()},
+                                  0);
+                Floats sum = x.values();
+                const Floats added = branch.values();
+                for (int64_t i = 0; i < s.n(); i++) sum[i] += added[i];
+                check_quantized(x_out, sum);
+                check_quantized(c.in, sum);
+                const LazyTensor norm = gpu::lazy_norm(c.norm(c.in.ref()));
+                check_lazy(norm, f.compute, c.forward<double>(c.in), c.forward<float>(c.in));
+                gpu::store_values(norm, values.ref(), 0);
+                CHECK(y.amax() == reference::compute_amax(values.values().data(), s.n()));
+            }
 }
 
 GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and statistics; always the same") {
@@ -156,10 +152,7 @@ GPU_TEST_CASE("embed and embedding_backward: tokens and positions") {
                 device_g(g, {N, C}, compute), x({N, C}, compute);
             const NormCase c(rng, f, true, {N, C});
             gpu::embed(device_e.ref(), positions ? device_p.ref() : TensorRef{}, device_tokens.get(), T,
-                       {.x_out = x.ref(),
-                        .next_norm = c.norm(c.in.ref()),
-                        .norm_reads_saved = true,
-                        .norm_output_amax_out = nullptr},
+                       {.x_out = x.ref(), .next_norm = c.norm(c.in.ref()), .norm_output_amax_out = nullptr},
                        0);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++)
