@@ -33,7 +33,7 @@
 //   quantize_kernel()              part 3            a block: one tile
 //     store_codes()                quantize.cuh      its codes, both ways
 //       for_each_row()             lazy_tensor.cuh   a thread's 8 rows
-//         x.load(), compute()      lazy_tensor.cuh   the values of a chunk
+//         load(), compute()        lazy_tensor.cuh   the values of a chunk, by the producer
 //         encode()                 device.cuh        their codes
 //       TransposeTile              quantize.cuh      to shared memory, and back
 //
@@ -76,7 +76,8 @@ enum class ExtraTask : uint8_t {
 
 template <class Producer, ExtraTask TASK>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_groups_kernel(Producer x, int64_t rows, Groups groups, AmaxAndScale* activation_amax_out) {
+    quantize_groups_kernel(Producer producer, int64_t rows, Groups groups,
+                           AmaxAndScale* activation_amax_out) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace place;
     // A thread outside the tensor ends here. Nobody would use its values, but reading what another thread
@@ -86,16 +87,16 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     //     CUDA lets a mask name lanes that have exited.
     //   - Lane 0 updates the amax for its warp. It has the warp's lowest row and column, so it is inside the
     //     tensor if any lane is.
-    if (!place.inside(rows, x.width)) return;
+    if (!place.inside(rows, producer.width)) return;
     float largest = 0;
-    for_each_row(x, place, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
+    for_each_row(producer, place, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++) {
-            const int64_t first = (place.row * PLANES + p) * x.width + place.col;
-            const uint32_t offset = row_offset(i, PLANES * x.width);
+            const int64_t first_element = (place.row * PLANES + p) * producer.width + place.col;
+            const uint32_t offset = row_offset(i, PLANES * producer.width);
             // This rounds v to what the group holds, scale * decode(code).
-            groups.starting_at(first).round_in_place_and_store(offset, v[p], live);
+            groups.starting_at(first_element).round_in_place_and_store(offset, v[p], live);
             if (TASK == ExtraTask::WriteBack)
-                x.in.starting_at(first).round_in_place_and_store(offset, v[p], live);
+                producer.in.starting_at(first_element).round_in_place_and_store(offset, v[p], live);
         }
         if (TASK == ExtraTask::ActivationAmax) largest = amax_of_activation(largest, v);
     });
@@ -114,7 +115,8 @@ static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
     using P = LazyProducer<LazyOp::Stored, Plain<bf16>, GATED>;
     const P producer{plain<bf16>(x.data), GATED ? x.cols / 2 : x.cols, lazy_stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(x.rows, producer.width),
-           TILE_THREADS, 0, stream, producer, x.rows, groups_of(groups), activation_amax_out);
+           TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, groups_of(groups),
+           activation_amax_out);
 }
 
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
@@ -148,10 +150,10 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    compute_amax_kernel(Producer x, int64_t rows, AmaxAndScale* x_amax_out) {
+    compute_amax_kernel(Producer producer, int64_t rows, AmaxAndScale* x_amax_out) {
     float largest = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
-    for_each_row(x, TilePlace(), rows,
+    for_each_row(producer, TilePlace(), rows,
                  [&](int /*row*/, const ChunkValues(&v)[Producer::PLANES], bool /*live*/) {
                      for (int p = 0; p < Producer::PLANES; p++) largest = larger_magnitude(largest, v[p]);
                  });
@@ -163,7 +165,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t stream) {
     with_producer_for_fp8(x, [&](auto producer) {
         launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, 0, stream, producer, x.rows, x_amax_out);
+               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, x_amax_out);
     });
 }
 
@@ -176,12 +178,12 @@ void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t st
 // done so, the block writes its tile column by column.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, uint8_t* codes,
+    quantize_kernel(Producer producer, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, uint8_t* codes,
                     uint8_t* transposed) {
     // Just in time: every thread derives the same scale from the amax.
     const float scale = scale_of(fmax, amax_and_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
-    store_codes<TRANSPOSED>(x, blockIdx.y, rows, codes, transposed,
+    store_codes<TRANSPOSED>(producer, blockIdx.y, rows, codes, transposed,
                             [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool /*live*/) {
                                 return same_in_both(encode<FP8>(v, inverse_scale));
                             });
@@ -195,9 +197,9 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
         using P = decltype(producer);
         auto kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/true>;
-        launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, 0, stream, producer,
-               x.rows, out.tensor.amax_and_scale, info(FP8).fmax, static_cast<uint8_t*>(out.tensor.data),
-               static_cast<uint8_t*>(out.transposed));
+        launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0,
+               stream, producer, x.rows, out.tensor.amax_and_scale, info(FP8).fmax,
+               static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
     });
 }
 
@@ -208,13 +210,13 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
 // them a thread would have too few registers for FP32 values.)
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    store_values_kernel(Producer x, int64_t rows, Bf16OrFloat out) {
+    store_values_kernel(Producer producer, int64_t rows, Bf16OrFloat out) {
     const TilePlace place;
-    if (!place.inside(rows, x.width)) return;
-    for_each_row(x, place, rows, [&](int i, ChunkValues(&v)[Producer::PLANES], bool live) {
+    if (!place.inside(rows, producer.width)) return;
+    for_each_row(producer, place, rows, [&](int i, ChunkValues(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++)
-            out.round_in_place_and_store(((place.row + i) * Producer::PLANES + p) * x.width + place.col, v[p],
-                                         live);
+            out.round_in_place_and_store(
+                ((place.row + i) * Producer::PLANES + p) * producer.width + place.col, v[p], live);
     });
 }
 
@@ -222,28 +224,25 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
     require(!out.storage.fp8(), "values are stored in BF16 or FP32");
     with_producer(x, [&](auto producer) {
         launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, 0, stream, producer, x.rows, bf16_or_float(out));
+               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, bf16_or_float(out));
     });
 }
 
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
-    const Storage& q = out.tensor.storage;
-    require(q.fp8() && q != E4M3_1x16, "quantize() makes the FP8 codes of a GEMM's operand, not groups");
+    const Storage& storage = out.tensor.storage;
+    require(storage.fp8() && storage != E4M3_1x16,
+            "quantize() makes the FP8 codes of a GEMM's operand, not groups");
     // Both of these are in gpu/other_scaling.cu.
-    if (q.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, stream);
+    if (storage.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, stream);
     if (out.delayed) return quantize_delayed(x, out, quant_stats, stream);
     measure_quant_errors(x, out, quant_stats, stream);  // first, because the codes may overwrite x
-    if (q.format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, stream);
+    if (storage.format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, stream);
     else quantize_per_tensor<Format::E4M3>(x, out, stream);
 }
 
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     if (out.tensor.storage.fp8()) quantize(x, out, quant_stats, stream);
     else store_values(x, out.tensor, stream);
-}
-
-void convert(const TensorRef& x, const TensorRef& out, cudaStream_t stream) {
-    store_values(lazy_stored(x), out, stream);
 }
 
 // ===========================================================================================================
@@ -254,7 +253,7 @@ void convert(const TensorRef& x, const TensorRef& out, cudaStream_t stream) {
 // bit for bit.
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    write_operand_and_add_column_sums_kernel(Producer x, int64_t rows, AmaxAndScale* amax_and_scale,
+    write_operand_and_add_column_sums_kernel(Producer producer, int64_t rows, AmaxAndScale* amax_and_scale,
                                              float fmax, uint8_t* codes, uint8_t* transposed,
                                              float* partials) {
     __shared__ ColumnSums columns;
@@ -263,14 +262,14 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     ChunkValues sum[Producer::PLANES] = {};
     for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
         __syncthreads();  // all codes of the tile before have left shared memory
-        store_codes<true>(x, tile, rows, codes, transposed,
+        store_codes<true>(producer, tile, rows, codes, transposed,
                           [&](int /*row*/, int plane, const ChunkValues& v, bool live) {
                               if (live)
                                   for (int j = 0; j < CHUNK; j++) sum[plane][j] += v[j];
                               return same_in_both(encode<FP8>(v, inverse_scale));
                           });
     }
-    store_column_sums(x, sum, columns, partials);
+    store_column_sums(producer, sum, columns, partials);
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
 }
 
@@ -278,8 +277,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
 // gradients of COAT's residual stream. Otherwise there are two passes.
 void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
                                        float* workspace, QuantStats* quant_stats, cudaStream_t stream) {
-    const Storage& q = out.tensor.storage;
-    const bool per_tensor = q.fp8() && q.granularity == PER_TENSOR && !out.delayed;
+    const Storage& storage = out.tensor.storage;
+    const bool per_tensor = storage.fp8() && storage.granularity == PER_TENSOR && !out.delayed;
     const bool both_forms = out.tensor.data && out.transposed;
     const bool one_pass = x.op == LazyOp::Stored && x.input.storage == PLAIN_BF16 && per_tensor && both_forms;
     if (!one_pass) {
@@ -289,10 +288,11 @@ void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, 
     measure_quant_errors(x, out, quant_stats, stream);
     using P = LazyProducer<LazyOp::Stored, Plain<bf16>>;
     auto kernel = write_operand_and_add_column_sums_kernel<P, Format::E4M3>;
-    if (q.format == Format::E5M2) kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;
-    launch("write_operand_and_add_column_sums", kernel, column_grid(x.cols), TILE_THREADS, 0, stream,
-           P{plain<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.amax_and_scale, info(q.format).fmax,
-           static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed), workspace);
+    if (storage.format == Format::E5M2) kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;
+    launch("write_operand_and_add_column_sums", kernel, column_grid(x.cols), TILE_THREADS, /*shared_bytes=*/0,
+           stream, P{plain<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.amax_and_scale,
+           info(storage.format).fmax, static_cast<uint8_t*>(out.tensor.data),
+           static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }
 

@@ -1,14 +1,17 @@
 // model.cu - one training step on the GPU, from the first token to the last update, of any model and recipe
 // of formats.h, with the kernels of coat.cu, adamw.cu and gpu/. It mirrors the reference in
-// reference_model.cpp.
+// reference_model.cpp. There are two classes:
 //
-// A step, in the order of this file:
+//   1. Network    forward and backward of a micro-batch
+//   2. GpuModel   a step, and what else one asks of a model
 //
-//   step()
+// This is a step. The functions of Network stand in its order:
+//
+//   GpuModel::step()
 //     begin_step_or_evaluation()     clears the StepOutcome, copies 1 / the number of targets to the GPU,
 //                                    and makes the cached FP8 weights
 //     run_micro_batch()              for each micro-batch of the step
-//       forward_and_backward()
+//       Network::forward_and_backward()
 //         forward()                  clears the amaxes of operands; the embedding; then for each layer:
 //           attention_block_forward()  norm 1 -> q, k, v -> attention -> output projection -> residual sum
 //           mlp_block_forward()        norm 2 -> gate, up -> activation -> down projection -> residual sum
@@ -16,19 +19,19 @@
 //         for each layer, from the last to the first:
 //           mlp_block_backward()       the gradients of mlp_block_forward(), in the opposite order
 //           attention_block_backward() those of attention_block_forward(), in the opposite order
-//       add_embedding_gradients()    from the gradient of the residual stream
+//       Network::add_embedding_gradients()  from the gradient of the residual stream
 //     Parameters::update()           AdamW (gpu/state.cpp)
 //
 // With delayed scaling (te): begin_step_or_evaluation() clears the amaxes of operands, not forward(). With
 // --gradients none: the weights are updated within backward, bucket by bucket (finish_bucket()).
 //
 // Linear layers have their own file, gpu/linear.h, which also says when operands are quantized. A function
-// stands after the first one that calls it. Only three sections stand before the functions that call theirs:
-// two before forward(), where tensors are and the arguments of kernels; and one before the head, the
-// gradients of a bucket. After the step come the other things that one asks of a model.
+// stands after the first one that calls it. Only these sections of Network stand before the functions that
+// call theirs: "Where tensors are" and "Arguments of kernels" before forward(), and "The gradients of a
+// bucket" before the head.
 //
-// If you come from step 1 of README's way through the GPU kernels, read mlp_block_forward() now, and no more.
-// If you come back in step 7, README lists what to read; of the members of GpuModel read only
+// If you come from step 1 of README's way through the GPU kernels, read mlp_block_forward() now, and no
+// more. If you come back in step 7, README lists what to read; of the members of Network read only
 // dgate_up_in_place_: where it is true, the gradient of gate and up overwrites them. What is called in other
 // files can wait. (sharding_ is the interface to the other GPUs; the comment at the top of gpu/linear.h says
 // what it does if there are none.)
@@ -109,21 +112,21 @@ struct Pass {
 
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
 
-class GpuModel final : public Model {
-    // -------------------------------------------------------------------------------------------------------
-    // What a model consists of. Each member may use those above it.
+// ===========================================================================================================
+// 1. Forward and backward of a micro-batch
 
-    GpuContext context_;  // this rank's GPU: settings, stream and arena
+class Network {
+    // Each member may use those above it.
+    GpuContext& context_;  // this rank's GPU: settings, stream and arena
     const Setup& setup_ = context_.setup;
     const ModelConfig& config_ = setup_.config;
     const Recipe& recipe_ = setup_.recipe;
     const cudaStream_t stream_ = context_.stream;
     Arena& arena_ = context_.arena;
-    const MemoryMap memory_ = allocate_memory(context_);     // where everything is that lasts for the run
-    AmaxTable amax_table_{context_, memory_};                // the amaxes and scales of operands
-    Parameters parameters_{context_, memory_, amax_table_};  // weights, gradients, moments of this rank
-    StateTensors state_tensors_{context_, memory_, parameters_, amax_table_};  // these, for checkpoints
-    const std::unique_ptr<Sharding> sharding_;               // whole weights and gradients, of all ranks
+    const MemoryMap& memory_;  // where everything is that lasts for the run
+    AmaxTable& amax_table_;    // the amaxes and scales of operands
+    Parameters& parameters_;   // weights, gradients, moments of this rank
+    Sharding& sharding_;       // whole weights and gradients, of all ranks
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     LinearContext linear_context_;  // what the linear layers share
     std::vector<Layer> layers_;
@@ -151,30 +154,21 @@ class GpuModel final : public Model {
     const bool dqkv_in_place_ = Storage{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
                                 recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
 
-    // wait_then_start_copy_to_gpu() copies from these, so they must stay until the host waits for the GPU
+    // add_embedding_gradients() copies from it to the GPU, so it must stay until the host waits for the GPU
     // again.
-    double loss_weight_ = 0;
     EmbeddingOrder embedding_order_;
-
-    // forward_and_backward(), recorded: for the first micro-batch of a step, and for later ones, which add to
-    // gradients where the first one overwrites them.
-    CudaGraph first_micro_batch_graph_, later_micro_batch_graph_;
-    bool first_step_done_ = false;
     bool cached_weights_are_valid_ = false;
 
 public:
-    // bytes: of the allocation; 0: a dry run, whose addresses are never used.
-    GpuModel(const Setup& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
-        : context_(s, bytes),
-          sharding_(make_sharding(context_, memory_, parameters_, amax_table_, std::move(transport))),
-          linear_context_{.gpu_context = context_,
-                          .parameters = parameters_,
-                          .amax_table = amax_table_,
-                          .sharding = *sharding_,
-                          .gemms = gemms_,
-                          .caches_weights = cache_weights} {
-        clear_async(memory_.scalars, sizeof(Scalars), stream_);
-        after_weight_change();
+    Network(GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table, Parameters& parameters,
+            Sharding& sharding, bool cache_weights)
+        : context_(context), memory_(memory), amax_table_(amax_table), parameters_(parameters),
+          sharding_(sharding), linear_context_{.gpu_context = context,
+                                               .parameters = parameters,
+                                               .amax_table = amax_table,
+                                               .sharding = sharding,
+                                               .gemms = gemms_,
+                                               .caches_weights = cache_weights} {
         layers_.reserve(static_cast<size_t>(config_.L));
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l));
         if (rotary_) fill_rope_table(config_, setup_.T, memory_.rope_table, stream_);
@@ -210,128 +204,10 @@ private:
 
 public:
     // -------------------------------------------------------------------------------------------------------
-    // A step
+    // What GpuModel calls. It also calls forward(), add_embedding_gradients() and the functions of the last
+    // section.
 
-    // Forward and backward of each micro-batch, then the update.
-    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& adamw) override {
-        const int64_t target_count = sum_of_ranks(counted_targets(targets, tokens_of_rank()));
-        if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
-        begin_step_or_evaluation(static_cast<double>(target_count));
-        for (int64_t i = 0; i < setup_.micro_batches_per_rank; i++) {
-            const Pass pass{.B = setup_.B,
-                            .T = setup_.T,
-                            .first_micro_batch = i == 0,
-                            .overwrites_gradients = i == 0 || sharding_->sends_gradients(),
-                            .update_in_backward = setup_.keep_gradients ? nullptr : &adamw};
-            run_micro_batch(pass, tokens + i * pass.N, targets + i * pass.N);
-            // Look now, because the next micro-batch may clear the amaxes: they alone show whether FP8 codes
-            // hide infinity or NaN
-            if (setup_.keep_gradients) store_loss_or_nan(&device_outcome()->loss_or_nan);
-        }
-        sharding_->wait_for_transfers();
-        if (setup_.keep_gradients)
-            parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *sharding_);
-        after_weight_change();
-        amax_table_.update_histories(device_outcome());  // for delayed scaling
-
-        const StepOutcome outcome = fetch_outcome();
-        const bool skipped = outcome.gradients.skip != 0;
-        if (!skipped && outcome.empty_histories == 0) amax_table_.any_empty_history = false;
-        first_step_done_ = true;
-        return {.loss = sum_of_ranks(outcome.loss),
-                .grad_norm = outcome.gradients.norm,
-                .skipped = skipped,
-                .target_count = target_count};
-    }
-
-private:
-    int64_t tokens_of_rank() const { return setup_.micro_batches_per_rank * setup_.B * setup_.T; }
-    template <class Value> Value sum_of_ranks(const Value& mine) const {
-        if (!setup_.communicator) return mine;
-        Value sum{};
-        for (const Value& theirs : setup_.communicator->all_gather(mine)) sum += theirs;
-        return sum;
-    }
-    StepOutcome* device_outcome() const { return &memory_.scalars->outcome; }
-    // Waits until the step has run.
-    StepOutcome fetch_outcome() const {
-        StepOutcome outcome{};
-        context_.copy_to_host(&outcome, device_outcome(), sizeof outcome);
-        return outcome;
-    }
-
-    // step(), evaluate(), next_logits() and measure_quantization() begin with this call: it clears the
-    // StepOutcome, copies 1 / target_count to the GPU, and makes the cached FP8 weights. target_count: how
-    // many targets count. report: the quantization report that this evaluation is to fill; null if nothing is
-    // measured.
-    void begin_step_or_evaluation(double target_count, QuantReport* report = nullptr) {
-        loss_weight_ = 1.0 / target_count;
-        context_.wait_then_start_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
-        clear_async(device_outcome(), sizeof(StepOutcome), stream_);
-        context_.quant_report = report;
-        context_.quant_stats = report ? memory_.scalars->quant_stats : nullptr;
-        if (amax_table_.delayed()) begin_delayed_scaling();
-        if (linear_context_.caches_weights) write_cached_weights();
-    }
-    // Delayed scaling: this step collects the amaxes of all operands for the histories.
-    void begin_delayed_scaling() {
-        amax_table_.clear_operand_amaxes();
-        cached_weights_are_valid_ = false;     // they are made again, which computes their amaxes
-        sharding_->forget_gathered_weights();  // these are FP8 codes, whose scales change
-    }
-    // Makes the FP8 copies of all weights, unless they are up to date. While quantization is measured they
-    // are made in any case, because their errors are measured while they are made.
-    void write_cached_weights() {
-        if (cached_weights_are_valid_ && !context_.quant_stats) return;
-        for (Layer& layer : layers_)
-            for (LinearLayer* linear_layer :
-                 {&layer.qkv_proj, &layer.attention_out_proj, &layer.gate_up_proj, &layer.down_proj})
-                linear_layer->write_cached_w_operand();
-        cached_weights_are_valid_ = true;
-    }
-    void after_weight_change() {
-        cached_weights_are_valid_ = false;
-        sharding_->forget_gathered_weights();
-        sharding_->combine_amaxes_of_ranks();
-    }
-
-    // Forward and backward of one micro-batch. The gradient of the embedding comes last, outside of what a
-    // CUDA graph replays: its launch depends on the tokens.
-    void run_micro_batch(const Pass& pass, const int32_t* tokens, const int32_t* targets) {
-        load_tokens(pass, tokens);
-        load_targets(pass, targets);
-        CudaGraph& graph = pass.first_micro_batch ? first_micro_batch_graph_ : later_micro_batch_graph_;
-        if (repeats_launches(pass)) graph.run(stream_, [&] { forward_and_backward(pass); });
-        else forward_and_backward(pass);
-        add_embedding_gradients(pass, tokens);
-    }
-    // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
-    // can replay them.
-    bool repeats_launches(const Pass& pass) const {
-        // The first step loads kernels and chooses the algorithms of GEMMs
-        if (!first_step_done_) return false;
-        // Errors of quantizing are measured by other kernels
-        if (context_.quant_report) return false;
-        // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
-        if (sharding_->sends_gradients() || pass.update_in_backward) return false;
-        // As long as an operand may lack its delayed scale, amaxes are computed that are not needed later
-        return !amax_table_.any_empty_history;
-    }
-    // Copy tokens or targets (B, T) to the GPU, when the pass before has run.
-    void load_tokens(const Pass& pass, const int32_t* tokens) {
-        context_.wait_then_start_copy_to_gpu(memory_.tokens, tokens, pass.N * INT32_BYTES);
-    }
-    void load_targets(const Pass& pass, const int32_t* targets) {
-        context_.wait_then_start_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
-    }
-
-    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step does this before
-    // Parameters::update(), which reads device_outcome()->loss_or_nan and updates no weight if it is NaN.
-    void store_loss_or_nan(double* loss_or_nan) {
-        write_loss_or_nan(amax_table_.all(), amax_table_.count(), &device_outcome()->loss, loss_or_nan,
-                          stream_);
-    }
-    // Adds the losses to device_outcome()->loss, and computes all gradients but the embedding's.
+    // Adds the losses to memory_.outcome()->loss, and computes all gradients but the embedding's.
     void forward_and_backward(const Pass& pass) {
         forward(pass);
         loss_and_head_backward(pass);
@@ -342,6 +218,28 @@ private:
         }
     }
 
+    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step does this before
+    // Parameters::update(), which reads memory_.outcome()->loss_or_nan and updates no weight if it is NaN.
+    void store_loss_or_nan(double* loss_or_nan) {
+        write_loss_or_nan(amax_table_.all(), amax_table_.count(), &memory_.outcome()->loss, loss_or_nan,
+                          stream_);
+    }
+
+    // If weights are cached: makes the FP8 copies of all weights, unless they are up to date. While
+    // quantization is measured they are made in any case, because their errors are measured while they are
+    // made.
+    void write_cached_weights() {
+        if (!linear_context_.caches_weights) return;
+        if (cached_weights_are_valid_ && !context_.quant_stats) return;
+        for (Layer& layer : layers_)
+            for (LinearLayer* linear_layer :
+                 {&layer.qkv_proj, &layer.attention_out_proj, &layer.gate_up_proj, &layer.down_proj})
+                linear_layer->write_cached_w_operand();
+        cached_weights_are_valid_ = true;
+    }
+    void forget_cached_weights() { cached_weights_are_valid_ = false; }
+
+private:
     // -------------------------------------------------------------------------------------------------------
     // Where tensors are: what layers save, the norms, the residual stream, and q, k, v
     //
@@ -420,7 +318,7 @@ private:
     }
     TensorRef load_saved(const TensorRef& saved) {
         const TensorRef buffer = attention_buffer(saved);
-        if (saved.storage.fp8()) convert(saved, buffer, stream_);
+        if (saved.storage.fp8()) store_values(lazy_stored(saved), buffer, stream_);
         return buffer;
     }
     // q, k, v as attention reads them. qkv: as they are saved. The two are the same: forward applies RoPE
@@ -442,14 +340,14 @@ private:
     Norm norm_args(size_t weight_index, const TensorRef& in) const {
         const std::optional<size_t> bias_index = parameters_.bias_index(weight_index);
         return {.in = in,
-                .weight = sharding_->weight(weight_index).data,
-                .bias = bias_index ? sharding_->weight(*bias_index).data : nullptr,
+                .weight = sharding_.weight(weight_index).data,
+                .bias = bias_index ? sharding_.weight(*bias_index).data : nullptr,
                 .row_statistics = memory_.norm_statistics,
                 .rms = config_.arch.rms,
                 .eps = config_.norm_eps};
     }
     QkNorm qk_norm_args(const Layer& layer) const {
-        return {.weight = sharding_->weight(*layer.qk_norm_index).data,
+        return {.weight = sharding_.weight(*layer.qk_norm_index).data,
                 .eps = config_.norm_eps,
                 .HS = config_.HS(),
                 .q_cols = config_.q_cols(),
@@ -485,6 +383,7 @@ private:
     //   - With delayed scaling (te): amaxes are needed only while a history of amaxes is empty. For each w it
     //     is then a pass over the weight, LinearLayer::compute_w_amax_if_needed().
 
+public:
     // The embedding and all layers, up to the input of the final norm.
     void forward(const Pass& pass) {
         const Arena::Scope scope(arena_);
@@ -494,10 +393,10 @@ private:
         if (!amax_table_.delayed()) amax_table_.clear_operand_amaxes();
         // embedding: a row of the weight for each token, and in GPT-2 a row for its position. It saves the
         // input of the first norm 1
-        sharding_->gather_weights(Sharding::EMBEDDING_MODULE, Direction::Forward);
-        const TensorRef positions = rotary_ ? TensorRef{} : sharding_->weight(parameters_.index("positions"));
+        sharding_.gather_weights(Sharding::EMBEDDING_MODULE, Direction::Forward);
+        const TensorRef positions = rotary_ ? TensorRef{} : sharding_.weight(parameters_.index("positions"));
         const ResidualNorm first_norm = norm1_of(pass, layers_[0]);
-        embed(sharding_->weight(embedding_index_), positions, memory_.tokens, pass.T,
+        embed(sharding_.weight(embedding_index_), positions, memory_.tokens, pass.T,
               residual.output_for(first_norm), stream_);
         measure_norm_input_errors(residual, first_norm);
         for (int64_t l = 0; l < config_.L; l++) {
@@ -508,15 +407,16 @@ private:
         }
     }
 
+private:
     // The first half of a layer. attention_forward() (gpu/attention.h), which is called in the middle, is
     // attention alone.
     void attention_block_forward(const Pass& pass, Layer& layer, const ResidualStream& residual) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(pass, layer);
         const TensorRef saved_qkv = saved_tensor(pass, layer, SavedKind::Qkv);
-        const TensorRef saved_out = saved_tensor(pass, layer, SavedKind::AttentionOutput);
+        const TensorRef saved_attention_output = saved_tensor(pass, layer, SavedKind::AttentionOutput);
         const TensorRef qkv = attention_buffer(saved_qkv);
-        const TensorRef out = attention_buffer(saved_out);
+        const TensorRef attention_output = attention_buffer(saved_attention_output);
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). x is not computed yet: fprop() does
         // it, while it makes x's codes
         const LazyTensor x = lazy_norm(norm1.norm);
@@ -526,16 +426,17 @@ private:
             rope(rope_args(pass), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
         save_and_reload(qkv, saved_qkv);
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
-        const bool out_in_groups = saved_out.storage.fp8();
+        const bool saves_groups = saved_attention_output.storage.fp8();
         const TensorRef attention_qkv = attention_input(pass, layer, qkv);
-        attention_forward(attention_shape_args(pass), attention_qkv.data, out.data,
+        attention_forward(attention_shape_args(pass), attention_qkv.data, attention_output.data,
                           saved_log_sum_exp(pass, layer),
-                          out_in_groups ? nullptr : layer.attention_out_proj.place_for_x_amax(), stream_);
-        save_and_reload(out, saved_out);
+                          saves_groups ? nullptr : layer.attention_out_proj.place_for_x_amax(), stream_);
+        save_and_reload(attention_output, saved_attention_output);
         // attention output projection: (N, q_cols) -> (N, C)
-        if (out_in_groups) layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved_out));
+        if (saves_groups)
+            layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved_attention_output));
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
-        layer.attention_out_proj.fprop(lazy_stored(saved_out), branch);
+        layer.attention_out_proj.fprop(lazy_stored(saved_attention_output), branch);
         // residual sum, which saves the input of norm 2
         save_residual_sum(residual, norm1, branch, norm2_of(pass, layer));
     }
@@ -592,7 +493,7 @@ private:
     // To be called before the first kernel that adds to the gradients of a bucket. (For the head's bucket,
     // the head itself waits, before its GEMMs.)
     void begin_bucket(const Pass& pass, int64_t bucket) {
-        sharding_->wait_for_gradient_buffer(bucket);
+        sharding_.wait_for_gradient_buffer(bucket);
         if (pass.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
     }
     // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to theirs: so
@@ -603,8 +504,8 @@ private:
         for (size_t i = range.first_param; i < range.end_param; i++) {
             const Param& p = parameters_.params[i];
             if (!p.role.quantized_linear && i != head_index_)
-                clear_async(sharding_->gradient_to_write(i).data,
-                            p.padded_size() * parameters_.gradient_bytes, stream_);
+                clear_async(sharding_.gradient_to_write(i).data, p.padded_size() * parameters_.gradient_bytes,
+                            stream_);
         }
     }
     // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
@@ -614,15 +515,15 @@ private:
     //   - With --gradients none: the weights of the bucket are updated.
     void finish_bucket(const Pass& pass, int64_t bucket) {
         if (context_.quant_report) {
-            parameters_.measure_moment_errors_of(bucket, *sharding_, *context_.quant_report);
+            parameters_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
             return;
         }
-        sharding_->reduce_gradients(bucket, pass.first_micro_batch);
+        sharding_.reduce_gradients(bucket, pass.first_micro_batch);
         if (pass.update_in_backward) update_bucket(bucket, *pass.update_in_backward);
     }
     void update_bucket(int64_t bucket, const AdamWOptions& adamw) {
-        store_loss_or_nan(&device_outcome()->loss_or_nan);
-        parameters_.update(adamw, bucket, bucket + 1, *sharding_);
+        store_loss_or_nan(&memory_.outcome()->loss_or_nan);
+        parameters_.update(adamw, bucket, bucket + 1, sharding_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -632,7 +533,7 @@ private:
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
     void loss_and_head_backward(const Pass& pass) {
         const Arena::Scope scope(arena_);
-        const TensorRef dweight = sharding_->gradient_to_write(head_index_);
+        const TensorRef dweight = sharding_.gradient_to_write(head_index_);
         const TensorRef dy = allocate_tensor(pass.N, config_.C);  // y: the final norm's output
         // Where BF16 would be rounded too often, the slices add to an FP32 sum (gpu/memory_layout.h)
         const bool sums_in_fp32 = head_sum_in_fp32(setup_);
@@ -642,15 +543,16 @@ private:
             dweight_sum.storage = PLAIN_FP32;
         }
         // Direction::Backward: the weights that are gathered ahead are those of the last layer
-        sharding_->gather_weights(sharding_->head_module(), Direction::Backward);
+        sharding_.gather_weights(sharding_.head_module(), Direction::Backward);
         // The GEMMs of the slices run before begin_bucket(), so wait here for the place of this gradient
-        sharding_->wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
+        sharding_.wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
         // Earlier micro-batches have added to the gradient: the sum begins with what they left
-        if (sums_in_fp32 && !pass.overwrites_gradients) convert(dweight, dweight_sum, stream_);
+        if (sums_in_fp32 && !pass.overwrites_gradients)
+            store_values(lazy_stored(dweight), dweight_sum, stream_);
         for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS)
             head_slice_backward(pass, first, dy, dweight_sum);
         add_up_losses(pass);
-        if (sums_in_fp32) convert(dweight_sum, dweight, stream_);
+        if (sums_in_fp32) store_values(lazy_stored(dweight_sum), dweight, stream_);
         // final norm: the gradient of the residual stream begins. If the head is not tied, it shares this
         // bucket, and its gradient is complete
         const int64_t bucket = parameters_.params[final_norm_index_].bucket;
@@ -670,7 +572,7 @@ private:
         const TensorRef& dlogits = logits;  // the gradients have taken the place of the logits
         const bool overwrites = pass.overwrites_gradients && first == 0;
         gemms_.run(GemmKind::Wgrad, {dlogits}, {y}, dweight, stream_, {.overwrite = overwrites});
-        gemms_.run(GemmKind::Dgrad, {dlogits}, {sharding_->weight(head_index_)}, row_slice(dy, first, y.rows),
+        gemms_.run(GemmKind::Dgrad, {dlogits}, {sharding_.weight(head_index_)}, row_slice(dy, first, y.rows),
                    stream_);
     }
 
@@ -683,16 +585,17 @@ private:
         norm_of_slice.row_statistics += first;
         // y = the norm in the compute dtype, in which the head is in all recipes
         store_values(lazy_norm(norm_of_slice), y, stream_);
-        gemms_.run(GemmKind::Fprop, {y}, {sharding_->weight(head_index_)}, logits, stream_);
+        gemms_.run(GemmKind::Fprop, {y}, {sharding_.weight(head_index_)}, logits, stream_);
         return logits;
     }
     int64_t slice_tokens(const Pass& pass, int64_t first) const {
         return std::min(HEAD_SLICE_TOKENS, pass.N - first);
     }
 
-    // device_outcome()->loss += the sum of the losses * Scalars::loss_weight.
+    // memory_.outcome()->loss += the sum of the losses * Scalars::loss_weight.
     void add_up_losses(const Pass& pass) {
-        add_loss_sum(memory_.losses, pass.N, &memory_.scalars->loss_weight, &device_outcome()->loss, stream_);
+        add_loss_sum(memory_.losses, pass.N, &memory_.scalars->loss_weight, &memory_.outcome()->loss,
+                     stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -743,7 +646,7 @@ private:
         begin_bucket(pass, layer.gate_up_proj.bucket());
         // activation
         layer.gate_up_proj.write_g_operand_and_add_dbias(lazy_activation_backward(gated_, gate_up, dact),
-                                                         LinearLayer::AmaxFrom::Pass, dgate_up_operand);
+                                                         LinearLayer::AmaxFrom::OwnPass, dgate_up_operand);
         until_dgate_up.end();
         // gate and up projection, norm 2
         linear_and_norm_backward(pass, norm2_of(pass, layer), dgate_up_operand,
@@ -769,47 +672,47 @@ private:
         // dqkv takes the place of the layer's gate and up, if it fits: nobody reads that place any more
         const TensorRef dqkv = dqkv_in_place_ ? tensor_at(place_of_gate_up, pass.N, config_.qkv_cols())
                                               : allocate_tensor(pass.N, config_.qkv_cols());
-        Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from: dout, q, k, v, ...
-        // attention output projection: wgrad and dgrad -> dout (N, q_cols), where attention's output is out
-        const TensorRef dout = allocate_tensor(pass.N, config_.q_cols());
+        Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from: dattention_output, q, k, v, ...
+        // attention output projection: wgrad and dgrad -> dattention_output (N, q_cols)
+        const TensorRef dattention_output = allocate_tensor(pass.N, config_.q_cols());
         begin_bucket(pass, layer.attention_out_proj.bucket());
-        attention_out_backward(pass, layer, dout);
+        attention_out_proj_backward(pass, layer, dattention_output);
         finish_bucket(pass, layer.attention_out_proj.bucket());
 
         begin_bucket(pass, layer.qkv_proj.bucket());
         // attention with rotary positions, norms of heads
-        core_attention_backward(pass, layer, dout, dqkv);
+        core_attention_backward(pass, layer, dattention_output, dqkv);
         until_dqkv.end();
         // q, k, v projection, norm 1
         const auto g_amax_from =
-            qk_norms_ ? LinearLayer::AmaxFrom::Pass : LinearLayer::AmaxFrom::EarlierKernel;
+            qk_norms_ ? LinearLayer::AmaxFrom::OwnPass : LinearLayer::AmaxFrom::EarlierKernel;
         const Operand g_operand = layer.qkv_proj.make_g_operand_and_add_dbias(lazy_stored(dqkv), g_amax_from);
         linear_and_norm_backward(pass, norm1_of(pass, layer), g_operand, dresidual_amax_out);
         finish_bucket(pass, layer.qkv_proj.bucket());
     }
-    void attention_out_backward(const Pass& pass, Layer& layer, const TensorRef& dout) {
+    void attention_out_proj_backward(const Pass& pass, Layer& layer, const TensorRef& dattention_output) {
         const Arena::Scope scope(arena_);
         const Operand g_operand = layer.attention_out_proj.make_g_operand_and_add_dbias(
             lazy_stored(dresidual(pass)), LinearLayer::AmaxFrom::EarlierKernel);
         layer.attention_out_proj.wgrad(g_operand,
                                        lazy_stored(saved_tensor(pass, layer, SavedKind::AttentionOutput)),
                                        pass.overwrites_gradients);
-        layer.attention_out_proj.dgrad(g_operand, dout);
+        layer.attention_out_proj.dgrad(g_operand, dattention_output);
     }
-    // dout -> dqkv, the gradient of what the q, k, v projection has written; and its amax. Qwen3: without the
-    // amax, because norms of heads follow, which change dqkv.
-    void core_attention_backward(const Pass& pass, Layer& layer, const TensorRef& dout,
+    // dattention_output -> dqkv, the gradient of what the q, k, v projection has written; and its amax.
+    // Qwen3: without the amax, because norms of heads follow, which change dqkv.
+    void core_attention_backward(const Pass& pass, Layer& layer, const TensorRef& dattention_output,
                                  const TensorRef& dqkv) {
         const TensorRef qkv = load_saved(saved_tensor(pass, layer, SavedKind::Qkv));
-        const TensorRef out = load_saved(saved_tensor(pass, layer, SavedKind::AttentionOutput));
+        const TensorRef attention_output = load_saved(saved_tensor(pass, layer, SavedKind::AttentionOutput));
         void* const workspace =
             arena_.allocate(static_cast<int64_t>(attention_workspace(attention_shape_args(pass))));
         const TensorRef attention_qkv = attention_input(pass, layer, qkv);
         attention_backward(attention_shape_args(pass),
                            {.qkv = attention_qkv.data,
-                            .out = out.data,
+                            .out = attention_output.data,
                             .lse = saved_log_sum_exp(pass, layer),
-                            .dout = dout.data,
+                            .dout = dattention_output.data,
                             .dqkv = dqkv.data,
                             .workspace = workspace,
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
@@ -818,7 +721,7 @@ private:
         if (!qk_norms_) return;
         const QkNorm norms = qk_norm_args(layer);
         float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
-        qk_norm_backward(norms, qkv, dqkv, sharding_->gradient_to_write(*layer.qk_norm_index), partials,
+        qk_norm_backward(norms, qkv, dqkv, sharding_.gradient_to_write(*layer.qk_norm_index), partials,
                          stream_);
     }
 
@@ -839,10 +742,10 @@ private:
     // head, where the residual stream ends.
     void residual_norm_backward(const Pass& pass, const ResidualNorm& n, const TensorRef& dy,
                                 const TensorRef& dresidual_in, AmaxAndScale* dresidual_amax_out) {
-        const TensorRef dweight = sharding_->gradient_to_write(n.weight_index);
+        const TensorRef dweight = sharding_.gradient_to_write(n.weight_index);
         TensorRef dbias{};
         if (const std::optional<size_t> bias_index = parameters_.bias_index(n.weight_index))
-            dbias = sharding_->gradient_to_write(*bias_index);
+            dbias = sharding_.gradient_to_write(*bias_index);
         norm_backward(n.norm,
                       {.dy = dy,
                        .dresidual_in = dresidual_in,
@@ -853,6 +756,7 @@ private:
                       memory_.norm_partials, stream_);
     }
 
+public:
     // The gradient of the embedding, and in GPT-2 of the positions. Rows of dresidual() that belong to the
     // same token are added in a fixed order, for which the host sorts the tokens while the GPU computes. Then
     // wait_then_start_copy_to_gpu() waits for the GPU.
@@ -870,11 +774,177 @@ private:
                             .tokens = memory_.token_rows,
                             .count = distinct_tokens,
                             .frequent_count = embedding_order_.frequent_count},
-                           sharding_->gradient_to_write(embedding_index_), stream_);
+                           sharding_.gradient_to_write(embedding_index_), stream_);
         if (!rotary_)
             positions_backward(dresidual(pass), pass.T,
-                               sharding_->gradient_to_write(parameters_.index("positions")), stream_);
+                               sharding_.gradient_to_write(parameters_.index("positions")), stream_);
         finish_bucket(pass, bucket);
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // What follows forward() where no gradients are wanted: in an evaluation, and after a prompt
+
+    // The loss.
+    void loss_without_gradients(const Pass& pass) {
+        const Arena::Scope scope(arena_);
+        sharding_.gather_weights(sharding_.head_module(), Direction::Forward);
+        for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS) {
+            const Arena::Scope slice_scope(arena_);
+            const TensorRef y = allocate_tensor(slice_tokens(pass, first), config_.C);
+            const TensorRef logits = compute_logits(pass, first, /*out*/ y);
+            cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
+                                  stream_);
+        }
+        add_up_losses(pass);
+    }
+    // The logits (V) of the last token, in FP32, on the GPU: in the scratch memory of GEMMs, which is free
+    // between them.
+    const float* last_logits(const Pass& pass) {
+        const Arena::Scope scope(arena_);
+        sharding_.gather_weights(sharding_.head_module(), Direction::Forward);
+        const TensorRef y = allocate_tensor(1, config_.C);
+        const TensorRef logits = compute_logits(pass, /*first=*/pass.N - 1, /*out*/ y);
+        const TensorRef fp32_logits{
+            .data = gemms_.scratch, .rows = 1, .cols = logits.cols, .storage = PLAIN_FP32};
+        store_values(lazy_stored(logits), fp32_logits, stream_);
+        return static_cast<const float*>(fp32_logits.data);
+    }
+};
+
+// ===========================================================================================================
+// 2. A step, and what else one asks of a model
+
+class GpuModel final : public Model {
+    // The first members of Network say what these are.
+    GpuContext context_;
+    const Setup& setup_ = context_.setup;
+    const cudaStream_t stream_ = context_.stream;
+    const MemoryMap memory_ = allocate_memory(context_);
+    AmaxTable amax_table_{context_, memory_};
+    Parameters parameters_{context_, memory_, amax_table_};
+    StateTensors state_tensors_{context_, memory_, parameters_,
+                                amax_table_};  // all of these, for checkpoints
+    const std::unique_ptr<Sharding> sharding_;
+    Network network_;
+
+    // It is copied to the GPU, so it must stay until the host waits for the GPU again.
+    double loss_weight_ = 0;
+
+    // Network::forward_and_backward(), recorded: for the first micro-batch of a step, and for later ones,
+    // which add to gradients where the first one overwrites them.
+    CudaGraph first_micro_batch_graph_, later_micro_batch_graph_;
+    bool first_step_done_ = false;
+
+public:
+    // bytes: of the allocation; 0: a dry run, whose addresses are never used.
+    GpuModel(const Setup& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
+        : context_(s, bytes),
+          sharding_(make_sharding(context_, memory_, parameters_, amax_table_, std::move(transport))),
+          network_(context_, memory_, amax_table_, parameters_, *sharding_, cache_weights) {
+        clear_async(memory_.scalars, sizeof(Scalars), stream_);
+        after_weight_change();
+    }
+
+    // Forward and backward of each micro-batch, then the update.
+    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& adamw) override {
+        const int64_t target_count = sum_of_ranks(counted_targets(targets, tokens_of_rank()));
+        if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
+        begin_step_or_evaluation(static_cast<double>(target_count));
+        for (int64_t i = 0; i < setup_.micro_batches_per_rank; i++) {
+            const Pass pass{.B = setup_.B,
+                            .T = setup_.T,
+                            .first_micro_batch = i == 0,
+                            .overwrites_gradients = i == 0 || sharding_->sends_gradients(),
+                            .update_in_backward = setup_.keep_gradients ? nullptr : &adamw};
+            run_micro_batch(pass, tokens + i * pass.N, targets + i * pass.N);
+            // Look now, because the next micro-batch may clear the amaxes: they alone show whether FP8 codes
+            // hide infinity or NaN
+            if (setup_.keep_gradients) network_.store_loss_or_nan(&memory_.outcome()->loss_or_nan);
+        }
+        sharding_->wait_for_transfers();
+        if (setup_.keep_gradients)
+            parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *sharding_);
+        after_weight_change();
+        amax_table_.update_histories(memory_.outcome());  // for delayed scaling
+
+        const StepOutcome outcome = fetch_outcome();
+        const bool skipped = outcome.gradients.skip != 0;
+        if (!skipped && outcome.empty_histories == 0) amax_table_.any_empty_history = false;
+        first_step_done_ = true;
+        return {.loss = sum_of_ranks(outcome.loss),
+                .grad_norm = outcome.gradients.norm,
+                .skipped = skipped,
+                .target_count = target_count};
+    }
+
+private:
+    int64_t tokens_of_rank() const { return setup_.micro_batches_per_rank * setup_.B * setup_.T; }
+    template <class Value> Value sum_of_ranks(const Value& mine) const {
+        if (!setup_.communicator) return mine;
+        Value sum{};
+        for (const Value& theirs : setup_.communicator->all_gather(mine)) sum += theirs;
+        return sum;
+    }
+    // Waits until the step has run.
+    StepOutcome fetch_outcome() const {
+        StepOutcome outcome{};
+        context_.copy_to_host(&outcome, memory_.outcome(), sizeof outcome);
+        return outcome;
+    }
+
+    // step(), evaluate(), next_logits() and measure_quantization() begin with this call: it clears the
+    // StepOutcome, copies 1 / target_count to the GPU, and makes the cached FP8 weights. target_count: how
+    // many targets count. report: the quantization report that this evaluation is to fill; null if nothing is
+    // measured.
+    void begin_step_or_evaluation(double target_count, QuantReport* report = nullptr) {
+        loss_weight_ = 1.0 / target_count;
+        context_.wait_then_start_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
+        clear_async(memory_.outcome(), sizeof(StepOutcome), stream_);
+        context_.quant_report = report;
+        context_.quant_stats = report ? memory_.scalars->quant_stats : nullptr;
+        if (amax_table_.delayed()) begin_delayed_scaling();
+        network_.write_cached_weights();
+    }
+    // Delayed scaling: this step collects the amaxes of all operands for the histories.
+    void begin_delayed_scaling() {
+        amax_table_.clear_operand_amaxes();
+        network_.forget_cached_weights();      // they are made again, which computes their amaxes
+        sharding_->forget_gathered_weights();  // these are FP8 codes, whose scales change
+    }
+    void after_weight_change() {
+        network_.forget_cached_weights();
+        sharding_->forget_gathered_weights();
+        sharding_->combine_amaxes_of_ranks();
+    }
+
+    // Forward and backward of one micro-batch. The gradient of the embedding comes last, outside of what a
+    // CUDA graph replays: its launch depends on the tokens.
+    void run_micro_batch(const Pass& pass, const int32_t* tokens, const int32_t* targets) {
+        load_tokens(pass, tokens);
+        load_targets(pass, targets);
+        CudaGraph& graph = pass.first_micro_batch ? first_micro_batch_graph_ : later_micro_batch_graph_;
+        if (repeats_launches(pass)) graph.run(stream_, [&] { network_.forward_and_backward(pass); });
+        else network_.forward_and_backward(pass);
+        network_.add_embedding_gradients(pass, tokens);
+    }
+    // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
+    // can replay them.
+    bool repeats_launches(const Pass& pass) const {
+        // The first step loads kernels and chooses the algorithms of GEMMs
+        if (!first_step_done_) return false;
+        // Errors of quantizing are measured by other kernels
+        if (context_.quant_report) return false;
+        // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
+        if (sharding_->sends_gradients() || pass.update_in_backward) return false;
+        // As long as an operand may lack its delayed scale, amaxes are computed that are not needed later
+        return !amax_table_.any_empty_history;
+    }
+    // Copy tokens or targets (B, T) to the GPU, when the pass before has run.
+    void load_tokens(const Pass& pass, const int32_t* tokens) {
+        context_.wait_then_start_copy_to_gpu(memory_.tokens, tokens, pass.N * INT32_BYTES);
+    }
+    void load_targets(const Pass& pass, const int32_t* targets) {
+        context_.wait_then_start_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -886,42 +956,18 @@ public:
         begin_step_or_evaluation(divisor_of_mean(targets, pass.N));
         load_tokens(pass, tokens);
         load_targets(pass, targets);
-        forward(pass);
-        loss_without_gradients(pass);
-        store_loss_or_nan(&device_outcome()->loss);
+        network_.forward(pass);
+        network_.loss_without_gradients(pass);
+        network_.store_loss_or_nan(&memory_.outcome()->loss);
         return fetch_outcome().loss;
     }
 
-private:
-    // The loss alone, for evaluate(). A step calls loss_and_head_backward() instead.
-    void loss_without_gradients(const Pass& pass) {
-        const Arena::Scope scope(arena_);
-        sharding_->gather_weights(sharding_->head_module(), Direction::Forward);
-        for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS) {
-            const Arena::Scope slice_scope(arena_);
-            const TensorRef y = allocate_tensor(slice_tokens(pass, first), config_.C);
-            const TensorRef logits = compute_logits(pass, first, /*out*/ y);
-            cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
-                                  stream_);
-        }
-        add_up_losses(pass);
-    }
-
-public:
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
         const Pass pass{.B = 1, .T = n};
         begin_step_or_evaluation(1);
         load_tokens(pass, tokens);
-        forward(pass);
-        sharding_->gather_weights(sharding_->head_module(), Direction::Forward);
-        const Arena::Scope scope(arena_);
-        const TensorRef y = allocate_tensor(1, config_.C);
-        const TensorRef device_logits = compute_logits(pass, /*first=*/n - 1, /*out*/ y);
-        // The scratch memory of GEMMs is free between them, and has room for a row of logits
-        const TensorRef fp32_logits{
-            .data = gemms_.scratch, .rows = 1, .cols = device_logits.cols, .storage = PLAIN_FP32};
-        convert(device_logits, fp32_logits, stream_);
-        context_.copy_to_host(logits, fp32_logits.data, config_.V * info(Format::FP32).bytes);
+        network_.forward(pass);
+        context_.copy_to_host(logits, network_.last_logits(pass), setup_.config.V * info(Format::FP32).bytes);
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
@@ -961,7 +1007,7 @@ public:
     int64_t dry_step() {
         const std::vector<int32_t> tokens(static_cast<size_t>(tokens_of_rank()));
         step(tokens.data(), tokens.data(), {.step = 1, .lr = 0.0f});
-        return arena_.peak();
+        return context_.arena.peak();
     }
 };
 

@@ -18,8 +18,8 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
 // has a multiple of 16 tokens (else linear_formats() of formats.h falls back to the compute dtype). But a
 // prompt may have any number: then the operand and y have more rows than x, and nobody reads what these
 // further rows hold.
-static int64_t rows_of_gemm(const Storage& q, int64_t rows) {
-    return q.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
+static int64_t rows_of_gemm(const Storage& storage, int64_t rows) {
+    return storage.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -60,22 +60,22 @@ static bool is_stored_plain(const LazyTensor& x) { return x.op == LazyOp::Stored
 // needed_rows: the operand's rows, before they are rounded up for an FP8 GEMM. codes: where the row-major
 // codes go; if null, memory for them is allocated, too.
 Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, Form form, void* codes) const {
-    const Storage& q = storage_of(context_.formats, kind);
-    const int64_t rows = rows_of_gemm(q, needed_rows);
+    const Storage& storage = storage_of(context_.formats, kind);
+    const int64_t rows = rows_of_gemm(storage, needed_rows);
     const int64_t cols = kind == OperandKind::G ? out_ : in_;
-    if (!codes && form != Form::Transposed) codes = arena().allocate(operand_bytes(q, rows, cols));
+    if (!codes && form != Form::Transposed) codes = arena().allocate(operand_bytes(storage, rows, cols));
     void* transposed = nullptr;
-    if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(q, cols, rows));
+    if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(storage, cols, rows));
 
     AmaxAndScale* const all[] = {x_amax_and_scale_, w_amax_and_scale_, g_amax_and_scale_};
     const TensorRef tensor{
-        .data = codes, .rows = rows, .cols = cols, .storage = q, .amax_and_scale = all[int(kind)]};
+        .data = codes, .rows = rows, .cols = cols, .storage = storage, .amax_and_scale = all[int(kind)]};
     // In FP8 both forms have the one scale of the tensor. BF16 and FP32, whose granularity counts as
     // PER_TENSOR, too, have no scale and no second form.
-    if (q.granularity == PER_TENSOR)
+    if (storage.granularity == PER_TENSOR)
         return {.tensor = tensor, .transposed = transposed, .delayed = context_.amax_table.delayed()};
     // The scales of rows and blocks lie right after the codes to which they belong.
-    const int64_t code_bytes = q.code_bytes(rows, cols);
+    const int64_t code_bytes = storage.code_bytes(rows, cols);
     auto scales_of = [&](void* p) {
         return p ? reinterpret_cast<float*>(static_cast<uint8_t*>(p) + code_bytes) : nullptr;
     };
@@ -151,16 +151,17 @@ Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom 
 void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from,
                                                 const Operand& g_operand) {
     const bool fp8 = context_.formats.g.fp8();
-    AmaxAndScale* const amax_to_compute = g_amax_from == AmaxFrom::Pass ? place_for_g_amax() : nullptr;
-    if (fp8 && bias_index_ && !amax_to_compute) {
+    AmaxAndScale* const place_of_missing_amax =
+        g_amax_from == AmaxFrom::OwnPass ? place_for_g_amax() : nullptr;
+    if (fp8 && bias_index_ && !place_of_missing_amax) {
         const Arena::Scope scope(arena());
         float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
         write_operand_and_add_column_sums(g, g_operand, context_.sharding.gradient_to_write(*bias_index_),
                                           workspace, quant_stats_of(OperandKind::G), stream());
         return;
     }
-    if (fp8 && bias_index_) add_dbias(g, amax_to_compute);
-    else if (amax_to_compute) compute_amax(g, amax_to_compute, stream());
+    if (fp8 && bias_index_) add_dbias(g, place_of_missing_amax);
+    else if (place_of_missing_amax) compute_amax(g, place_of_missing_amax, stream());
     write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
     if (!fp8 && bias_index_) add_dbias(lazy_stored(g_operand.tensor), /*g_amax_out=*/nullptr);
 }

@@ -87,8 +87,8 @@ public:
     // --- The operand of g; and dbias, the gradient of the bias, to which the column sums of g are added
     // while g is at hand
     // Where the amax of g comes from, if it is needed. EarlierKernel: one that was given place_for_g_amax()
-    // has left it there. Pass: a pass over g computes it first.
-    enum class AmaxFrom : uint8_t { EarlierKernel, Pass };
+    // has left it there. OwnPass: a pass over g computes it first.
+    enum class AmaxFrom : uint8_t { EarlierKernel, OwnPass };
     // Makes the operand of g, and adds to dbias. In recipes without FP8 a stored g is its own operand: no
     // memory is allocated.
     Operand make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from);

@@ -41,20 +41,20 @@ struct RowSum {
         float(&parts)[COUNT][ROW_WARPS] = parts_of_sums[place];
         place ^= 1;
         for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
-        const int warps = blockDim.x / 32, first = threadIdx.y * warps;
+        const int warps = blockDim.x / 32, first_warp = threadIdx.y * warps;
         if (warps == 1) return;
         if (threadIdx.x % 32 == 0)
-            for (int i = 0; i < COUNT; i++) parts[i][first + threadIdx.x / 32] = x[i];
+            for (int i = 0; i < COUNT; i++) parts[i][first_warp + threadIdx.x / 32] = x[i];
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < COUNT; i++) {
             x[i] = 0;
-            for (int w = 0; w < warps; w++) x[i] += parts[i][first + w];
+            for (int w = 0; w < warps; w++) x[i] += parts[i][first_warp + w];
         }
     }
-    // Switches to the other place without a sum. In row_statistics() RMSNorm has no use for the first of two
-    // sums, and calls skip() in its place. So `place` does not depend on which norm it is, and is known when
-    // the kernel is compiled.
+    // Switches to the other place without a sum. RMSNorm calls it in row_statistics(), where LayerNorm takes
+    // a sum more. So `place` is the same for both norms afterwards: the compiler knows it, and the kernel
+    // need not compute addresses from it.
     __device__ void skip() { place ^= 1; }
 };
 
@@ -172,8 +172,8 @@ void launch_residual_add(const char* what, const TensorRef& x, const TensorRef& 
     const dim3 block = block_shape(next_norm.in.cols);
     with_layout(next_norm.in, [&](auto in) {
         using Element = typename decltype(in)::Compute;
-        launch(what, residual_add_kernel<decltype(in)>, block_count(next_norm.in.rows, block.y), block, 0,
-               stream, plain<Element>(x.data), plain<Element>(branch.data), tokens, T,
+        launch(what, residual_add_kernel<decltype(in)>, block_count(next_norm.in.rows, block.y), block,
+               /*shared_bytes=*/0, stream, plain<Element>(x.data), plain<Element>(branch.data), tokens, T,
                plain<Element>(out.x_out.data), in, next_norm, out.norm_output_amax_out);
     });
 }
@@ -263,20 +263,19 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     Layout input;
     Plain<Element> dy_in, dresidual_in, dresidual_out;
 
-    // Whether a chunk lies inside its row.
-    __device__ bool live(int c) const { return CHUNKS > 0 ? c < CHUNKS : first_column(c) < n.in.cols; }
+    __device__ bool inside_row(int c) const { return CHUNKS > 0 ? c < CHUNKS : first_column(c) < n.in.cols; }
 
     // A row past the last one is zeros, and so is a chunk past the end of its row.
     __device__ LoadedRow<Layout> load(int64_t row) const {
         LoadedRow<Layout> loaded{};
         if (row >= n.in.rows) return loaded;
-        const int64_t first = row * n.in.cols;
+        const int64_t row_begin = row * n.in.cols;
         for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!live(c)) continue;
-            loaded.x[c] = input.starting_at(first).load(first_column(c));
-            loaded.dy[c] = dy_in.starting_at(first).load(first_column(c));
+            if (!inside_row(c)) continue;
+            loaded.x[c] = input.starting_at(row_begin).load(first_column(c));
+            loaded.dy[c] = dy_in.starting_at(row_begin).load(first_column(c));
             if (dresidual_in.data)
-                loaded.dresidual[c] = dresidual_in.starting_at(first).load(first_column(c));
+                loaded.dresidual[c] = dresidual_in.starting_at(row_begin).load(first_column(c));
         }
         return loaded;
     }
@@ -292,7 +291,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     // Calls f(c, j, d) for each element that the thread has of the row: element j of chunk c, d = dy weight.
     template <class F> __device__ void for_each_d(const LoadedRow<Layout>& loaded, F f) const {
         for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!live(c)) continue;
+            if (!inside_row(c)) continue;
             ChunkValues dy, weight;
             get_dy_and_weight(loaded, c, dy, weight);
             for (int j = 0; j < CHUNK; j++) f(c, j, dy[j] * weight[j]);
@@ -351,7 +350,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
         if (row >= n.in.rows) return;
         const uint32_t C = static_cast<uint32_t>(n.in.cols);
         for (int c = 0; c < ROW_CHUNKS; c++) {
-            if (!live(c)) continue;
+            if (!inside_row(c)) continue;
             const ChunkValues& xhat = normed.xhat[c];
             ChunkValues dy, weight, dresidual, dweight_of_row;
             get_dy_and_weight(loaded, c, dy, weight);
@@ -391,9 +390,9 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     __syncthreads();
     RowSum sum_over_row;
     float largest = 0;
-    for (int64_t first = static_cast<int64_t>(blockIdx.x) * blockDim.y; first < rows;
-         first += static_cast<int64_t>(gridDim.x) * blockDim.y) {
-        const int64_t row = first + threadIdx.y;
+    for (int64_t first_row = static_cast<int64_t>(blockIdx.x) * blockDim.y; first_row < rows;
+         first_row += static_cast<int64_t>(gridDim.x) * blockDim.y) {
+        const int64_t row = first_row + threadIdx.y;
         const LoadedRow<Layout> loaded = norm.load(row);
         const NormedRow normed = norm.normalize(loaded, sum_over_row);
         if (row < rows && threadIdx.x == 0) norm.n.row_statistics[row] = normed.statistics;

@@ -173,7 +173,6 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 //   compute_amax()                any                     the amax of x
 //   quantize()                    any                     FP8 codes
 //   store_values()                any                     values in BF16 or FP32
-//   convert()                     stored                  values in BF16 or FP32
 //   write_operand()               any                     what quantize() or store_values() writes
 //   quantize_groups()             in BF16                 groups; with write_back also x
 //   quantize_activation_input()   gate and up, in BF16    groups, and the amax of the activation's output
@@ -199,8 +198,6 @@ void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, 
 
 // Computes x and stores its values in out, in FP32, or rounded to BF16.
 void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream);
-// The same for a stored tensor: store_values(lazy_stored(x), out).
-void convert(const TensorRef& x, const TensorRef& out, cudaStream_t stream);
 
 // Computes x and writes it as a GEMM of the recipe reads it: by quantize() if out is FP8, else by
 // store_values().
@@ -324,15 +321,13 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
 // What residual_add() and embed() write: the sum, which is the new residual stream (x_out); the input of the
 // norm that reads this stream next, in groups or rounded (next_norm.in); the row statistics of this norm
 // (next_norm.row_statistics); and the amax of its output (norm_output_amax_out). The norm reads next_norm.in,
-// so the row statistics and the amax are computed from what is stored there. How two recipes set the fields:
+// so the row statistics and the amax are computed from what is stored there. How the fields are set:
 //
-//   field                  coat      bf16
-//   x_out                  the sum   null: next_norm.in holds the same values
-//   next_norm.in           groups    the sum
-//   norm_output_amax_out   an amax   null: nothing is quantized
-//
-// The final norm reads the last sum, which is never in groups, and its output is not quantized. So for this
-// norm all recipes set the fields as bf16 does.
+//   field                  norms 1 and 2 in coat   norms 1 and 2 in bf16         final norm, in all recipes
+//   x_out                  the sum                 null, because next_norm.in    null, likewise
+//                                                  holds the same values
+//   next_norm.in           groups                  the sum                       the sum
+//   norm_output_amax_out   an amax                 null: nothing is quantized    null, likewise
 struct ResidualOutput {
     TensorRef x_out;  // (N, C) the sum, rounded. It may be the memory of an operand of the sum
     Norm next_norm;   // the norm that reads the sum

@@ -281,7 +281,7 @@ void Parameters::update(const AdamWOptions& options, int64_t first_bucket, int64
         .format = gradient_storage.format};
     const Range units{.first = from.units_before_parameter,
                       .count = to.units_before_parameter - from.units_before_parameter};
-    StepOutcome* const outcome = &memory_.scalars->outcome;  // on the device
+    StepOutcome* const outcome = memory_.outcome();  // on the device
     GradientState* const state = &outcome->gradients;
 
     double* const all_sums = memory_.loss_and_squares;

@@ -91,7 +91,8 @@ struct Scalars {
 // before all others.
 struct MemoryMap {
     Scalars* scalars;
-    void* gemm_scratch;  // CublasGemms::SCRATCH bytes
+    StepOutcome* outcome() const { return &scalars->outcome; }  // on the device
+    void* gemm_scratch;                                         // CublasGemms::SCRATCH bytes
 
     // For the norm of gradients, (ranks, 1 + shard units): a rank's row has its loss, and then the sums of
     // squares of what it owns. Each rank sends its row to the others.

@@ -37,14 +37,14 @@ static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = 
     gpu::quantize(gpu::lazy_stored(x), out.operand(), stats, 0);
 }
 
-// `groups` are x in 1x16 groups. The values that they hold must come back from convert(), be written back by
+// `groups` are x in 1x16 groups. The values that they hold must come back from store_values(), be written back by
 // quantize_groups(), and be what an operand is quantized from.
 static void check_groups(const Floats& x, const Tensor& groups) {
     const Floats values = groups.values();
     const Shape s{groups.rows, groups.cols};
     const Tensor fp32(s, PLAIN_FP32), bf16(s, PLAIN_BF16);
-    gpu::convert(groups.ref(), fp32.ref(), 0);
-    gpu::convert(groups.ref(), bf16.ref(), 0);
+    gpu::store_values(lazy_stored(groups.ref()), fp32.ref(), 0);
+    gpu::store_values(lazy_stored(groups.ref()), bf16.ref(), 0);
     CHECK(same_values(fp32.values(), values));
     CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
     const Tensor in(x, s, PLAIN_BF16), again(s, E4M3_1x16);
