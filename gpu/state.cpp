@@ -205,12 +205,19 @@ Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, AmaxT
       gradient_bytes(info(gradient_storage.format).bytes), context_(context), memory_(memory),
       amax_table_(amax_table), stream_(context.stream) {
     int64_t linear_layers = 0;
-    for (const Param& p : params)
-        linear_layer_indices_.push_back(p.role.quantized_linear ? linear_layers++ : -1);
+    for (size_t i = 0; i < params.size(); i++) {
+        linear_layer_indices_.push_back(params[i].role.quantized_linear ? linear_layers++ : -1);
+        indices_[params[i].name] = i;
+    }
     upload_shard_table();
     initialize_state();
 }
 
+size_t Parameters::index(const std::string& name) const {
+    const auto found = indices_.find(name);
+    if (found == indices_.end()) no_such_tensor(name);
+    return found->second;
+}
 // In the table of parameters a bias follows right after its weight.
 std::optional<size_t> Parameters::bias_index(size_t weight_index) const {
     const size_t next = weight_index + 1;

@@ -18,6 +18,7 @@
 // With one rank, a shard is a whole parameter, and the rank's order is that of the parameters. What is said
 // of other ranks can wait.
 #pragma once
+#include <map>
 #include <memory>
 #include <optional>
 
@@ -245,7 +246,7 @@ public:
     const int64_t weight_bytes, gradient_bytes;  // the bytes of one element
 
     // The index of the parameter with this name.
-    size_t index(const std::string& name) const { return param_index_of(params, name); }
+    size_t index(const std::string& name) const;
     // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
     std::optional<size_t> bias_index(size_t weight_index) const;
     // The number, in the order of forward, of the linear layer whose weight is parameter i; -1 if there is
@@ -296,6 +297,7 @@ private:
     AmaxTable& amax_table_;
     const cudaStream_t stream_;
     std::vector<int64_t> linear_layer_indices_;  // by parameter
+    std::map<std::string, size_t> indices_;      // of parameters, by name
 
     void upload_shard_table();
     void initialize_state();
