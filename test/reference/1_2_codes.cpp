@@ -32,7 +32,7 @@ template <class Check> static void over_all_floats(Random& rng, Check check) {
     CHECK_MESSAGE(failed == 0, "the bits ", failed - 1);
 }
 
-static std::vector<Storage> fp8_quants() {
+static std::vector<Storage> fp8_storages() {
     std::vector<Storage> table;
     for (Format f : {Format::E4M3, Format::E5M2})
         for (Format scale : {Format::FP32, Format::BF16})
@@ -57,11 +57,11 @@ static Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, Red
     return result;
 }
 
-static float scale_by_definition(const Storage& q, float amax) {
+static float scale_by_definition(const Storage& storage, float amax) {
     if (amax == 0) return 1;
-    const float s = std::max(amax / info(q.format).fmax, 0x1p-126f);  // so that 1 / s is finite
+    const float s = std::max(amax / info(storage.format).fmax, 0x1p-126f);  // so that 1 / s is finite
     const Definition& bf16 = definition(Format::BF16);
-    return q.scale_format == Format::FP32 ? s : float(bf16.value(bf16.nearest(s)));
+    return storage.scale_format == Format::FP32 ? s : float(bf16.value(bf16.nearest(s)));
 }
 
 TEST_CASE("decode: every code has the value of its definition and encode gives the code back") {
@@ -118,19 +118,20 @@ TEST_CASE("split_master and join_master: exact; the weight is the master rounded
 
 TEST_CASE("scale_of: amax / FMAX rounded to the nearest BF16 where it is stored so; 1 for zeros") {
     FRESH_RANDOM(rng);
-    for (const Storage& q : fp8_quants()) {
-        INFO(q.text());
+    for (const Storage& storage : fp8_storages()) {
+        INFO(storage.text());
         for (int64_t i = 0; i < count(20000, 1000); i++) {
             float a = float(std::exp2(-149 + 277 * rng.uniform())) * 0.999f;
             // Every fourth scale is a power of two, or next to one.
-            if (i % 4 == 0) a = std::ldexp(info(q.format).fmax, int(rng.below(200)) - 100);
+            if (i % 4 == 0) a = std::ldexp(info(storage.format).fmax, int(rng.below(200)) - 100);
             if (i % 8 == 0) a = std::nextafter(a, INFINITY);
-            const float s = scale_of(q, a);
-            REQUIRE((s == scale_by_definition(q, a) && std::isfinite(1 / s)));
+            const float s = scale_of(storage, a);
+            REQUIRE((s == scale_by_definition(storage, a) && std::isfinite(1 / s)));
         }
-        CHECK(scale_of(q, 0.0f) == 1.0f);
+        CHECK(scale_of(storage, 0.0f) == 1.0f);
         for (float a : {INFINITY, NAN})  // of a tensor the step is skipped; a block's values are all NaN
-            CHECK((q.granularity == PER_TENSOR ? scale_of(q, a) == 1.0f : std::isnan(scale_of(q, a))));
+            CHECK((storage.granularity == PER_TENSOR ? scale_of(storage, a) == 1.0f
+                                                     : std::isnan(scale_of(storage, a))));
     }
 }
 
@@ -156,27 +157,29 @@ TEST_CASE(
     FRESH_RANDOM(rng);
     const std::pair<int64_t, int64_t> shapes[] = {{1, 1},   {1, 15},  {1, 16},  {3, 17},    {5, 33},
                                                   {2, 129}, {7, 127}, {140, 3}, {130, 131}, {129, 48}};
-    for (const Storage& q : fp8_quants())
+    for (const Storage& storage : fp8_storages())
         for (const auto& [rows, cols] : shapes)
             for (const Distribution& d : distributions()) {
-                INFO(q.text(), " ", rows, "x", cols, ", ", d.name);
-                const Definition& format = definition(q.format);
+                INFO(storage.text(), " ", rows, "x", cols, ", ", d.name);
+                const Definition& format = definition(storage.format);
                 const Floats x = sample(d, rng, rows * cols);
                 QuantStats stats;
-                const StoredMatrix z = quantize(x.data(), rows, cols, q, &stats);
-                check_stats(stats, x, dequantize(z));
-                CHECK(int64_t(z.codes.size()) == rows * cols);
-                CHECK(int64_t(z.scales.size()) == q.scale_count(rows, cols) * info(q.scale_format).bytes);
+                const StoredMatrix stored = quantize(x.data(), rows, cols, storage, &stats);
+                check_stats(stats, x, dequantize(stored));
+                CHECK(int64_t(stored.codes.size()) == rows * cols);
+                CHECK(int64_t(stored.scales.size()) ==
+                      storage.scale_count(rows, cols) * info(storage.scale_format).bytes);
                 for (ReduceOver over : {ReduceOver::Columns, ReduceOver::Rows}) {
-                    const Floats amaxes = amaxes_of_blocks(x, cols, q.granularity, over),
-                                 got = fake_quantize(x, rows, cols, q, over, &stats);
+                    const Floats amaxes = amaxes_of_blocks(x, cols, storage.granularity, over),
+                                 got = fake_quantize(x, rows, cols, storage, over, &stats);
                     for (size_t i = 0; i < x.size(); i++) {
-                        const float s = scale_by_definition(q, amaxes[i]);
+                        const float s = scale_by_definition(storage, amaxes[i]);
                         const int code = format.nearest(x[i] * (1.0f / s));
                         const int64_t r = int64_t(i) / cols, c = int64_t(i) % cols;
                         bool right = got[i] == float(format.value(code) * double(s));
                         if (over == ReduceOver::Columns)
-                            right &= z.scale(r, c) == s && z.codes[i] == code && z.value(r, c) == got[i];
+                            right &= stored.scale(r, c) == s && stored.codes[i] == code &&
+                                     stored.value(r, c) == got[i];
                         if (!right) FAIL("element " << i << " = " << x[i] << " became " << got[i]);
                     }
                 }
@@ -187,21 +190,21 @@ TEST_CASE(
 
 TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; other blocks do not change") {
     FRESH_RANDOM(rng);
-    for (const Storage& q : fp8_quants()) {
-        INFO(q.text());
+    for (const Storage& storage : fp8_storages()) {
+        INFO(storage.text());
         Floats x = rng.normals<float>(4 * 32);
-        const StoredMatrix before = quantize(x.data(), 4, 32, q);
+        const StoredMatrix before = quantize(x.data(), 4, 32, storage);
         x[37] = NAN;
         x[38] = -INFINITY;  // row 1, columns 5 and 6
         QuantStats stats;
-        const StoredMatrix after = quantize(x.data(), 4, 32, q, &stats);
+        const StoredMatrix after = quantize(x.data(), 4, 32, storage, &stats);
         CHECK(std::isnan(after.value(1, 5)));
-        if (q.granularity == PER_TENSOR) {
-            CHECK(after.value(1, 6) == -info(q.format).fmax * after.scale(1, 6));
+        if (storage.granularity == PER_TENSOR) {
+            CHECK(after.value(1, 6) == -info(storage.format).fmax * after.scale(1, 6));
             CHECK(stats.saturated == 1);
         } else CHECK(std::isnan(after.value(1, 6)));
         // No error crosses tokens (paper, figure 4a).
-        for (int64_t i = 0; q.granularity.rows == 1 && i < 4 * 32; i++)
+        for (int64_t i = 0; storage.granularity.rows == 1 && i < 4 * 32; i++)
             if (i / 32 != 1) CHECK(after.value(i / 32, i % 32) == before.value(i / 32, i % 32));
     }
 }
@@ -213,10 +216,10 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
                         std::ldexp(edge / 1.75f, -1 - info(f).mantissa_bits);  // edge / scale = 1.75 x 2^e
         const Floats x = {0.3f, 2 * edge, -3 * edge, edge, edge + half_step, edge + 1.01f * half_step};
         QuantStats stats;
-        const StoredMatrix z = quantize(x.data(), 2, 3, {f}, &stats, scale);
-        for (size_t i = 0; i < x.size(); i++) CHECK(z.codes[i] == definition(f).nearest(x[i] / scale));
-        CHECK((z.scale(1, 2) == scale && z.value(1, 0) == edge));
-        CHECK(fake_quantize(x, 2, 3, {f}, ReduceOver::Rows, nullptr, scale) == dequantize(z));
+        const StoredMatrix stored = quantize(x.data(), 2, 3, {f}, &stats, scale);
+        for (size_t i = 0; i < x.size(); i++) CHECK(stored.codes[i] == definition(f).nearest(x[i] / scale));
+        CHECK((stored.scale(1, 2) == scale && stored.value(1, 0) == edge));
+        CHECK(fake_quantize(x, 2, 3, {f}, ReduceOver::Rows, nullptr, scale) == dequantize(stored));
         CHECK(stats.saturated == 3);  // not what rounds to the largest value
     }
 }

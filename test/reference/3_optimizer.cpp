@@ -54,9 +54,9 @@ static void check_moment(Format f, bool expand, bool per_tensor, bool second, co
     QuantStats stats;
     moment.store(x.data(), second, &stats);
     moment.load(values.data());
-    float max = 0, k = 1, s = 1;  // of the element's group
+    float max = 0, k = 1, s = 1;  // of the element's moment group
     for (size_t i = 0; i < x.size(); i++) {
-        const size_t g = i / size_t(size);
+        const size_t moment_group = i / size_t(size);
         if (i % size_t(size) == 0) {
             float min = INFINITY;
             max = 0;
@@ -66,8 +66,8 @@ static void check_moment(Format f, bool expand, bool per_tensor, bool second, co
             }
             k = expands && max > 0 ? expansion_factor(f, max, min) : 1;
             s = scaled ? scale_of({f}, max) : 1;
-            if (scaled) REQUIRE(moment.max[g] == max);
-            if (expands) REQUIRE(moment.k[g] == k);
+            if (scaled) REQUIRE(moment.max[moment_group] == max);
+            if (expands) REQUIRE(moment.k[moment_group] == k);
         }
         INFO(i, ": ", x[i], " became ", values[i], "; max ", max, ", k ", k);
         if (!scaled) {
