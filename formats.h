@@ -205,9 +205,9 @@ struct Recipe {
     Storage saved_attention = PLAIN_BF16;
     Scaling scaling = Scaling::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = FAST_IN_NO_GEMM;
-    const char* optimizer = "fp32";  // the row of optimizers() that is the default
-    int history_steps = 1024;        // the number of steps whose amaxes delayed scaling remembers
-    const char* about = "";          // a line of --help
+    const char* default_optimizer = "fp32";  // a row of optimizers()
+    int history_steps = 1024;                // the number of steps whose amaxes delayed scaling remembers
+    const char* about = "";                  // a line of --help
 };
 
 inline const std::vector<Recipe>& recipes() {
@@ -219,7 +219,7 @@ inline const std::vector<Recipe>& recipes() {
         {.name = "bf16",
          .about = "BF16 tensors; GEMMs sum in FP32"},
         {.name = "coat", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
-         .saved_inputs = E4M3_1x16, .fast_accumulation = FAST_IN_FPROP, .optimizer = "coat",
+         .saved_inputs = E4M3_1x16, .fast_accumulation = FAST_IN_FPROP, .default_optimizer = "coat",
          .about = "FP8 GEMMs, one scale per tensor; saved activations in FP8, one scale per 16 values"},
         {.name = "te", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR, .scaling = Scaling::Delayed,
          .fast_accumulation = FAST_IN_FPROP,

@@ -135,6 +135,13 @@ template <class Real> struct MatrixView {
     const Real* data;
     int64_t row_stride, col_stride;
 };
+// A row-major matrix with `cols` columns, and its transpose.
+template <class Real> MatrixView<Real> matrix_view(const std::vector<Real>& x, int64_t cols) {
+    return {.data = x.data(), .row_stride = cols, .col_stride = 1};
+}
+template <class Real> MatrixView<Real> transposed_view(const std::vector<Real>& x, int64_t cols) {
+    return {.data = x.data(), .row_stride = 1, .col_stride = cols};
+}
 // c (m, n) += a (m, k) b (k, n).
 template <class Real>
 void matmul(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real> b, Real* c);

@@ -27,7 +27,7 @@ using Floats = std::vector<float>;
 //     of the activation
 //   all other tensors             BF16: attention, residual stream, final norm, embedding, head
 // Some tensors go to the quantizer directly from FP32: on a GPU one kernel computes and quantizes them.
-//   residual sums                           residual_sum and residual_sum2 in layer_forward()
+//   residual sums                           residual_sum and sum_after_attention in layer_forward()
 //   outputs of norms                        apply_norm()
 //   output of the activation function       apply_activation()
 //   gradient of the activation's input      dgate_up in layer_backward()
@@ -67,14 +67,6 @@ public:
         }
     }
 
-    // Forgets what was observed of earlier tensors. Comes before a step, and before a forward pass on its
-    // own.
-    void reset_finite_and_amaxes() {
-        finite = true;
-        for (auto& operands : delayed_scales)
-            for (DelayedScale& d : operands) d.amax = 0;
-    }
-
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
     // of the losses. Backward adds the gradients of loss_weight * this sum to `gradients`. With loss_weight =
     // 1 / (targets of the step that count), all micro-batches together give the gradients of the mean loss.
@@ -104,6 +96,14 @@ public:
         return head_forward(rounded(apply_norm("final_norm", last)));
     }
 
+    // Forgets what was observed of earlier tensors. Comes before a step, and before a forward pass on its
+    // own.
+    void reset_finite_and_amaxes() {
+        finite = true;
+        for (auto& operands : delayed_scales)
+            for (DelayedScale& d : operands) d.amax = 0;
+    }
+
     QuantStats* stats_of(ReportKind k) const { return stats ? stats + int(k) : nullptr; }
 
 private:
@@ -125,37 +125,16 @@ private:
     int64_t B_ = 0, T_ = 0, N_ = 0;
     std::vector<SavedLayer> saved_layers_;  // of the current pass
 
-    // --- Values, gradients, names ---
-
-    // x, rounded to the compute dtype.
-    Tensor rounded(Tensor x) const {
-        for (Real& v : x)
-            if constexpr (QUANTIZES) v = round_to(recipe_.compute, v);
-        return x;
-    }
-
-    static Tensor add(Tensor x, const Tensor& y) {
-        add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
-        return x;
-    }
-    void add_gradient(const std::string& name, const Tensor& contribution) {
-        Tensor& gradient = gradients[param_index_.at(name)];
-        gradient = add(gradient, contribution);
-        if (gradient_format(setup) == recipe_.compute) gradient = rounded(gradient);
-    }
-
-    bool has_bias(const std::string& linear) const { return param_index_.count(linear + ".bias"); }
-    const Tensor& weight(const std::string& name) const { return weights[param_index_.at(name)]; }
-    std::string head_name() const { return config_.tied ? "embedding" : "head"; }
+    // --- The embedding and all layers ---
 
     // tokens (B, T) -> input of the final norm (N, C). Sets the sizes B_, T_ and N_. As in the paper, the
     // embedding is not quantized:
     //   residual[n] = embedding[token n]                         with RoPE
     //   residual[n] = embedding[token n] + positions[n mod T]    with learned positions
-    Tensor forward(const int32_t* tokens, int64_t sequences, int64_t length) {
-        B_ = sequences;
-        T_ = length;
-        N_ = B_ * T_;
+    Tensor forward(const int32_t* tokens, int64_t B, int64_t T) {
+        B_ = B;
+        T_ = T;
+        N_ = B * T;
         saved_layers_.clear();
         const int64_t C = config_.C;
         Tensor residual(N_ * C);
@@ -168,12 +147,93 @@ private:
         return rounded(residual);
     }
 
-    // --- What a layer saves for backward ---
+    // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
-    // FP8 codes saturate, which hides an infinity. So `finite` notes the amax of each tensor that is
-    // quantized to FP8. (A tensor with small scale blocks would not need this, see scale_of(). But it costs
-    // little.)
-    void note_whether_finite(float amax) { finite = finite && std::isfinite(amax); }
+    // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C). Both are sums in FP32.
+    // The next norm reads such a sum from its FP8 groups; the next residual add reads it in BF16.
+    Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
+        const std::string prefix = "layers." + std::to_string(l) + ".";
+        SavedLayer& saved = saved_layers_.emplace_back();
+
+        // Residual sum -> norm 1 input, saved in groups. Norm 1 reads the groups.
+        saved.norm1_input =
+            save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
+
+        // Norm 1 -> q, k, v -> RoPE
+        const Tensor norm1_output = apply_norm(prefix + "norm1", load_saved(saved.norm1_input));
+        const Tensor projected = linear_forward(prefix + "qkv", norm1_output);
+        saved.qkv = save_for_backward(qkv_to_save(projected), config_.qkv_cols(), recipe_.saved_attention,
+                                      ReportKind::Attention);
+
+        // Attention reads q, k and v as backward will load them, because the log-sum-exp has to belong to the
+        // loaded values. Values from groups are FP32, so they are rounded to BF16 for attention.
+        const Tensor qkv = qkv_for_attention(prefix, rounded(load_saved(saved.qkv)));
+        Tensor attention_output(N_ * config_.q_cols());
+        saved.lse.resize(N_ * config_.NH);
+        attention_forward(config_, B_, T_, qkv.data(), attention_output.data(), saved.lse.data());
+        saved.attention_output = save_for_backward(rounded(attention_output), config_.q_cols(),
+                                                   recipe_.saved_attention, ReportKind::Attention);
+
+        // The linear layer attention_out -> residual sum -> norm 2 input
+        const Tensor branch = linear_forward(prefix + "attention_out", load_saved(saved.attention_output));
+        const Tensor sum_after_attention = add(rounded(residual_sum), branch);
+        saved.norm2_input =
+            save_for_backward(sum_after_attention, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
+
+        // Norm 2 -> gate and up
+        const Tensor norm2_output = apply_norm(prefix + "norm2", load_saved(saved.norm2_input));
+        const Tensor gate_up = linear_forward(prefix + "gate_up", norm2_output);
+        saved.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
+                                          ReportKind::ActivationInput);
+
+        // SiLU(gate) x up -> down -> residual sum
+        const Tensor act = apply_activation(load_saved(saved.gate_up));
+        return add(rounded(sum_after_attention), linear_forward(prefix + "down", act));
+    }
+
+    // Layer l: the gradient of the residual stream after the layer (N, C) -> before the layer (N, C). At the
+    // input of each branch two gradients are added: one comes along the stream, one through the branch. dX is
+    // the gradient of X.
+    Tensor layer_backward(int64_t l, Tensor dresidual) {
+        const std::string prefix = "layers." + std::to_string(l) + ".";
+        const SavedLayer& saved = saved_layers_[l];
+
+        // Down; act = SiLU(gate) x up is computed again
+        const Tensor gate_up = load_saved(saved.gate_up);
+        const Tensor dact = linear_backward(prefix + "down", apply_activation(gate_up), dresidual);
+
+        // SiLU(gate) x up -> gate and up -> norm 2 -> residual gradient
+        Tensor dgate_up(gate_up.size());
+        activation_backward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), dact.data(),
+                                  dgate_up.data());
+        const Tensor norm2_input = load_saved(saved.norm2_input);
+        const Tensor norm2_output = apply_norm(prefix + "norm2", norm2_input);
+        const Tensor dnorm2_output = linear_backward(prefix + "gate_up", norm2_output, dgate_up);
+        dresidual =
+            rounded(add(dresidual, apply_norm_backward(prefix + "norm2", norm2_input, dnorm2_output)));
+
+        // Attention out. wgrad quantizes the attention output as it is saved. The backward pass of attention,
+        // below, reads the attention output rounded to the compute dtype.
+        const Tensor dattention_output =
+            linear_backward(prefix + "attention_out", load_saved(saved.attention_output), dresidual);
+
+        // Attention -> RoPE
+        const Tensor attention_output = rounded(load_saved(saved.attention_output));
+        const Tensor saved_qkv = rounded(load_saved(saved.qkv));
+        const Tensor qkv = qkv_for_attention(prefix, saved_qkv);
+        Tensor dqkv(qkv.size());
+        attention_backward(config_, B_, T_, qkv.data(), attention_output.data(), saved.lse.data(),
+                           dattention_output.data(), dqkv.data());
+        dqkv = qkv_backward(prefix, saved_qkv, rounded(dqkv));
+
+        // q, k, v -> norm 1 -> residual gradient
+        const Tensor norm1_input = load_saved(saved.norm1_input);
+        const Tensor norm1_output = apply_norm(prefix + "norm1", norm1_input);
+        const Tensor dnorm1_output = linear_backward(prefix + "qkv", norm1_output, dqkv);
+        return rounded(add(dresidual, apply_norm_backward(prefix + "norm1", norm1_input, dnorm1_output)));
+    }
+
+    // --- What a layer saves for backward ---
 
     // Saves x (N, cols) for backward, stored as `storage` says. load_saved() gives the stored values.
     SavedActivation save_for_backward(const Tensor& x, int64_t cols, const Storage& storage,
@@ -187,6 +247,110 @@ private:
     static Tensor load_saved(const SavedActivation& saved) {
         if constexpr (!QUANTIZES) return saved;
         else return dequantize(saved);
+    }
+
+    // FP8 codes saturate, which hides an infinity. So `finite` notes the amax of each tensor that is
+    // quantized to FP8. (A tensor with small scale blocks would not need this, see scale_of(). But it costs
+    // little.)
+    void note_whether_finite(float amax) { finite = finite && std::isfinite(amax); }
+
+    // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
+
+    // x (N, in) -> y (N, out). x_operand, w_operand and g_operand are what the GEMMs read: FP32 values. If
+    // the format of an operand is FP8, each of its values is a code times a scale. See make_operand(), below.
+    Tensor linear_forward(const std::string& name, const Tensor& x) {
+        const size_t index = param_index_.at(name);
+        const int64_t in = params[index].cols, out = params[index].rows;
+        const Tensor x_operand = make_operand(OperandKind::X, index, x, in, ReduceOver::Columns);
+        const Tensor w_operand = make_operand(OperandKind::W, index, weights[index], in, ReduceOver::Columns);
+        Tensor y(N_ * out);
+        // fprop: y = x w^T
+        matmul(N_, out, in, matrix_view(x_operand, in), transposed_view(w_operand, in), y.data());
+        if (has_bias(name))
+            for (int64_t n = 0; n < N_; n++)
+                add_scaled(out, Real(1), weight(name + ".bias").data(), &y[n * out]);
+        return rounded(y);
+    }
+
+    // x (N, in), dy (N, out) -> dx (N, in). Adds to the gradients of the weight and of the bias.
+    Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
+        const size_t index = param_index_.at(name);
+        const int64_t in = params[index].cols, out = params[index].rows;
+        const Tensor x_operand = make_operand(OperandKind::X, index, x, in, ReduceOver::Rows);
+        const Tensor w_operand = make_operand(OperandKind::W, index, weights[index], in, ReduceOver::Rows);
+        const Tensor g_operand = make_operand(OperandKind::G, index, dy, out, ReduceOver::Columns);
+        Tensor dx(N_ * in), dw(out * in);
+        // dgrad: dx = g w
+        matmul(N_, in, out, matrix_view(g_operand, out), matrix_view(w_operand, in), dx.data());
+        // wgrad: dw = g^T x, which sums over tokens. If g^T has the same scale blocks as g, wgrad reads the
+        // operand of dgrad. Otherwise g is quantized once more, in scale blocks along the tokens.
+        const bool has_same_blocks = formats_.g.granularity.transpose_has_same_blocks();
+        const Tensor g_of_wgrad =
+            has_same_blocks ? g_operand : make_operand(OperandKind::G, index, dy, out, ReduceOver::Rows);
+        matmul(out, in, N_, transposed_view(g_of_wgrad, out), matrix_view(x_operand, in), dw.data());
+        add_gradient(name, dw);
+        // dbias is a sum over tokens. In FP8 recipes it sums dy itself, not the FP8 values of g_operand. In
+        // other recipes it sums g_operand, which is dy rounded to the compute dtype.
+        if (has_bias(name)) {
+            Tensor dbias(out);
+            const Tensor& g = formats_.g.fp8() ? dy : g_operand;
+            for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
+            add_gradient(name + ".bias", dbias);
+        }
+        return rounded(dx);
+    }
+
+    // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. tensor: (rows, cols).
+    // weight_index: of the layer's weight in params. If the operand is FP8:
+    //   - `finite` notes whether the tensor is finite.
+    //   - Scales are just-in-time. Only with delayed scaling the scale comes from the operand's history, and
+    //     the amax of the tensor goes into this history.
+    Tensor make_operand(OperandKind kind, size_t weight_index, const Tensor& tensor, int64_t cols,
+                        ReduceOver over) {
+        if constexpr (!QUANTIZES) return tensor;
+        else {
+            const Storage& storage = storage_of(formats_, kind);
+            std::optional<float> delayed_scale;
+            if (storage.fp8()) {
+                const float amax = compute_amax(tensor.data(), int64_t(tensor.size()));
+                note_whether_finite(amax);
+                if (recipe_.scaling == Scaling::Delayed)
+                    delayed_scale =
+                        delayed_scales[weight_index][int(kind)].note_amax_and_get_scale(storage, amax);
+            }
+            return fake_quantize(tensor, int64_t(tensor.size()) / cols, cols, storage, over,
+                                 stats_of(report_kind(kind)), delayed_scale);
+        }
+    }
+
+    // --- Norms and the activation function ---
+
+    // x (rows, C) -> the norm's output (rows, C), in FP32.
+    Tensor apply_norm(const std::string& name, const Tensor& x) const {
+        const int64_t C = config_.C, rows = int64_t(x.size()) / C;
+        const Real* bias = config_.arch.rms ? nullptr : weight(name + ".bias").data();
+        Tensor y(x.size());
+        norm_forward<Real>(config_.arch.rms, Real(config_.norm_eps), rows, C, x.data(),
+                           weight(name + ".weight").data(), bias, y.data());
+        return y;
+    }
+
+    // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
+    Tensor apply_norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
+        Tensor dx(x.size()), dweight(config_.C), dbias(config_.C);
+        norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
+                            weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
+                            dbias.data());
+        add_gradient(name + ".weight", dweight);
+        if (!config_.arch.rms) add_gradient(name + ".bias", dbias);
+        return dx;
+    }
+
+    // gate_up (N, gate_up_cols) -> act (N, F), in FP32.
+    Tensor apply_activation(const Tensor& gate_up) const {
+        Tensor act(N_ * config_.F);
+        activation_forward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), act.data());
+        return act;
     }
 
     // --- RoPE, and Qwen3's norms of heads, between the q, k, v projection and attention ---
@@ -231,208 +395,24 @@ private:
         return dqkv;
     }
 
-    // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
-
-    // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C). Both are sums in FP32.
-    // The next norm reads such a sum from its FP8 groups; the next residual add reads it in BF16.
-    Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
-        const std::string prefix = "layers." + std::to_string(l) + ".";
-        SavedLayer& saved = saved_layers_.emplace_back();
-
-        // Residual sum -> norm 1 input, saved in groups. Norm 1 reads the groups.
-        saved.norm1_input =
-            save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
-
-        // Norm 1 -> q, k, v -> RoPE
-        const Tensor norm1 = apply_norm(prefix + "norm1", load_saved(saved.norm1_input));
-        const Tensor projected = linear_forward(prefix + "qkv", norm1);
-        saved.qkv = save_for_backward(qkv_to_save(projected), config_.qkv_cols(), recipe_.saved_attention,
-                                      ReportKind::Attention);
-
-        // Attention reads q, k and v as backward will load them, because the log-sum-exp has to belong to the
-        // loaded values. Values from groups are FP32, so they are rounded to BF16 for attention.
-        const Tensor qkv = qkv_for_attention(prefix, rounded(load_saved(saved.qkv)));
-        Tensor attention_output(N_ * config_.q_cols());
-        saved.lse.resize(N_ * config_.NH);
-        attention_forward(config_, B_, T_, qkv.data(), attention_output.data(), saved.lse.data());
-        saved.attention_output = save_for_backward(rounded(attention_output), config_.q_cols(),
-                                                   recipe_.saved_attention, ReportKind::Attention);
-
-        // Attention out -> residual sum -> norm 2 input
-        const Tensor branch = linear_forward(prefix + "attention_out", load_saved(saved.attention_output));
-        const Tensor residual_sum2 = add(rounded(residual_sum), branch);
-        saved.norm2_input =
-            save_for_backward(residual_sum2, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
-
-        // Norm 2 -> gate and up
-        const Tensor norm2 = apply_norm(prefix + "norm2", load_saved(saved.norm2_input));
-        const Tensor gate_up = linear_forward(prefix + "gate_up", norm2);
-        saved.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
-                                          ReportKind::ActivationInput);
-
-        // SiLU(gate) x up -> down -> residual sum
-        const Tensor act = apply_activation(load_saved(saved.gate_up));
-        return add(rounded(residual_sum2), linear_forward(prefix + "down", act));
-    }
-
-    // Layer l: the gradient of the residual stream after the layer (N, C) -> before the layer (N, C). At the
-    // input of each branch two gradients are added: one comes along the stream, one through the branch. dX is
-    // the gradient of X.
-    Tensor layer_backward(int64_t l, Tensor dresidual) {
-        const std::string prefix = "layers." + std::to_string(l) + ".";
-        const SavedLayer& saved = saved_layers_[l];
-
-        // Down; act = SiLU(gate) x up is computed again
-        const Tensor gate_up = load_saved(saved.gate_up);
-        const Tensor dact = linear_backward(prefix + "down", apply_activation(gate_up), dresidual);
-
-        // SiLU(gate) x up -> gate and up -> norm 2 -> residual gradient
-        Tensor dgate_up(gate_up.size());
-        activation_backward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), dact.data(),
-                                  dgate_up.data());
-        const Tensor norm2_input = load_saved(saved.norm2_input);
-        const Tensor norm2 = apply_norm(prefix + "norm2", norm2_input);
-        const Tensor dnorm2 = linear_backward(prefix + "gate_up", norm2, dgate_up);
-        dresidual = rounded(add(dresidual, apply_norm_backward(prefix + "norm2", norm2_input, dnorm2)));
-
-        // Attention out. wgrad quantizes the attention output as it is saved. The backward pass of attention,
-        // below, reads the attention output rounded to the compute dtype.
-        const Tensor dattention_output =
-            linear_backward(prefix + "attention_out", load_saved(saved.attention_output), dresidual);
-
-        // Attention -> RoPE
-        const Tensor attention_output = rounded(load_saved(saved.attention_output));
-        const Tensor saved_qkv = rounded(load_saved(saved.qkv));
-        const Tensor qkv = qkv_for_attention(prefix, saved_qkv);
-        Tensor dqkv(qkv.size());
-        attention_backward(config_, B_, T_, qkv.data(), attention_output.data(), saved.lse.data(),
-                           dattention_output.data(), dqkv.data());
-        dqkv = qkv_backward(prefix, saved_qkv, rounded(dqkv));
-
-        // q, k, v -> norm 1 -> residual gradient
-        const Tensor norm1_input = load_saved(saved.norm1_input);
-        const Tensor norm1 = apply_norm(prefix + "norm1", norm1_input);
-        const Tensor dnorm1 = linear_backward(prefix + "qkv", norm1, dqkv);
-        return rounded(add(dresidual, apply_norm_backward(prefix + "norm1", norm1_input, dnorm1)));
-    }
-
-    // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
-
-    // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. tensor: (rows, cols).
-    // weight_index: of the layer's weight in params. If the operand is FP8:
-    //   - `finite` notes whether the tensor is finite.
-    //   - Scales are just-in-time. Only with delayed scaling the scale comes from the operand's history, and
-    //     the amax of the tensor goes into this history.
-    Tensor make_operand(OperandKind kind, size_t weight_index, const Tensor& tensor, int64_t cols,
-                        ReduceOver over) {
-        if constexpr (!QUANTIZES) return tensor;
-        else {
-            const Storage& storage = storage_of(formats_, kind);
-            std::optional<float> delayed_scale;
-            if (storage.fp8()) {
-                const float amax = compute_amax(tensor.data(), int64_t(tensor.size()));
-                note_whether_finite(amax);
-                if (recipe_.scaling == Scaling::Delayed)
-                    delayed_scale =
-                        delayed_scales[weight_index][int(kind)].note_amax_and_get_scale(storage, amax);
-            }
-            return fake_quantize(tensor, int64_t(tensor.size()) / cols, cols, storage, over,
-                                 stats_of(report_kind(kind)), delayed_scale);
-        }
-    }
-
-    // x (N, in) -> y (N, out). x_operand, w_operand and g_operand are what the GEMMs read: FP32 values. If
-    // the format of an operand is FP8, each of its values is a code times a scale.
-    Tensor linear_forward(const std::string& name, const Tensor& x) {
-        const size_t index = param_index_.at(name);
-        const int64_t in = params[index].cols, out = params[index].rows;
-        const Tensor x_operand = make_operand(OperandKind::X, index, x, in, ReduceOver::Columns);
-        const Tensor w_operand = make_operand(OperandKind::W, index, weights[index], in, ReduceOver::Columns);
-        Tensor y(N_ * out);
-        // fprop: y = x w^T
-        matmul<Real>(N_, out, in, {x_operand.data(), in, 1}, {w_operand.data(), 1, in}, y.data());
-        if (has_bias(name))
-            for (int64_t n = 0; n < N_; n++)
-                add_scaled(out, Real(1), weight(name + ".bias").data(), &y[n * out]);
-        return rounded(y);
-    }
-
-    // x (N, in), dy (N, out) -> dx (N, in). Adds to the gradients of the weight and of the bias.
-    Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
-        const size_t index = param_index_.at(name);
-        const int64_t in = params[index].cols, out = params[index].rows;
-        const Tensor x_operand = make_operand(OperandKind::X, index, x, in, ReduceOver::Rows);
-        const Tensor w_operand = make_operand(OperandKind::W, index, weights[index], in, ReduceOver::Rows);
-        const Tensor g_operand = make_operand(OperandKind::G, index, dy, out, ReduceOver::Columns);
-        Tensor dx(N_ * in), dw(out * in);
-        // dgrad: dx = g w
-        matmul<Real>(N_, in, out, {g_operand.data(), out, 1}, {w_operand.data(), in, 1}, dx.data());
-        // wgrad: dw = g^T x, which sums over tokens. If g^T has the same scale blocks as g, wgrad reads the
-        // operand of dgrad. Otherwise g is quantized once more, in scale blocks along the tokens.
-        const bool has_same_blocks = formats_.g.granularity.transpose_has_same_blocks();
-        const Tensor g_transposed_operand =
-            has_same_blocks ? g_operand : make_operand(OperandKind::G, index, dy, out, ReduceOver::Rows);
-        matmul<Real>(out, in, N_, {g_transposed_operand.data(), 1, out}, {x_operand.data(), in, 1},
-                     dw.data());
-        add_gradient(name, dw);
-        // dbias is a sum over tokens. In FP8 recipes it sums dy itself, not the FP8 values of g_operand. In
-        // other recipes it sums g_operand, which is dy rounded to the compute dtype.
-        if (has_bias(name)) {
-            Tensor dbias(out);
-            const Tensor& g = formats_.g.fp8() ? dy : g_operand;
-            for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
-            add_gradient(name + ".bias", dbias);
-        }
-        return rounded(dx);
-    }
-
-    // --- Norms and the activation function ---
-
-    // x (rows, C) -> the norm's output (rows, C), in FP32.
-    Tensor apply_norm(const std::string& name, const Tensor& x) const {
-        const int64_t C = config_.C, rows = int64_t(x.size()) / C;
-        const Real* bias = config_.arch.rms ? nullptr : weight(name + ".bias").data();
-        Tensor y(x.size());
-        norm_forward<Real>(config_.arch.rms, Real(config_.norm_eps), rows, C, x.data(),
-                           weight(name + ".weight").data(), bias, y.data());
-        return y;
-    }
-
-    // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
-    Tensor apply_norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
-        Tensor dx(x.size()), dweight(config_.C), dbias(config_.C);
-        norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
-                            weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
-                            dbias.data());
-        add_gradient(name + ".weight", dweight);
-        if (!config_.arch.rms) add_gradient(name + ".bias", dbias);
-        return dx;
-    }
-
-    // gate_up (N, gate_up_cols) -> act (N, F), in FP32.
-    Tensor apply_activation(const Tensor& gate_up) const {
-        Tensor act(N_ * config_.F);
-        activation_forward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), act.data());
-        return act;
-    }
-
     // --- Embedding and head ---
 
     // y (rows, C) -> logits (rows, padded_V). The head is not quantized.
     Tensor head_forward(const Tensor& y) const {
-        const int64_t rows = int64_t(y.size()) / config_.C, V = config_.padded_V(), C = config_.C;
-        Tensor logits(rows * V);
-        matmul<Real>(rows, V, C, {y.data(), C, 1}, {weight(head_name()).data(), 1, C}, logits.data());
+        const int64_t C = config_.C, padded_V = config_.padded_V(), rows = int64_t(y.size()) / C;
+        const Tensor& w = weight(head_name());  // (padded_V, C)
+        Tensor logits(rows * padded_V);
+        matmul(rows, padded_V, C, matrix_view(y, C), transposed_view(w, C), logits.data());
         return rounded(logits);
     }
 
     // dlogits (N, padded_V) -> dy (N, C); adds to the gradient of the head.
     Tensor head_backward(const Tensor& y, const Tensor& dlogits) {
-        const int64_t V = config_.padded_V(), C = config_.C;
-        const Tensor& w = weight(head_name());  // (V, C)
-        Tensor dhead(V * C), dy(N_ * C);
-        matmul<Real>(V, C, N_, {dlogits.data(), 1, V}, {y.data(), C, 1}, dhead.data());
-        matmul<Real>(N_, C, V, {dlogits.data(), V, 1}, {w.data(), C, 1}, dy.data());
+        const int64_t C = config_.C, padded_V = config_.padded_V();
+        const Tensor& w = weight(head_name());  // (padded_V, C)
+        Tensor dhead(padded_V * C), dy(N_ * C);
+        matmul(padded_V, C, N_, transposed_view(dlogits, padded_V), matrix_view(y, C), dhead.data());
+        matmul(N_, C, padded_V, matrix_view(dlogits, padded_V), matrix_view(w, C), dy.data());
         add_gradient(head_name(), dhead);
         return rounded(dy);
     }
@@ -451,6 +431,29 @@ private:
         add_gradient("embedding", dembedding);
         if (positions) add_gradient("positions", dpositions);
     }
+
+    // --- Rounding, sums, and parameters by name ---
+
+    // x, rounded to the compute dtype.
+    Tensor rounded(Tensor x) const {
+        for (Real& v : x)
+            if constexpr (QUANTIZES) v = round_to(recipe_.compute, v);
+        return x;
+    }
+
+    static Tensor add(Tensor x, const Tensor& y) {
+        add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
+        return x;
+    }
+    void add_gradient(const std::string& name, const Tensor& contribution) {
+        Tensor& gradient = gradients[param_index_.at(name)];
+        gradient = add(gradient, contribution);
+        if (gradient_format(setup) == recipe_.compute) gradient = rounded(gradient);
+    }
+
+    bool has_bias(const std::string& linear) const { return param_index_.count(linear + ".bias"); }
+    const Tensor& weight(const std::string& name) const { return weights[param_index_.at(name)]; }
+    std::string head_name() const { return config_.tied ? "embedding" : "head"; }
 };
 
 // ===========================================================================================================

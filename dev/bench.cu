@@ -718,7 +718,7 @@ std::vector<Setup> setups(const Flags& flags) {
     auto add = [&](const Run& r) {
         Setup s{find_row(models(), r.model, "--model"),
                 recipe,
-                find_row(optimizers(), recipe.optimizer, "--optimizer"),
+                find_row(optimizers(), recipe.default_optimizer, "--optimizer"),
                 number("--batch", r.batch),
                 number("--seq", r.seq),
                 number("--accumulate", r.accumulate)};

@@ -72,7 +72,7 @@ static std::string find_weights(const Resumed& resumed, const Flags& flags) {
 
 ModelAndFormats choose_model_and_formats(const RunLocation& location, const Resumed& resumed, Flags& flags) {
     Recipe recipe = find_row(recipes(), flags.recipe, "--recipe");
-    if (flags.optimizer.empty()) flags.optimizer = recipe.optimizer;
+    if (flags.optimizer.empty()) flags.optimizer = recipe.default_optimizer;
     if (flags.attention == "groups") recipe.saved_attention = E4M3_1x16;
     if (flags.on_gpu() && location.why_no_gpu.empty()) recipe = recipe_on_gpu(recipe, gpu_capability());
     const Optimizer optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");

@@ -79,7 +79,7 @@ inline Setup setup_of(const std::string& words, const ModelConfig& config = tiny
     const std::string before_optimizer = " moments ";
     const size_t at = words.find(before_optimizer);
     const Recipe& recipe = find_row(recipes(), name, "recipe");
-    std::string optimizer = name == "bf16" ? "bf16" : recipe.optimizer;
+    std::string optimizer = name == "bf16" ? "bf16" : recipe.default_optimizer;
     if (at != words.npos) optimizer = words.substr(at + before_optimizer.size());
     const Setup s{.config = config,
                   .recipe = recipe,
