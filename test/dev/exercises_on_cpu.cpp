@@ -14,16 +14,7 @@ namespace cpu14 {
 using namespace coat::test;
 
 TEST_CASE("exercises 13 and 14: the CPU runs an empty kernel and typical mistakes and a solution") {
-    if (!exercises_are_solved()) {
-        transposes("nothing is computed yet", cpu13::quantize_transpose);
-        updates("nothing is computed yet", cpu14::adamw);
-    }
-    transposes("about matrices with cut tiles:", transpose<Transpose::LeavesOutCutTiles>);
-    transposes("about oblong matrices:", transpose<Transpose::RowsOfCols>);
-    transposes("The transpose is wrong", transpose<Transpose::TilesStay>);
-    transposes("exercise 13: passed, ", transpose<Transpose::Right>);
-    updates("exercise 14: passed, ", adamw<Reduction::InSharedMemory>);
-    updates("exercise 14: passed, ", adamw<Reduction::WithShuffles>);
+    judge_kernels(cpu13::quantize_transpose, cpu14::adamw);
 }
 
 TEST_CASE("exercises 13 and 14: on the CPU a missing barrier is always seen") {
