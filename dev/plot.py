@@ -396,6 +396,7 @@ def draw_bench(report, marked=()):
 PAPER_TABLE_2 = {"paper: BF16": (4, 8, 2, 3, 5.66, 22.66), "paper: TE": (2, 8, 2, 3, 3.33, 18.33),
                  "paper: COAT": (1, 4, 2, 3, 3.33, 13.33)}
 PAPER_GAP = 0.013  # COAT's training loss above BF16's, OLMo-1B after 22 billion tokens
+DRAWN_LOSSES = ("te", "coat")  # the recipes in the figure of losses; the table has all that were measured
 
 
 def highest_percent(histogram):
@@ -465,7 +466,7 @@ def spread_panel(left, color, recipe, curves, y_range):
     seed the differences of the training losses, one for each tenth of the run."""
     tenth = 20  # million tokens
     mean = [statistics.mean(of) for of in zip(*curves)]
-    panel = Panel(left, 94, 164, 250, (0, 10 * tenth), y_range, recipe, larger=1.5)
+    panel = Panel(left, 94, 250, 250, (0, 10 * tenth), y_range, recipe, larger=1.5)
     panel.axes("million tokens", named(range(0, 10 * tenth + 1, 5 * tenth)), ticks(*y_range, 8))
     panel.line([(x, 0) for x in panel.x_range], DARK, dots=False)
     middle = [tenth * (i + 0.5) for i in range(10)]
@@ -499,10 +500,11 @@ def ends_panel(top, ends):
 
 
 def draw_convergence(rows):
-    """Losses of GPT-2 minus those of bf16 with the same seed: a panel for the training losses of each recipe, and
-    one for the validation losses of all."""
-    ends, curves = {}, {}
-    for recipe, of in paired(rows).items():
+    """Losses of GPT-2 minus those of bf16 with the same seed: a panel for the training losses of each recipe of
+    DRAWN_LOSSES, and one for the validation losses of all of them."""
+    ends, curves, pairs = {}, {}, paired(rows)
+    for recipe in DRAWN_LOSSES:
+        of = pairs[recipe]
         ends[recipe] = [row["validation"][-1][1] - base["validation"][-1][1] for row, base in of]
         curves[recipe] = [[a - b for a, b in zip(row["train"], base["train"])] for row, base in of]
     gaps = [gap for of in curves.values() for seed in of for gap in seed]
@@ -511,7 +513,7 @@ def draw_convergence(rows):
              text(24, 44, "line: mean of three seeds, each point a tenth of the run; band: from the lowest seed to the "
                   "highest", 12.5, "start", LIGHT)]
     for column, ((recipe, of), color) in enumerate(zip(curves.items(), COLORS)):
-        panel = spread_panel(66 + 210 * column, color, recipe, of, y_range)
+        panel = spread_panel(70 + 315 * column, color, recipe, of, y_range)
         if recipe == "coat":
             panel.line([(x, PAPER_GAP) for x in panel.x_range], LIGHT, dash="5 4", dots=False)
             panel.parts.append(text(panel.right, panel.y(PAPER_GAP) - 6, "paper, OLMo-1B", 12.5, "end", LIGHT))
