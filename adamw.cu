@@ -301,7 +301,7 @@ struct FieldOfLane {
     }
     __device__ void store(int bundle_begin, float value) const {
         if (fields_in_shard && bundle_begin + span_in_bundle < shard_spans)
-            store_word(fields_in_shard + bundle_begin + span_in_bundle, value);
+            store_at_once(fields_in_shard + bundle_begin + span_in_bundle, value);
     }
     // This one of the four fields of a span.
     __device__ float choose_from(const SpanFields& fields) const {
@@ -334,7 +334,7 @@ constexpr int BLOCKS_PER_SM = 2;  // on a multiprocessor at once: a thread may t
 template <class W> struct LoadedElements {
     Codes codes;
     typename W::LoadedChunk w;
-    Bf16OrFloat::LoadedChunk g;
+    Bf16OrFp32::LoadedChunk g;
 };
 
 // A thread's eight elements of each span of a shard: where they are, and the numbers with which all of them
@@ -379,8 +379,8 @@ template <class W> struct ElementsOfThread {
         const int64_t element = start + shard.flat_minus_rank_offset + i;
         weights.store(i, w, arguments.rounding_key, element, live, largest_bits);
         if (!live) return;
-        store_word(codes_m + i, codes.m);
-        store_word(codes_v + i, codes.v);
+        store_at_once(codes_m + i, codes.m);
+        store_at_once(codes_v + i, codes.v);
     }
 };
 
@@ -578,7 +578,7 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
                                    .elements = g.elements,
                                    .weights = weights,
                                    .rounding_key = rounding_key,
-                                   .gradients = bf16_or_float(g.gradients, g.format),
+                                   .gradients = bf16_or_fp32(g.gradients, g.format),
                                    .state = state};
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(g.count, 128), 128,
            /*shared_bytes=*/0, stream, arguments);

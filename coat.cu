@@ -25,7 +25,7 @@
 //   write_operand()                part 4            gpu/linear.cpp calls it
 //     quantize()                   part 4            chooses by the granularity
 //       quantize_per_tensor()      part 3            with transposed codes?
-//         with_producer_for_fp8()  lazy_tensor.cuh   from what is x computed?
+//         with_producer_for_quantizer()  lazy_tensor.cuh   from what is x computed?
 //           launch()               device.cuh        starts quantize_kernel()
 //
 // And on the GPU:
@@ -161,9 +161,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 }
 
 // A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed.
-// with_producer_for_fp8() finds the producer that computes it.
+// with_producer_for_quantizer() finds the producer that computes it.
 void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t stream) {
-    with_producer_for_fp8(x, [&](auto producer) {
+    with_producer_for_quantizer(x, [&](auto producer) {
         launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, x_amax_out);
     });
@@ -193,7 +193,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 
 template <Format FP8>
 static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStream_t stream) {
-    with_producer_for_fp8(x, [&](auto producer) {
+    with_producer_for_quantizer(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/true>;
@@ -210,7 +210,7 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
 // them a thread would have too few registers for FP32 values.)
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    store_values_kernel(Producer producer, int64_t rows, Bf16OrFloat out) {
+    store_values_kernel(Producer producer, int64_t rows, Bf16OrFp32 out) {
     const TilePlace place;
     if (!place.inside(rows, producer.width)) return;
     for_each_row(producer, place, rows, [&](int i, ChunkValues(&v)[Producer::PLANES], bool live) {
@@ -224,7 +224,7 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
     require(!out.storage.fp8(), "values are stored in BF16 or FP32");
     with_producer(x, [&](auto producer) {
         launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, bf16_or_float(out));
+               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, bf16_or_fp32(out));
     });
 }
 

@@ -63,7 +63,7 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
 // 2. Eight weights in registers, and how they are rounded when they are stored
 //
 // A kernel is compiled for each kind of weights: Bf16Weights<true> with masters, Bf16Weights<false> without,
-// and FloatWeights. An object of these classes counts elements from `first`, the element of the rank's order
+// and Fp32Weights. An object of these classes counts elements from `first`, the element of the rank's order
 // for which it is constructed. store() rounds eight weights, writes them if they are live, and raises
 // largest_bits, the bits of the largest magnitude so far. The random bits follow from key, the rounding_key()
 // of the step, and from element, the first element's number in the flat order.
@@ -123,22 +123,22 @@ template <bool MASTER> struct Bf16Weights {
             largest_bits = max(largest_bits, sums[j] & 0x7FFF0000u);
         }
         if (!live) return;
-        store_word(weights + i, halves_of(sums, UPPER));
+        store_at_once(weights + i, halves_of(sums, UPPER));
         if (!MASTER) return;
         // sum = bits + 0x8000, of which the weight is the upper half. So the remainder, which is bits minus
         // the weight << 16, is the lower half minus 0x8000. In 16 bits that only flips the highest bit.
         const uint4 lower = halves_of(sums, LOWER);
-        store_word(remainders + i, make_uint4(lower.x ^ 0x80008000u, lower.y ^ 0x80008000u,
-                                              lower.z ^ 0x80008000u, lower.w ^ 0x80008000u));
+        store_at_once(remainders + i, make_uint4(lower.x ^ 0x80008000u, lower.y ^ 0x80008000u,
+                                                 lower.z ^ 0x80008000u, lower.w ^ 0x80008000u));
     }
 };
 
 // FP32 weights, which are their own masters: the fp32 recipe.
-struct FloatWeights {
+struct Fp32Weights {
     using LoadedChunk = Plain<float>::LoadedChunk;
     Plain<float> weights;
 
-    __device__ FloatWeights(const Weights& w, int64_t first)
+    __device__ Fp32Weights(const Weights& w, int64_t first)
         : weights{static_cast<float*>(w.values) + first} {}
     __device__ LoadedChunk load(int64_t i) const { return weights.load(i); }
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const { weights.unpack(loaded, v); }
@@ -151,7 +151,7 @@ struct FloatWeights {
 
 // Calls f<Kind>() with the kind of these weights.
 template <class F> void with_weights(const Weights& w, F f) {
-    if (w.format == Format::FP32) f.template operator()<FloatWeights>();
+    if (w.format == Format::FP32) f.template operator()<Fp32Weights>();
     else if (w.remainders) f.template operator()<Bf16Weights<true>>();
     else f.template operator()<Bf16Weights<false>>();
 }
@@ -176,7 +176,7 @@ struct AdamWArguments {
     Range elements;  // of these shards, in the rank's order: whole moment groups
     Weights weights;
     uint64_t rounding_key;
-    Bf16OrFloat gradients;  // the gradients of these shards, from elements.first on
+    Bf16OrFp32 gradients;  // the gradients of these shards, from elements.first on
     const GradientState* state;
 
     // v is in moment groups where m is (formats.h, Optimizer::has_fp8_moment_groups).

@@ -31,8 +31,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
 // blockIdx.y is the number of the gradient: there are one or two.
 constexpr int REDUCE_ROWS = 16;
 static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
-    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFloat gradient,
-                           Bf16OrFloat second) {
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFp32 gradient,
+                           Bf16OrFp32 second) {
     __shared__ float sums[REDUCE_ROWS][32];
     const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
     const float* const column = partials + blockIdx.y * rows * cols + col;
@@ -47,7 +47,7 @@ static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
     for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
     (blockIdx.y == 0 ? gradient : second).with([&](auto sum_so_far) {
         const float before = sum_so_far.data[col];
-        sum_so_far.data[col] = static_cast<typename decltype(sum_so_far)::Compute>(before + total);
+        sum_so_far.data[col] = static_cast<typename decltype(sum_so_far)::ComputeElement>(before + total);
     });
 }
 
@@ -55,8 +55,8 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
                      const TensorRef& second) {
     const int64_t n = gradient.rows * gradient.cols;
     launch("reduce_partials", reduce_partials_kernel, dim3(block_count(n, 32), second.data ? 2 : 1),
-           dim3(32, REDUCE_ROWS), /*shared_bytes=*/0, stream, partials, rows, n, bf16_or_float(gradient),
-           bf16_or_float(second));
+           dim3(32, REDUCE_ROWS), /*shared_bytes=*/0, stream, partials, rows, n, bf16_or_fp32(gradient),
+           bf16_or_fp32(second));
 }
 
 void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,

@@ -30,8 +30,10 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. Launching a kernel
 
-// The number of blocks of a grid if n elements are shared out and a block has `each` of them.
-inline unsigned block_count(int64_t n, int64_t each) { return static_cast<unsigned>(ceil_div(n, each)); }
+// The number of blocks of a grid if n elements are shared out and a block has `per_block` of them.
+inline unsigned block_count(int64_t n, int64_t per_block) {
+    return static_cast<unsigned>(ceil_div(n, per_block));
+}
 
 // Every kernel is launched here. what: its name in an error. shared_bytes: the shared memory that a block
 // needs besides the arrays that the kernel declares with a fixed size. Most kernels need none.
@@ -194,7 +196,7 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 // A Layout says how the elements of a tensor lie in memory. There are three: Plain<bf16> and Plain<float>,
 // without scales, and Groups, E4M3 codes with one BF16 scale for 16 elements. Each has two types and four
 // functions:
-//   Compute                     the compute dtype that goes with it;
+//   ComputeElement              the compute dtype that goes with it;
 //   LoadedChunk                 what load() returns: a chunk in registers, as it is stored;
 //   starting_at()               the same tensor, counted from element i on;
 //   load()                      only loads a chunk, so that a caller can have several loads in flight;
@@ -211,16 +213,16 @@ inline __device__ float2 unpack_bf16(uint32_t pair) {
 
 // Stores a value of 4, 8 or 16 bytes with one instruction. (An assignment through a cast pointer may become
 // four small stores. In all other places a word is 32 bits.)
-template <class Word> __device__ void store_word(void* to, Word value) {
+template <class Word> __device__ void store_at_once(void* to, Word value) {
     __stwb(static_cast<Word*>(to), value);
 }
 
 // Values in BF16 or FP32, without scales. N of them are loaded and stored at once: a chunk, or (layers.cu)
 // half a chunk.
 template <class Element, int N = CHUNK> struct Plain {
-    static constexpr bool IS_F32 = sizeof(Element) == 4;
-    static constexpr int WORDS = IS_F32 ? N : N / 2;
-    using Compute = Element;
+    static constexpr bool IS_FP32 = sizeof(Element) == 4;
+    static constexpr int WORDS = IS_FP32 ? N : N / 2;
+    using ComputeElement = Element;
     using Access = std::conditional_t<WORDS % 4 == 0, uint4, uint2>;  // what one instruction loads or stores
     struct alignas(sizeof(Access)) LoadedChunk {
         uint32_t words[WORDS];
@@ -231,7 +233,7 @@ template <class Element, int N = CHUNK> struct Plain {
     __device__ LoadedChunk load(int64_t i) const { return *reinterpret_cast<const LoadedChunk*>(data + i); }
     static __device__ void unpack(const uint32_t* words, float (&v)[N]) {
         for (int j = 0; j < WORDS; j++) {
-            if constexpr (IS_F32) {
+            if constexpr (IS_FP32) {
                 v[j] = __uint_as_float(words[j]);
             } else {
                 v[2 * j] = unpack_bf16(words[j]).x;
@@ -243,23 +245,23 @@ template <class Element, int N = CHUNK> struct Plain {
     __device__ void round_in_place_and_store(int64_t i, float (&v)[N], bool live) const {
         LoadedChunk packed;
         for (int j = 0; j < WORDS; j++)
-            if constexpr (IS_F32) packed.words[j] = __float_as_uint(v[j]);
+            if constexpr (IS_FP32) packed.words[j] = __float_as_uint(v[j]);
             else packed.words[j] = pack_bf16(v[2 * j], v[2 * j + 1]);
         for (int j = 0; j < sizeof(LoadedChunk) / sizeof(Access); j++)
             if (live)
-                store_word(reinterpret_cast<Access*>(data + i) + j,
-                           reinterpret_cast<const Access*>(packed.words)[j]);
+                store_at_once(reinterpret_cast<Access*>(data + i) + j,
+                              reinterpret_cast<const Access*>(packed.words)[j]);
         unpack(packed, v);
     }
 };
 
-// E4M3 codes in scale groups of 1 x 16 with BF16 scales (paper, section 5). The number of columns is a
+// E4M3 codes in groups of 1 x 16 with BF16 scales (paper, section 5). The number of columns is a
 // multiple of the group size, so the group of element i is i / GROUP_SIZE. Two neighbouring lanes hold one
 // group: both must call round_in_place_and_store(), the first writes the scale.
 constexpr int GROUP_SIZE = PER_1x16.cols;
 static_assert(GROUP_SIZE == 2 * CHUNK);
 struct Groups {
-    using Compute = bf16;
+    using ComputeElement = bf16;
     struct LoadedChunk {
         uint2 codes;
         uint16_t scale;
@@ -294,7 +296,7 @@ struct Groups {
         const float scale = group_scale(v);
         const uint2 c = encode<Format::E4M3>(v, inverse_of_scale(scale));
         if (live) {
-            store_word(codes + i, c);
+            store_at_once(codes + i, c);
             if (threadIdx.x % 2 == 0)
                 scales[i / GROUP_SIZE] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
@@ -322,22 +324,22 @@ template <class F> void with_layout(const TensorRef& t, F f) {
 
 // A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). The kernel learns at run time
 // which of the two: all threads take the same branch, and a kernel exists once, not twice.
-struct Bf16OrFloat {
+struct Bf16OrFp32 {
     void* data;
-    bool f32;
+    bool is_fp32;
 
     template <class F> __device__ void with(F f) const {
-        if (f32) f(plain<float>(data));
+        if (is_fp32) f(plain<float>(data));
         else f(plain<bf16>(data));
     }
     using LoadedChunk = Plain<float>::LoadedChunk;  // BF16 elements fill its first half
     __device__ LoadedChunk load(int64_t i) const {
-        if (f32) return plain<float>(data).load(i);
+        if (is_fp32) return plain<float>(data).load(i);
         const auto bf16_chunk = plain<bf16>(data).load(i);
         return {bf16_chunk.words[0], bf16_chunk.words[1], bf16_chunk.words[2], bf16_chunk.words[3]};
     }
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
-        if (f32) Plain<float>::unpack(loaded.words, v);
+        if (is_fp32) Plain<float>::unpack(loaded.words, v);
         else Plain<bf16>::unpack(loaded.words, v);
     }
     __device__ void load_values(int64_t i, ChunkValues& v) const { unpack(load(i), v); }
@@ -345,9 +347,9 @@ struct Bf16OrFloat {
         with([&](auto x) { x.round_in_place_and_store(i, v, live); });
     }
 };
-inline Bf16OrFloat bf16_or_float(const void* data, Format f) {
+inline Bf16OrFp32 bf16_or_fp32(const void* data, Format f) {
     return {const_cast<void*>(data), f == Format::FP32};
 }
-inline Bf16OrFloat bf16_or_float(const TensorRef& t) { return bf16_or_float(t.data, t.storage.format); }
+inline Bf16OrFp32 bf16_or_fp32(const TensorRef& t) { return bf16_or_fp32(t.data, t.storage.format); }
 
 }  // namespace coat::gpu

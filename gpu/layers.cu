@@ -91,7 +91,7 @@ void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax_out ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(block_count(quads, ROPE_THREADS), block_count(heads, ROPE_HEADS));
     with_plain(qkv, [&](auto x) {
-        using Element = typename decltype(x)::Compute;
+        using Element = typename decltype(x)::ComputeElement;
         launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, /*shared_bytes=*/0, stream,
                Plain<Element, 4>{x.data}, r, static_cast<uint32_t>(qkv.rows), qkv.cols,
                static_cast<uint32_t>(heads), inverse ? -1 : 1, amax_out);
@@ -254,7 +254,7 @@ void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, c
                       cudaStream_t stream) {
     const int64_t heads = qkv.cols / n.HS;
     with_plain(qkv, [&](auto x) {
-        using Element = typename decltype(x)::Compute;
+        using Element = typename decltype(x)::ComputeElement;
         launch("qk_norm_and_rope", qk_norm_and_rope_kernel<Element>,
                block_count(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS,
                /*shared_bytes=*/0, stream, n, rope, Plain<Element, QUAD>{x.data},
@@ -266,7 +266,7 @@ void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dq
                       float* workspace, cudaStream_t stream) {
     const dim3 grid(COLUMN_PARTIALS / HEADS_PER_BLOCK, block_count(n.q_cols + n.k_cols, n.HS));
     with_plain(qkv, [&](auto x) {
-        using Element = typename decltype(x)::Compute;
+        using Element = typename decltype(x)::ComputeElement;
         launch("qk_norm_backward", qk_norm_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS,
                /*shared_bytes=*/0, stream, n, Plain<Element, QUAD>{x.data},
                Plain<Element, QUAD>{static_cast<Element*>(dqkv.data)}, qkv.rows, qkv.cols, workspace);
@@ -415,7 +415,7 @@ static __global__ void __launch_bounds__(SUM_THREADS)
 static void launch_cross_entropy(const TensorRef& logits, int64_t V, const int32_t* targets, bool gradients,
                                  const double* loss_weight, float* losses, cudaStream_t stream) {
     with_plain(logits, [&](auto x) {
-        using Element = typename decltype(x)::Compute;
+        using Element = typename decltype(x)::ComputeElement;
         const int64_t row_bytes = logits.cols * static_cast<int64_t>(sizeof(Element));
         const int64_t shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10) - 1024;
         // Where three rows fit, three blocks with a slot each are faster than one block with two slots.
@@ -477,8 +477,8 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
 // sum becomes the sum of the rows row_of(begin), ..., row_of(end - 1) of g, added in this order, in the
 // chunk that begins with column col.
 template <class RowOf>
-static __device__ void sum_rows(const Bf16OrFloat& g, int64_t C, int64_t col, int begin, int end,
-                                RowOf row_of, ChunkValues& sum) {
+static __device__ void sum_rows(const Bf16OrFp32& g, int64_t C, int64_t col, int begin, int end, RowOf row_of,
+                                ChunkValues& sum) {
     for (int j = 0; j < CHUNK; j++) sum[j] = 0;
 #pragma unroll 8
     for (int i = begin; i < end; i++) {
@@ -488,7 +488,7 @@ static __device__ void sum_rows(const Bf16OrFloat& g, int64_t C, int64_t col, in
     }
 }
 
-static __device__ void add_to_gradient(const Bf16OrFloat& gradient, int64_t i, const ChunkValues& sum) {
+static __device__ void add_to_gradient(const Bf16OrFp32& gradient, int64_t i, const ChunkValues& sum) {
     ChunkValues total;
     gradient.load_values(i, total);
     for (int j = 0; j < CHUNK; j++) total[j] += sum[j];
@@ -496,8 +496,8 @@ static __device__ void add_to_gradient(const Bf16OrFloat& gradient, int64_t i, c
 }
 
 // blockIdx.x is the number of a rare token. A thread has a chunk of columns.
-static __global__ void embedding_backward_rare_kernel(Bf16OrFloat g, int64_t C, const int32_t* order,
-                                                      const TokenRows* tokens, Bf16OrFloat gradient) {
+static __global__ void embedding_backward_rare_kernel(Bf16OrFp32 g, int64_t C, const int32_t* order,
+                                                      const TokenRows* tokens, Bf16OrFp32 gradient) {
     const TokenRows rows = tokens[blockIdx.x];
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
@@ -512,8 +512,8 @@ static __global__ void embedding_backward_rare_kernel(Bf16OrFloat g, int64_t C, 
 // columns.
 constexpr int RUNS = 8;  // runs of a round
 static __global__ void __launch_bounds__(32 * RUNS)
-    embedding_backward_frequent_kernel(Bf16OrFloat g, int64_t C, const int32_t* order,
-                                       const TokenRows* tokens, Bf16OrFloat gradient) {
+    embedding_backward_frequent_kernel(Bf16OrFp32 g, int64_t C, const int32_t* order, const TokenRows* tokens,
+                                       Bf16OrFp32 gradient) {
     __shared__ ChunkValues sums[RUNS][32];
     const TokenRows rows = tokens[blockIdx.x];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -536,8 +536,8 @@ static __global__ void __launch_bounds__(32 * RUNS)
 }
 
 // blockIdx.x is a position t. Each sequence has one row of this position: they are t, T + t, 2 T + t, ...
-static __global__ void positions_backward_kernel(Bf16OrFloat g, int64_t N, int64_t C, int64_t T,
-                                                 Bf16OrFloat gradient) {
+static __global__ void positions_backward_kernel(Bf16OrFp32 g, int64_t N, int64_t C, int64_t T,
+                                                 Bf16OrFp32 gradient) {
     const int64_t t = blockIdx.x;
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
@@ -557,21 +557,21 @@ void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, cons
                         cudaStream_t stream) {
     const dim3 frequent_grid(static_cast<unsigned>(order.frequent_count), block_count(g.cols, 32 * CHUNK));
     launch("embedding_backward", embedding_backward_frequent_kernel, frequent_grid, 32 * RUNS,
-           /*shared_bytes=*/0, stream, bf16_or_float(g), g.cols, order.order, order.tokens,
-           bf16_or_float(gradient));
+           /*shared_bytes=*/0, stream, bf16_or_fp32(g), g.cols, order.order, order.tokens,
+           bf16_or_fp32(gradient));
     const unsigned threads = threads_of_row(g.cols);
     const unsigned rare = static_cast<unsigned>(order.count - order.frequent_count);
     const dim3 rare_grid(rare, block_count(g.cols, threads * CHUNK));
     launch("embedding_backward", embedding_backward_rare_kernel, rare_grid, threads, /*shared_bytes=*/0,
-           stream, bf16_or_float(g), g.cols, order.order, order.tokens + order.frequent_count,
-           bf16_or_float(gradient));
+           stream, bf16_or_fp32(g), g.cols, order.order, order.tokens + order.frequent_count,
+           bf16_or_fp32(gradient));
 }
 
 void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream) {
     const unsigned threads = threads_of_row(g.cols);
     const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), block_count(g.cols, threads * CHUNK));
     launch("positions_backward", positions_backward_kernel, grid, threads, /*shared_bytes=*/0, stream,
-           bf16_or_float(g), g.rows, g.cols, T, bf16_or_float(gradient));
+           bf16_or_fp32(g), g.rows, g.cols, T, bf16_or_fp32(gradient));
 }
 
 }  // namespace coat::gpu

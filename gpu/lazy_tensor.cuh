@@ -61,7 +61,7 @@ inline __device__ void gated_silu_backward(float gate, float up, float d, float&
 //
 // A producer gives a kernel the values of a LazyTensor: it loads them, or computes them from what is stored.
 // For 8 columns of one row,
-//   cursor(row, col)                  is what a thread remembers of its place: pointers, a norm's weights;
+//   cursor_at(row, col)               is what a thread remembers of its place: pointers, a norm's weights;
 //   load(cursor, i)                   only loads what row + i needs: several rows' loads can be in flight;
 //   compute(loaded, cursor, values)   computes the FP32 values of the tensor from what was loaded.
 // [gate | up] consists of two planes side by side, each `width` columns wide; a thread has the same 8 columns
@@ -80,17 +80,17 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
                           BACKWARD = OP == LazyOp::ActivationBackward;
     static constexpr int INPUT_PLANES = GATED ? 2 : 1;
     static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // how many planes the result has
-    using Compute = typename Layout::Compute;
+    using ComputeElement = typename Layout::ComputeElement;
     struct Cursor {
         Layout in[INPUT_PLANES];
-        Plain<Compute> dact;
+        Plain<ComputeElement> dact;
         const RowStatistics* statistics;
         ChunkValues weight, bias;
     };
     // What load() returns. A producer uses some of the fields, which have BYTES bytes together.
     struct Loaded {
         typename Layout::LoadedChunk in[INPUT_PLANES];
-        typename Plain<Compute>::LoadedChunk dact;
+        typename Plain<ComputeElement>::LoadedChunk dact;
         RowStatistics statistics;
     };
     static constexpr int BYTES =
@@ -99,14 +99,14 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
     int64_t width;    // the columns of a plane
     LazyTensor lazy;  // what is computed
 
-    __device__ Cursor cursor(int64_t row, int64_t col) const {
+    __device__ Cursor cursor_at(int64_t row, int64_t col) const {
         Cursor cursor;
         for (int p = 0; p < INPUT_PLANES; p++)
             cursor.in[p] = in.starting_at((row * INPUT_PLANES + p) * width + col);
-        if (BACKWARD) cursor.dact = plain<Compute>(lazy.dact.data).starting_at(row * width + col);
+        if (BACKWARD) cursor.dact = plain<ComputeElement>(lazy.dact.data).starting_at(row * width + col);
         if (NORM) {
             cursor.statistics = lazy.norm.row_statistics + row;
-            load_weight_and_bias<Compute>(lazy.norm, col, cursor.weight, cursor.bias);
+            load_weight_and_bias<ComputeElement>(lazy.norm, col, cursor.weight, cursor.bias);
         }
         return cursor;
     }
@@ -157,7 +157,7 @@ template <class F> void with_producer(const LazyTensor& x, F f) {
     with_layout(x.input, [&](auto in) { with_producer_of(x, in, f); });
 }
 // The same for kernels that quantize to FP8. They exist for inputs in BF16 and in groups; FP32 is an Error.
-template <class F> void with_producer_for_fp8(const LazyTensor& x, F f) {
+template <class F> void with_producer_for_quantizer(const LazyTensor& x, F f) {
     require(x.input.storage.format != Format::FP32, "FP8 goes with the compute dtype BF16, not with FP32");
     if (x.input.storage == E4M3_1x16) with_producer_of(x, groups_of(x.input), f);
     else with_producer_of(x, plain<bf16>(x.input.data), f);
@@ -231,7 +231,7 @@ __device__ void for_each_row(const Producer& producer, const TilePlace& place, i
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
     const int64_t row = place.row < rows ? place.row : rows - 1;
     const int64_t col = place.col < producer.width ? place.col : producer.width - CHUNK;
-    const auto cursor = producer.cursor(row, col);
+    const auto cursor = producer.cursor_at(row, col);
     const int64_t rows_left = max(rows - place.row, static_cast<int64_t>(0));
     const int rows_inside = static_cast<int>(min(rows_left, static_cast<int64_t>(THREAD_ROWS)));
     const int live_rows = place.col < producer.width ? rows_inside : 0;

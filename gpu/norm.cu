@@ -28,18 +28,18 @@ dim3 block_shape(int64_t C) {
 // The first column of chunk 0, 1, 2 or 3 of this thread. Neighbouring threads have neighbouring chunks.
 __device__ uint32_t first_column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * CHUNK; }
 
-// Adds numbers up over the threads of a team, which gives the sum over a row. Each sum uses one of two places
-// in shared memory, and the next sum the other: a thread may still be reading the parts of one sum when
-// another thread writes the parts of the next.
+// Adds numbers up over the threads of a team, which gives the sum over a row. There are two buffers in shared
+// memory, and sums use them by turns: a thread may still be reading the parts of one sum when another thread
+// writes the parts of the next.
 struct RowSum {
-    int place = 0;  // the place of the next sum
+    int buffer = 0;  // which of the two the next sum uses
 
     // x[i] becomes the sum of x[i] over all threads of the team. The order of additions is fixed, and all
     // threads get the same bits. All threads of the block call it, because it synchronizes them.
     template <int COUNT> __device__ void operator()(float (&x)[COUNT]) {
-        __shared__ float parts_of_sums[2][COUNT][ROW_WARPS];
-        float(&parts)[COUNT][ROW_WARPS] = parts_of_sums[place];
-        place ^= 1;
+        __shared__ float buffers[2][COUNT][ROW_WARPS];
+        float(&parts)[COUNT][ROW_WARPS] = buffers[buffer];
+        buffer ^= 1;
         for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
         const int warps = blockDim.x / 32, first_warp = threadIdx.y * warps;
         if (warps == 1) return;
@@ -52,10 +52,10 @@ struct RowSum {
             for (int w = 0; w < warps; w++) x[i] += parts[i][first_warp + w];
         }
     }
-    // Switches to the other place without a sum. RMSNorm calls it in row_statistics(), where LayerNorm takes
-    // a sum more. So `place` is the same for both norms afterwards: the compiler knows it, and the kernel
-    // need not compute addresses from it.
-    __device__ void skip() { place ^= 1; }
+    // Switches to the other buffer without a sum. LayerNorm takes two sums in row_statistics() and RMSNorm
+    // one; RMSNorm calls skip() in place of the other. So `buffer` does not depend on the norm: the compiler
+    // knows its value everywhere, and the kernel need not compute addresses from it.
+    __device__ void skip() { buffer ^= 1; }
 };
 
 // 1 / sqrt(squares / C + eps)
@@ -108,28 +108,30 @@ __device__ uint32_t amax_bits_of_norm(const Norm& n, const ChunkValues (&x)[ROW_
     return largest_bits;
 }
 
-// Which row of x and which row of branch add up to a given row of the sum.
+// Which row of `first` and which row of `second` add up to a given row of the sum.
 struct RowsToAdd {
-    int64_t x, branch;
+    int64_t first, second;
 };
 
-// Row r of the sum is x[r] + branch[r]. With tokens, as embed() has them, it is x[tokens[r]] + branch[r % T].
+// Row r of the sum is
+//   residual_add()   first[r] + second[r], the residual stream and a branch; tokens is null
+//   embed()          first[tokens[r]] + second[r % T], the embedding and the positions
 __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* tokens, int64_t T) {
-    RowsToAdd from{.x = row, .branch = row};
+    RowsToAdd from{.first = row, .second = row};
     if (tokens) {
-        if (row < rows) from.x = tokens[row];
-        from.branch = static_cast<uint32_t>(row) % static_cast<uint32_t>(T);
+        if (row < rows) from.first = tokens[row];
+        from.second = static_cast<uint32_t>(row) % static_cast<uint32_t>(T);
     }
     return from;
 }
 
-// The kernel of residual_add() and of embed() (operators.h): sum = x + branch, (N, C). branch may be no
-// tensor. tokens is null, or (N): see rows_to_add(). The sum is written to x_out, if that is a tensor, and to
-// norm_input, the memory of next_norm.in. For that norm, the kernel computes the row statistics and, if
-// norm_output_amax_out is not null, the amax of the norm's output.
-template <class Layout, class Element = typename Layout::Compute>
+// The kernel of residual_add() and of embed() (operators.h): sum = first + second, (N, C), by rows_to_add().
+// `second` may be no tensor. The sum is written to x_out, if that is a tensor, and to norm_input, the memory
+// of next_norm.in. For that norm, the kernel computes the row statistics and, if norm_output_amax_out is not
+// null, the amax of the norm's output.
+template <class Layout, class Element = typename Layout::ComputeElement>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
-    residual_add_kernel(Plain<Element> x, Plain<Element> branch, const int32_t* tokens, int64_t T,
+    residual_add_kernel(Plain<Element> first, Plain<Element> second, const int32_t* tokens, int64_t T,
                         Plain<Element> x_out, Layout norm_input, const Norm next_norm,
                         AmaxAndScale* norm_output_amax_out) {
     using LoadedChunk = typename Plain<Element>::LoadedChunk;
@@ -137,20 +139,20 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     const int64_t rows = next_norm.in.rows, C = next_norm.in.cols;
     auto live = [&](int c) { return row < rows && first_column(c) < C; };
     const RowsToAdd from = rows_to_add(row, rows, tokens, T);
-    LoadedChunk loaded_x[ROW_CHUNKS] = {}, loaded_branch[ROW_CHUNKS] = {};
+    LoadedChunk loaded_first[ROW_CHUNKS] = {}, loaded_second[ROW_CHUNKS] = {};
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;
-        loaded_x[c] = x.load(from.x * C + first_column(c));
-        if (branch.data) loaded_branch[c] = branch.load(from.branch * C + first_column(c));
+        loaded_first[c] = first.load(from.first * C + first_column(c));
+        if (second.data) loaded_second[c] = second.load(from.second * C + first_column(c));
     }
     ChunkValues v[ROW_CHUNKS] = {};  // what the norm reads
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         const int64_t i = row * C + first_column(c);
         ChunkValues sum, added;
-        x.unpack(loaded_x[c], sum);
-        branch.unpack(loaded_branch[c], added);
-        if (branch.data)
+        first.unpack(loaded_first[c], sum);
+        second.unpack(loaded_second[c], added);
+        if (second.data)
             for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], added[j]);
         for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
         // Each of the two stores rounds its copy of the sum: v becomes what was saved.
@@ -166,14 +168,14 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
 }
 
 // Launches residual_add_kernel(); the two operators below say what it does.
-void launch_residual_add(const char* what, const TensorRef& x, const TensorRef& branch, const int32_t* tokens,
-                         int64_t T, const ResidualOutput& out, cudaStream_t stream) {
+void launch_residual_add(const char* what, const TensorRef& first, const TensorRef& second,
+                         const int32_t* tokens, int64_t T, const ResidualOutput& out, cudaStream_t stream) {
     const Norm& next_norm = out.next_norm;
     const dim3 block = block_shape(next_norm.in.cols);
     with_layout(next_norm.in, [&](auto in) {
-        using Element = typename decltype(in)::Compute;
+        using Element = typename decltype(in)::ComputeElement;
         launch(what, residual_add_kernel<decltype(in)>, block_count(next_norm.in.rows, block.y), block,
-               /*shared_bytes=*/0, stream, plain<Element>(x.data), plain<Element>(branch.data), tokens, T,
+               /*shared_bytes=*/0, stream, plain<Element>(first.data), plain<Element>(second.data), tokens, T,
                plain<Element>(out.x_out.data), in, next_norm, out.norm_output_amax_out);
     });
 }
@@ -226,13 +228,13 @@ __device__ void write_partials(const float4* sums_of_teams, int C, float* partia
         }
         // The four columns of entry i: of which half of its chunk, and the first of them
         const int half = i / (C / CHUNK), col = i % (C / CHUNK) * CHUNK + half * 4;
-        store_word(partials + static_cast<int64_t>(blockIdx.x) * C + col, total);
+        store_at_once(partials + static_cast<int64_t>(blockIdx.x) * C + col, total);
     }
 }
 
 // A thread's chunks of a row, as they are stored: of the norm's input, of dy, and of dresidual_in.
 template <class Layout> struct LoadedRow {
-    using LoadedGradient = typename Plain<typename Layout::Compute>::LoadedChunk;
+    using LoadedGradient = typename Plain<typename Layout::ComputeElement>::LoadedChunk;
     typename Layout::LoadedChunk x[ROW_CHUNKS];
     LoadedGradient dy[ROW_CHUNKS], dresidual[ROW_CHUNKS];
 };
@@ -258,7 +260,7 @@ struct NormedRow {
 // condition, so that the compiler can mix the instructions of all chunks. 0 is for any other width: which of
 // a thread's chunks lie inside the row is known only at run time.
 template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
-    using Element = typename Layout::Compute;
+    using Element = typename Layout::ComputeElement;
     Norm n;
     Layout input;
     Plain<Element> dy_in, dresidual_in, dresidual_out;
@@ -409,9 +411,9 @@ constexpr int NORM_BLOCKS_PER_SM = 4;
 int most_norm_blocks() { return multiprocessors() * NORM_BLOCKS_PER_SM; }
 
 template <class Layout, bool RMS, int CHUNKS>
-void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, float* workspace, unsigned grid,
+void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, float* workspace, unsigned blocks,
                           cudaStream_t stream) {
-    using Element = typename Layout::Compute;
+    using Element = typename Layout::ComputeElement;
     const dim3 block = block_shape(n.in.cols);
     const NormBackward<Layout, RMS, CHUNKS> norm{.n = n,
                                                  .input = in,
@@ -419,20 +421,20 @@ void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, floa
                                                  .dresidual_in = plain<Element>(g.dresidual_in.data),
                                                  .dresidual_out = plain<Element>(g.dresidual_out.data)};
     const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
-    launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, grid, block, shared_bytes, stream,
+    launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, blocks, block, shared_bytes, stream,
            norm, g.dresidual_amax_out, workspace);
 }
 
 // At the usual widths a thread has 3 chunks (768 columns), or 4 (multiples of 1024). A round is one chunk for
 // each thread of a team.
 template <class Layout, bool RMS>
-void launch_for_width(const Norm& n, Layout in, const NormGradients& g, float* workspace, unsigned grid,
+void launch_for_width(const Norm& n, Layout in, const NormGradients& g, float* workspace, unsigned blocks,
                       cudaStream_t stream) {
     const int64_t C = n.in.cols, columns_per_round = block_shape(C).x * CHUNK;
     auto* launch_variant = launch_norm_backward<Layout, RMS, /*CHUNKS=*/0>;
     if (C == 3 * columns_per_round) launch_variant = launch_norm_backward<Layout, RMS, 3>;
     if (C == 4 * columns_per_round) launch_variant = launch_norm_backward<Layout, RMS, 4>;
-    launch_variant(n, in, g, workspace, grid, stream);
+    launch_variant(n, in, g, workspace, blocks, stream);
 }
 
 }  // namespace
@@ -440,13 +442,13 @@ void launch_for_width(const Norm& n, Layout in, const NormGradients& g, float* w
 int64_t norm_backward_workspace_floats(int64_t C) { return 2 * most_norm_blocks() * C; }
 
 void norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream) {
-    const unsigned grid =
+    const unsigned blocks =
         std::min(block_count(n.in.rows, block_shape(n.in.cols).y), static_cast<unsigned>(most_norm_blocks()));
     with_layout(n.in, [&](auto in) {
-        if (n.rms) launch_for_width<decltype(in), /*RMS=*/true>(n, in, g, workspace, grid, stream);
-        else launch_for_width<decltype(in), /*RMS=*/false>(n, in, g, workspace, grid, stream);
+        if (n.rms) launch_for_width<decltype(in), /*RMS=*/true>(n, in, g, workspace, blocks, stream);
+        else launch_for_width<decltype(in), /*RMS=*/false>(n, in, g, workspace, blocks, stream);
     });
-    reduce_partials(workspace, grid, g.dweight, stream, n.rms ? TensorRef{} : g.dbias);
+    reduce_partials(workspace, blocks, g.dweight, stream, n.rms ? TensorRef{} : g.dbias);
 }
 
 }  // namespace coat::gpu

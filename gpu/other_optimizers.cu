@@ -14,7 +14,7 @@ static __device__ FactoredMoments load_moment(const MomentRef& m, float fmax, in
     FactoredMoments old;
     if (!moments_need_scaling(m.format)) {
         old.factor = 1.0f;
-        Bf16OrFloat{m.data, m.format == Format::FP32}.load_values(i, old.ratios);
+        Bf16OrFp32{m.data, m.format == Format::FP32}.load_values(i, old.ratios);
         return old;
     }
     old.factor = scale_of(fmax, m.max[0]);
@@ -32,14 +32,14 @@ static __device__ FactoredMoments load_moment(const MomentRef& m, float fmax, in
 // Rounds and stores eight new elements of a moment, of which the largest in the tensor is max[1].
 static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, ChunkValues& x) {
     if (!moments_need_scaling(m.format))
-        return Bf16OrFloat{m.data, m.format == Format::FP32}.round_in_place_and_store(i, x, true);
+        return Bf16OrFp32{m.data, m.format == Format::FP32}.round_in_place_and_store(i, x, true);
     const float inverse_scale = __frcp_rn(scale_of(fmax, m.max[1]));
     if (m.format != Format::FP16)
-        return store_word(static_cast<uint8_t*>(m.data) + i,
-                          encode(m.format == Format::E5M2, x, inverse_scale));
+        return store_at_once(static_cast<uint8_t*>(m.data) + i,
+                             encode(m.format == Format::E5M2, x, inverse_scale));
     alignas(16) __half fp16[CHUNK];
     for (int j = 0; j < CHUNK; j++) fp16[j] = __float2half_rn(x[j] * inverse_scale);
-    store_word(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(fp16));
+    store_at_once(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(fp16));
 }
 
 // One pass over the shards; blockIdx.y is the number of the shard. find_maxima says that this is the first of

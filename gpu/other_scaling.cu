@@ -97,7 +97,7 @@ static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaSt
     const ScaleGrid grids[2] = {scale_grid(out, /*transposed=*/false), scale_grid(out, /*transposed=*/true)};
     for (const ScaleGrid& g : grids)
         if (g.scales) clear_async(g.scales, g.count * static_cast<int64_t>(sizeof(float)), stream);
-    with_producer_for_fp8(x, [&](auto producer) {
+    with_producer_for_quantizer(x, [&](auto producer) {
         launch("compute_block_amaxes", compute_block_amaxes_kernel<decltype(producer)>,
                tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows,
                grids[0], grids[1]);
@@ -147,7 +147,7 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
                         cudaStream_t stream) {
     compute_block_scales(x, out, stream);
     measure_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
-    with_producer_for_fp8(x, [&](auto producer) {
+    with_producer_for_quantizer(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_in_blocks_kernel<P, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_in_blocks_kernel<P, /*TRANSPOSED=*/true>;
@@ -185,7 +185,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     const Format fp8 = out.tensor.storage.format;
     measure_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
-    with_producer_for_fp8(x, [&](auto producer) {
+    with_producer_for_quantizer(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/true>;

@@ -51,12 +51,12 @@ static __device__ double sum_of_squares(const ChunkValues& v) {
 // A warp computes the sum of squares of one shard unit, the elements [from, stop) of a shard: SHARD_UNIT of
 // them, or fewer at the end of the shard. The shard begins at gradients[offset].
 constexpr int NORM_UNROLL = 4;  // loads in flight
-static __device__ double squares_of_unit(const Bf16OrFloat& gradients, int64_t offset, int64_t from,
+static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t offset, int64_t from,
                                          int64_t stop) {
     constexpr int WARP_ELEMENTS = 32 * CHUNK;
     double sum = 0;
     for (int64_t i = from + threadIdx.x % 32 * CHUNK; i < stop; i += WARP_ELEMENTS * NORM_UNROLL) {
-        Bf16OrFloat::LoadedChunk loaded[NORM_UNROLL] = {};
+        Bf16OrFp32::LoadedChunk loaded[NORM_UNROLL] = {};
         for (int u = 0; u < NORM_UNROLL; u++)
             if (i + u * WARP_ELEMENTS < stop) loaded[u] = gradients.load(offset + i + u * WARP_ELEMENTS);
         for (int u = 0; u < NORM_UNROLL; u++) {
@@ -72,9 +72,8 @@ static __device__ double squares_of_unit(const Bf16OrFloat& gradients, int64_t o
 // units. `first` is the element of the rank's order with which the gradients begin.
 constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
-    compute_gradient_squares_kernel(const Shard* shards, int shard_count, Bf16OrFloat gradients,
-                                    int64_t first, int64_t first_shard_unit, const double* loss,
-                                    double* sums) {
+    compute_gradient_squares_kernel(const Shard* shards, int shard_count, Bf16OrFp32 gradients, int64_t first,
+                                    int64_t first_shard_unit, const double* loss, double* sums) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
     if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
@@ -101,7 +100,7 @@ void compute_gradient_squares(const ShardGradients& g, const Range& shard_units,
     const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
     const unsigned useful = block_count(32 * shard_units.count + 32, THREADS);
     launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful, at_once), THREADS,
-           /*shared_bytes=*/0, stream, g.shards, g.count, bf16_or_float(g.gradients, g.format),
+           /*shared_bytes=*/0, stream, g.shards, g.count, bf16_or_fp32(g.gradients, g.format),
            g.elements.first, shard_units.first, loss, sums);
 }
 
@@ -159,7 +158,7 @@ void write_loss_or_nan(const AmaxAndScale* amaxes, int64_t n, const double* loss
 
 // A thread adds the gradients of a chunk, in the order of the ranks.
 static __global__ void __launch_bounds__(THREADS)
-    add_gradients_kernel(Bf16OrFloat sum, bool overwrite, Bf16OrFloat mine, Bf16OrFloat received, int64_t n,
+    add_gradients_kernel(Bf16OrFp32 sum, bool overwrite, Bf16OrFp32 mine, Bf16OrFp32 received, int64_t n,
                          int64_t rank, int64_t ranks) {
     const int64_t i = thread_of_grid() * CHUNK;
     if (i >= n) return;
@@ -176,8 +175,8 @@ static __global__ void __launch_bounds__(THREADS)
 
 void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream) {
     launch("add_gradients", add_gradients_kernel, block_count(g.n / CHUNK, THREADS), THREADS,
-           /*shared_bytes=*/0, stream, bf16_or_float(sum, g.format), overwrite,
-           bf16_or_float(g.mine, g.format), bf16_or_float(g.received, g.format), g.n, g.rank, g.ranks);
+           /*shared_bytes=*/0, stream, bf16_or_fp32(sum, g.format), overwrite, bf16_or_fp32(g.mine, g.format),
+           bf16_or_fp32(g.received, g.format), g.n, g.rank, g.ranks);
 }
 
 // A thread has the amaxes that all ranks have found for one weight.

@@ -63,7 +63,7 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
     if (!quant_stats) return;
     const Storage& q = out.tensor.storage;
     auto launch_with = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& block_scale_grid) {
-        with_producer_for_fp8(x, [&](auto producer) {
+        with_producer_for_quantizer(x, [&](auto producer) {
             launch("measure_quant_errors", measure_quant_errors_kernel<decltype(producer)>,
                    tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer,
                    x.rows, amax_and_scale, block_scale_grid, q.format == Format::E5M2, info(q.format).fmax,

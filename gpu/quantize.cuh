@@ -95,7 +95,7 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t t
             const int col = i / PIECES, piece = i % PIECES;
             const int64_t row = first_row + piece * 16;
             if (col >= cols || row >= rows) continue;
-            store_word(out + (p * width + first_col + col) * rows + row, tiles[p].rows16(col, piece));
+            store_at_once(out + (p * width + first_col + col) * rows + row, tiles[p].rows16(col, piece));
         }
 }
 
@@ -130,8 +130,8 @@ __device__ void store_codes(const Producer& producer, int64_t tile_row, int64_t 
             for (int p = 0; p < PLANES; p++) {
                 const ChunkCodes chunk = make_codes(i, p, v[p], live);
                 if (live && codes)
-                    store_word(codes_of_first_row[p] + row_offset(i, PLANES * producer.width),
-                               chunk.row_major);
+                    store_at_once(codes_of_first_row[p] + row_offset(i, PLANES * producer.width),
+                                  chunk.row_major);
                 four_rows[p][i % 4] = chunk.transposed;
                 if (TRANSPOSED && i % 4 == 3) tiles[p].write(place, i / 4, four_rows[p]);
             }

@@ -322,27 +322,27 @@ void launch_rung3(const State& s, const Constants& c) {
 // elements of a lane, and in their arithmetic. So rung 2's kernel is cut into parts with these two as blanks:
 //
 //   rungs 2 and 3                                      from here on
-//   uint2 weights, ..., uint32_t words_v               Elements<N> e: Piece<uint16_t, N> weight, ..., v
+//   uint2 weights, ..., uint32_t words_v               Elements<N> e: Neighbours<uint16_t, N> weight, ..., v
 //   the five loads; the four stores                    Elements<N>::load(s, i); e.store(s, i)
 //   contract(old_m, codes_m[j]) for each j             contract(old.m, e.m, m): all N at once
 //   scaling_of_warp: 32 lanes have a span              scaling_of_span: SPAN / N lanes have one
 //   what stands between the loads and the stores       update_elements(arithmetic, c, old, e)
 //   the kernel around it                               rungs4_to_6
 //
-// Piece<uint8_t, N> (ladder.h) is N neighbouring elements in registers of a lane, which load() and store()
-// move with one instruction. contract() and expand() now have all elements of a lane, so that they can
+// Neighbours<uint8_t, N> (ladder.h) is N neighbouring elements in registers of a lane. load() and store()
+// move them with one instruction. contract() and expand() now have all elements of a lane, so that they can
 // compute once what is the same for all of them: that is rung 4.
 
 template <int N> struct Elements {  // of one lane, as they are stored
-    Piece<uint16_t, N> weight;
-    Piece<int16_t, N> remainder;
-    Piece<bf16, N> gradient;
-    Piece<uint8_t, N> m, v;  // codes
+    Neighbours<uint16_t, N> weight;
+    Neighbours<int16_t, N> remainder;
+    Neighbours<bf16, N> gradient;
+    Neighbours<uint8_t, N> m, v;  // codes
 
     static __device__ Elements load(const State& s, int64_t i) {
-        return {Piece<uint16_t, N>::load(s.weight + i), Piece<int16_t, N>::load(s.remainder + i),
-                Piece<bf16, N>::load(s.gradient + i), Piece<uint8_t, N>::load(s.m.codes + i),
-                Piece<uint8_t, N>::load(s.v.codes + i)};
+        return {Neighbours<uint16_t, N>::load(s.weight + i), Neighbours<int16_t, N>::load(s.remainder + i),
+                Neighbours<bf16, N>::load(s.gradient + i), Neighbours<uint8_t, N>::load(s.m.codes + i),
+                Neighbours<uint8_t, N>::load(s.v.codes + i)};
     }
     __device__ void store(const State& s, int64_t i) const {
         weight.store(s.weight + i);
@@ -465,7 +465,8 @@ struct Reciprocals {
         w -= c.lr * (step + c.decay * w);
     }
     template <int N>
-    __device__ void contract(const MomentScaling& s, const Piece<uint8_t, N>& codes, float (&x)[N]) const {
+    __device__ void contract(const MomentScaling& s, const Neighbours<uint8_t, N>& codes,
+                             float (&x)[N]) const {
         const float inverse_k = fast_reciprocal(s.k);
         for (int j = 0; j < N; j++) {
             const float y = decode(codes[j]);
@@ -473,9 +474,10 @@ struct Reciprocals {
             x[j] = copysignf(s.max * fast_exp2(log_y * inverse_k), y);
         }
     }
-    template <int N> __device__ Piece<uint8_t, N> expand(const MomentScaling& s, const float (&x)[N]) const {
+    template <int N>
+    __device__ Neighbours<uint8_t, N> expand(const MomentScaling& s, const float (&x)[N]) const {
         const float inverse_max = fast_reciprocal(fmaxf(s.max, 0x1p-100f));
-        Piece<uint8_t, N> codes;
+        Neighbours<uint8_t, N> codes;
         for (int j = 0; j < N; j++) {
             const float log_x = fast_log2_of_normal(fabsf(x[j]) * inverse_max);
             codes[j] = encode(copysignf(fast_exp2(s.k * log_x + LOG2_FMAX), x[j]));
@@ -545,7 +547,8 @@ struct Table : Reciprocals {
         logarithms = table;
     }
     template <int N>
-    __device__ void contract(const MomentScaling& s, const Piece<uint8_t, N>& codes, float (&x)[N]) const {
+    __device__ void contract(const MomentScaling& s, const Neighbours<uint8_t, N>& codes,
+                             float (&x)[N]) const {
         const float inverse_k = fast_reciprocal(s.k);
         for (int j = 0; j < N; j++) {
             const float magnitude = s.max * fast_exp2(logarithms[codes[j] % 128] * inverse_k);

@@ -173,8 +173,8 @@ void launch_rung2(const Shape& s, const Tensors& t) { rung2<<<by_queries(s), QUE
 // and then all its threads use them. The GPU's memory (*global* memory) is asked once in place of 64 times,
 // and a load from shared memory brings a lane 8 numbers. Loops over the numbers of a head are unrolled
 // (#pragma unroll), because only an array whose indices the compiler knows can lie in registers. A masked key
-// has the score -infinity, so it adds exp(-infinity) = 0. Piece<bf16, 8> (ladder.h) is 8 neighbouring numbers
-// in registers, which load() and store() move with one instruction.
+// has the score -infinity, so it adds exp(-infinity) = 0. Neighbours<bf16, 8> (ladder.h) is 8
+// neighbouring numbers in registers; load() and store() move them with one instruction.
 //
 //   global    key  0   256 bytes: threads  0 ... 15       shared    key 0   all lanes read the same 16 bytes:
 //             key  1   256 bytes: threads 16 ... 31                         no conflict
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         // A thread after the last query computes that one again, and stores nothing.
-        const auto x = Piece<bf16, CHUNK>::load(row(s, qkv, Q, bh, min(query, last)) + first_of(c));
+        const auto x = Neighbours<bf16, CHUNK>::load(row(s, qkv, Q, bh, min(query, last)) + first_of(c));
         for (int j = 0; j < CHUNK; j++) q[c][j] = __bfloat162float(x[j]) / sqrtf(static_cast<float>(HEAD));
     }
     for (int first = 0; first <= last; first += KEYS) {
@@ -212,15 +212,15 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
             const int key = i / (HEAD / CHUNK);
             const int column = i % (HEAD / CHUNK) * CHUNK;
             const int t = min(first + key, s.T - 1);
-            Piece<bf16, CHUNK>::load(row(s, qkv, K, bh, t) + column).store(&k[key][column]);
-            Piece<bf16, CHUNK>::load(row(s, qkv, V, bh, t) + column).store(&v[key][column]);
+            Neighbours<bf16, CHUNK>::load(row(s, qkv, K, bh, t) + column).store(&k[key][column]);
+            Neighbours<bf16, CHUNK>::load(row(s, qkv, V, bh, t) + column).store(&v[key][column]);
         }
         __syncthreads();
         for (int key = 0; key < KEYS; key++) {
             float score = 0;
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
-                const auto x = Piece<bf16, CHUNK>::load(&k[key][first_of(c)]);
+                const auto x = Neighbours<bf16, CHUNK>::load(&k[key][first_of(c)]);
                 for (int j = 0; j < CHUNK; j++) score += q[c][j] * __bfloat162float(x[j]);
             }
             for (int lanes = 1; lanes < LANES; lanes *= 2) score += __shfl_xor_sync(ALL_LANES, score, lanes);
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
             sum = sum * shrink + p;
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
-                const auto x = Piece<bf16, CHUNK>::load(&v[key][first_of(c)]);
+                const auto x = Neighbours<bf16, CHUNK>::load(&v[key][first_of(c)]);
                 for (int j = 0; j < CHUNK; j++) o[c][j] = o[c][j] * shrink + p * __bfloat162float(x[j]);
             }
         }
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
     if (query > last) return;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-        Piece<bf16, CHUNK> x;
+        Neighbours<bf16, CHUNK> x;
         for (int j = 0; j < CHUNK; j++) x[j] = __float2bfloat16(o[c][j] / sum);
         x.store(out_row(s, out, bh, query) + first_of(c));
     }

@@ -24,18 +24,18 @@ using bf16 = __nv_bfloat16;
 
 // N neighbouring elements in the registers of one thread, which loads and stores them with one instruction.
 // Their address is a multiple of their size: 4, 8 or 16 bytes.
-template <int BYTES> struct WordOf;
-template <> struct WordOf<4> { using Type = uint32_t; };
-template <> struct WordOf<8> { using Type = uint2; };
-template <> struct WordOf<16> { using Type = uint4; };
-template <class Element, int N> struct Piece {
-    using Word = typename WordOf<N * sizeof(Element)>::Type;
-    Word word;
+template <int BYTES> struct BitsOf;
+template <> struct BitsOf<4> { using Type = uint32_t; };
+template <> struct BitsOf<8> { using Type = uint2; };
+template <> struct BitsOf<16> { using Type = uint4; };
+template <class Element, int N> struct Neighbours {
+    using Bits = typename BitsOf<N * sizeof(Element)>::Type;
+    Bits bits;
 
-    static __device__ Piece load(const Element* from) { return {*reinterpret_cast<const Word*>(from)}; }
-    __device__ void store(Element* to) const { *reinterpret_cast<Word*>(to) = word; }
-    __device__ Element& operator[](int j) { return reinterpret_cast<Element*>(&word)[j]; }
-    __device__ const Element& operator[](int j) const { return reinterpret_cast<const Element*>(&word)[j]; }
+    static __device__ Neighbours load(const Element* from) { return {*reinterpret_cast<const Bits*>(from)}; }
+    __device__ void store(Element* to) const { *reinterpret_cast<Bits*>(to) = bits; }
+    __device__ Element& operator[](int j) { return reinterpret_cast<Element*>(&bits)[j]; }
+    __device__ const Element& operator[](int j) const { return reinterpret_cast<const Element*>(&bits)[j]; }
 };
 
 inline std::vector<uint16_t> random_bf16(size_t n, float std, uint64_t seed = 1) {

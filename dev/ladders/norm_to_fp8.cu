@@ -47,8 +47,8 @@ using namespace ladder;
 namespace {
 
 // A kernel is given Tensors t (norm_to_fp8_data.h). For all rungs: t.in, the codes (rows, cols); t.scales
-// (rows, cols / 16); t.weight (cols); t.codes, the result (rows, cols), and t.scale, its scale and amax,
-// which is 0 at the start. Rungs 1 and 2 store t.x and t.y, the dequantized and the normalized values,
+// (rows, cols / 16); t.weight (cols); and t.codes, the result (rows, cols). t.amax_and_scale->amax is the
+// amax of the result, 0 at the start. Rungs 1 and 2 store t.x and t.y, the dequantized and the normalized values,
 // (rows, cols) in FP32; rung 3 stores t.y; rungs 4 to 6 store t.inverse (rows), which is 1 / rms.
 
 constexpr float FMAX = 448.0f;
@@ -76,7 +76,9 @@ __device__ float normalized(float x, float inverse, bf16 weight) {
 __device__ float inverse_rms(float sum_of_squares, int64_t cols) {
     return 1.0f / sqrtf(sum_of_squares / static_cast<float>(cols) + EPS);
 }
-__device__ float inverse_scale(const Tensors& t) { return __frcp_rn(__fdiv_rn(t.scale->amax, FMAX)); }
+__device__ float inverse_scale(const Tensors& t) {
+    return __frcp_rn(__fdiv_rn(t.amax_and_scale->amax, FMAX));
+}
 // The number of a thread among all threads that are launched, counted along x.
 __device__ int64_t thread_of_grid() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 
@@ -123,7 +125,7 @@ __global__ void norm_by_thread(Tensors t) {
 __global__ void amax(Tensors t) {
     const int64_t i = thread_of_grid();
     const float y = i < t.rows * t.cols ? t.y[i] : 0.0f;
-    gpu::update_amax_by_warp(&t.scale->amax, gpu::magnitude_bits(y));
+    gpu::update_amax_by_warp(&t.amax_and_scale->amax, gpu::magnitude_bits(y));
 }
 __global__ void quantize(Tensors t) {
     const int64_t i = thread_of_grid();
@@ -202,7 +204,7 @@ template <bool STORES_Y> __global__ void first_pass(Tensors t) {
         if (STORES_Y) t.y[first + c] = y;
         top = gpu::larger_magnitude(top, y);
     }
-    gpu::update_amax_by_warp(&t.scale->amax, gpu::magnitude_bits(top));
+    gpu::update_amax_by_warp(&t.amax_and_scale->amax, gpu::magnitude_bits(top));
     if (!STORES_Y && threadIdx.x == 0) t.inverse[blockIdx.x] = inverse;
 }
 void launch_rung3(const Tensors& t) {
@@ -255,13 +257,14 @@ constexpr int CHUNK = 8;
 constexpr int CHUNKS = 2;  // of a thread: a block of 256 threads has a row of up to 4,096 elements
 
 __device__ void load8(const Tensors& t, int64_t i, float (&x)[CHUNK]) {
-    // A Piece (ladder.h) is CHUNK neighbours in registers; load() and store() move it with one instruction.
-    const Piece<uint8_t, CHUNK> codes = Piece<uint8_t, CHUNK>::load(t.in + i);
+    // Neighbours (ladder.h): CHUNK neighbouring elements in registers. load() and store() move them with one
+    // instruction.
+    const Neighbours<uint8_t, CHUNK> codes = Neighbours<uint8_t, CHUNK>::load(t.in + i);
     const float scale = from_bf16(t.scales[i / 16]);
     for (int j = 0; j < CHUNK; j++) x[j] = decode(codes[j]) * scale;
 }
 __device__ void normalize8(const Tensors& t, int64_t col, float inverse, float (&x)[CHUNK]) {
-    const Piece<bf16, CHUNK> weight = Piece<bf16, CHUNK>::load(t.weight + col);
+    const Neighbours<bf16, CHUNK> weight = Neighbours<bf16, CHUNK>::load(t.weight + col);
     for (int j = 0; j < CHUNK; j++) x[j] = normalized(x[j], inverse, weight[j]);
 }
 // Rungs 5 and 6. KEPT: x stays in registers from the sum of squares to the amax.
@@ -283,7 +286,7 @@ template <bool KEPT> __global__ void __launch_bounds__(THREADS) first_pass8(Tens
         normalize8(t, col, inverse, x[c]);
         top = gpu::larger_magnitude(top, x[c]);
     }
-    gpu::update_amax_by_warp(&t.scale->amax, gpu::magnitude_bits(top));
+    gpu::update_amax_by_warp(&t.amax_and_scale->amax, gpu::magnitude_bits(top));
     if (threadIdx.x == 0) t.inverse[blockIdx.x] = inverse;
 }
 __global__ void second_pass8(Tensors t) {  // grid (cols / 8 / 256, rows)
@@ -293,7 +296,7 @@ __global__ void second_pass8(Tensors t) {  // grid (cols / 8 / 256, rows)
     float x[CHUNK];
     load8(t, i, x);
     normalize8(t, col, t.inverse[blockIdx.y], x);
-    const Piece<uint8_t, CHUNK> codes{gpu::encode<Format::E4M3>(x, inverse_scale(t))};
+    const Neighbours<uint8_t, CHUNK> codes{gpu::encode<Format::E4M3>(x, inverse_scale(t))};
     codes.store(t.codes + i);
 }
 void launch_rung5(const Tensors& t) {
@@ -325,8 +328,8 @@ void launch_rung6(const Tensors& t) {
 // Your rung
 //
 // Cover rungs 4 to 6, and write kernels that do all of it in a third of the time of rung 3. Launch them in
-// launch_my_kernels(): you may call every function above, and use every tensor. t.scale->amax is 0 at the
-// start.
+// launch_my_kernels(): you may call every function above, and use every tensor. At the start
+// t.amax_and_scale->amax is 0.
 //
 //   make build/ladder_norm_to_fp8 && build/ladder_norm_to_fp8 3 8
 //

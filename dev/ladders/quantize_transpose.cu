@@ -54,14 +54,18 @@ namespace {
 
 constexpr unsigned THREADS = 256;  // of a block; in rungs 2 to 4 they are 32 x 8
 
-// A kernel is given a Matrix m (quantize_transpose_data.h): m.x is BF16, (rows, cols); m.codes is (rows,
-// cols) and m.transposed (cols, rows), a byte each; m.scale has the amax. rows and cols are multiples of 16.
+// A kernel is given a Matrix m (quantize_transpose_data.h):
+//   m.x                      the matrix (rows, cols), in BF16
+//   m.codes                  the codes (rows, cols), a byte each
+//   m.transposed             the same codes, transposed (cols, rows)
+//   m.amax_and_scale->amax   the amax of the matrix
+// rows and cols are multiples of 16.
 
-// How many blocks it takes if each has this many elements; and the grid if each has a square of this many
-// columns and rows. ceil_div(a, b) is a / b, rounded up.
+// How many blocks it takes if each has this many elements. ceil_div(a, b) is a / b, rounded up.
 unsigned blocks_with(const Matrix& m, int64_t elements) {
     return static_cast<unsigned>(ceil_div(m.rows * m.cols, elements));
 }
+// The grid if each block has a square of `side` columns and `side` rows.
 dim3 tiles_of(const Matrix& m, int64_t side) {
     return dim3(static_cast<unsigned>(ceil_div(m.cols, side)), static_cast<unsigned>(ceil_div(m.rows, side)));
 }
@@ -69,7 +73,9 @@ dim3 tiles_of(const Matrix& m, int64_t side) {
 // 1 / scale, where scale = amax / FMAX; FMAX of E5M2 is 57,344. __fdiv_rn divides and __frcp_rn takes a
 // reciprocal, both rounded to the nearest FP32 number, whatever the compiler is told about fast arithmetic.
 // So the GPU has the bits of the reference.
-__device__ float inverse_scale(const Matrix& m) { return __frcp_rn(__fdiv_rn(m.scale->amax, 57344.0f)); }
+__device__ float inverse_scale(const Matrix& m) {
+    return __frcp_rn(__fdiv_rn(m.amax_and_scale->amax, 57344.0f));
+}
 // The code nearest to x / scale: one instruction converts, and __NV_SATFINITE saturates what is too large.
 __device__ uint8_t encode(bf16 x, float inverse) {
     return __nv_cvt_float_to_fp8(__bfloat162float(x) * inverse, __NV_SATFINITE, __NV_E5M2);
@@ -104,8 +110,8 @@ __device__ uint8_t encode(bf16 x, float inverse) {
 //   wgrad    dw = g^T x      tokens       g transposed (out, tokens)      x transposed (in, tokens)
 //
 // So each of x, w and g is needed in both orders. A GEMM that transposes by itself, on the way to shared
-// memory, would do what this ladder does each time that it loads a tile, and it loads each tile of g once for
-// many tiles of its result. The quantizer does it once. Its price is the last of the four bytes of an
+// memory, would do what this ladder does each time that it loads a tile, and it loads the same tile of g again
+// for many tiles of its result. The quantizer transposes once. Its price is the last of the four bytes of an
 // element: 16 of the 63 us. With one scale for the tensor both orders have the same codes.
 // ===========================================================================================================
 // Rung 1: two kernels, a thread for an element
@@ -270,9 +276,9 @@ void launch_rung4(const Matrix& m) { rungs3_and_4<1><<<tiles_of(m, SIDE), dim3(S
 //
 //   python3 dev/ladders/banks.py "68*(lane//8) + 8*(lane%8)" --bytes 1
 //
-// Three names are new. Piece<Element, N> (ladder.h) is N neighbouring elements in registers of a thread:
-// load() and store() are one instruction each, piece[j] is element j, and piece.word is all of them. For
-// eight codes that is a uint2: two words of 32 bits, .x and .y, of four codes each. gpu::ChunkValues
+// Three names are new. Neighbours<Element, N> (ladder.h) is N neighbouring elements in registers of a thread:
+// load() and store() are one instruction each. Of such an x, x[j] is element j, and x.bits is all of them:
+// for eight codes a uint2, two words of 32 bits, .x and .y, of four codes each. gpu::ChunkValues
 // (gpu/device.cuh) is eight FP32 numbers. gpu::encode<Format::E5M2>(values, inverse), there too, makes eight
 // codes of them, two with each instruction that converts.
 //
@@ -281,7 +287,7 @@ void launch_rung4(const Matrix& m) { rungs3_and_4<1><<<tiles_of(m, SIDE), dim3(S
 // Predict: the times of the four resources, and that of the rung.
 constexpr int CHUNK = 8;  // elements that a thread loads at once
 
-__device__ Piece<uint8_t, CHUNK> encode8(const Piece<bf16, CHUNK>& x, float inverse) {
+__device__ Neighbours<uint8_t, CHUNK> encode8(const Neighbours<bf16, CHUNK>& x, float inverse) {
     gpu::ChunkValues values;
     for (int j = 0; j < CHUNK; j++) values[j] = __bfloat162float(x[j]);
     return {gpu::encode<Format::E5M2>(values, inverse)};
@@ -299,7 +305,7 @@ __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
         const int x = i % CHUNKS * CHUNK;
         if (row0 + y >= m.rows || col0 + x >= m.cols) continue;
         const int64_t at = (row0 + y) * m.cols + col0 + x;
-        const Piece<uint8_t, CHUNK> codes = encode8(Piece<bf16, CHUNK>::load(m.x + at), inverse);
+        const Neighbours<uint8_t, CHUNK> codes = encode8(Neighbours<bf16, CHUNK>::load(m.x + at), inverse);
         codes.store(m.codes + at);
         for (int j = 0; j < CHUNK; j++) tile[y][x + j] = codes[j];
     }
@@ -308,7 +314,7 @@ __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
         const int x = i / CHUNKS;
         const int y = i % CHUNKS * CHUNK;
         if (row0 + y >= m.rows || col0 + x >= m.cols) continue;
-        Piece<uint8_t, CHUNK> column;
+        Neighbours<uint8_t, CHUNK> column;
         for (int j = 0; j < CHUNK; j++) column[j] = tile[y + j][x];
         column.store(m.transposed + (col0 + x) * m.rows + row0 + y);
     }
@@ -432,13 +438,13 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
     const int64_t row = row0 + down * 8;
     const int64_t col = col0 + across * CHUNK;
     if (row < m.rows && col < m.cols) {
-        Piece<bf16, CHUNK> x[8];
-        for (int i = 0; i < 8; i++) x[i] = Piece<bf16, CHUNK>::load(m.x + (row + i) * m.cols + col);
+        Neighbours<bf16, CHUNK> x[8];
+        for (int i = 0; i < 8; i++) x[i] = Neighbours<bf16, CHUNK>::load(m.x + (row + i) * m.cols + col);
         uint2 codes[8];  // of a row: .x is the word of columns 0 to 3, .y that of columns 4 to 7
         for (int i = 0; i < 8; i++) {
-            const Piece<uint8_t, CHUNK> eight = encode8(x[i], inverse);
+            const Neighbours<uint8_t, CHUNK> eight = encode8(x[i], inverse);
             eight.store(m.codes + (row + i) * m.cols + col);
-            codes[i] = eight.word;
+            codes[i] = eight.bits;
         }
         uint32_t words[2][2][4];  // (upper or lower, first or last four columns, column of these)
         for (int which = 0; which < 2; which++) {
