@@ -10,7 +10,7 @@
 //
 // What is stored. A moment is a byte, its FP8 code. 128 consecutive moments are a moment group, and two FP32
 // values, its moment scaling, say how its codes are decoded: max, the largest magnitude in the moment group,
-// and k, the expansion factor (part 1). The paper's scale follows from max, so it is not stored.
+// and k, the expansion exponent (part 1). The paper's scale follows from max, so it is not stored.
 //
 // Words for parts of a parameter, from small to large:
 //   span     128 consecutive elements. Their first moments are one moment group, and their second moments
@@ -90,7 +90,7 @@ template <MomentKind KIND, Format FORMAT, bool EXPANSION> struct MomentTraits {
 // Equation 4: k = log(R) / log(R_X). R = FMAX / FMIN is the range of the format, and R_X that of the moment
 // group: its largest magnitude over its smallest that is not zero. k is rounded to a multiple of 1/256, from
 // 1/16 to 64. If all magnitudes are equal, k is 64; in a moment group of zeros k is 1.
-template <class Traits> __device__ float expansion_factor(float largest, float smallest) {
+template <class Traits> __device__ float expansion_exponent(float largest, float smallest) {
     const float log_ratio = fmaxf(fast_log2(largest) - fast_log2(smallest), 0.0f);  // log2(R_X)
     const float rounded = rintf(256.0f * Traits::LOG_RANGE * fast_reciprocal(log_ratio)) * 0x1p-8f;
     const float k = fminf(fmaxf(rounded, 0.0625f), 64.0f);
@@ -271,7 +271,7 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Ch
     }
     const float largest = __uint_as_float(largest_bits);
     const float smallest = __uint_as_float(smallest_bits_minus_1 + 1);
-    return {.max = largest, .k = Traits::EXPANDS ? expansion_factor<Traits>(largest, smallest) : 1.0f};
+    return {.max = largest, .k = Traits::EXPANDS ? expansion_exponent<Traits>(largest, smallest) : 1.0f};
 }
 
 // Which field of a bundle this lane keeps (the second drawing), and where it is in memory. (A Shard,

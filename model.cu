@@ -979,8 +979,8 @@ public:
         run_micro_batch(pass, tokens, targets);
         sharding_->wait_for_transfers();
         context_.copy_to_host(report.kinds, quant_stats, sizeof(Scalars::quant_stats));
-        report.k_m = parameters_.expansion_factors(memory_.first_moments);
-        report.k_v = parameters_.expansion_factors(memory_.second_moments);
+        report.k_m = parameters_.expansion_exponents(memory_.first_moments);
+        report.k_v = parameters_.expansion_exponents(memory_.second_moments);
         // With several ranks, each may have quantized a part of the weights
         QuantStats& weights = report.kinds[static_cast<int>(ReportKind::Weight)];
         weights = sharding_->sum_weight_quant_stats(weights);

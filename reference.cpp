@@ -341,7 +341,7 @@ void DelayedScale::update_history_and_scale(Format f) {
 //   - The lower limit changes no k. The widest R_X of FP32 is 2^277, and in E4M3 its k is 16/256.
 //   - The upper limit: if all magnitudes are equal, log(R_X) is 0, and k is 64. Here every k is exact: all
 //     codes are those of FMAX or -FMAX, and contract() gives max or -max.
-float expansion_factor(Format f, float max, float min_nonzero) {
+float expansion_exponent(Format f, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(f).fmax) - std::log2(info(f).fmin);  // log R
     const float log_ratio = std::log2(max) - std::log2(min_nonzero);            // log R_X
@@ -414,12 +414,12 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
         largest = std::max(largest, std::abs(x[i]));
         if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
     }
-    const float factor = expanded && largest > 0 ? expansion_factor(format, largest, smallest) : 1.0f;
+    const float group_k = expanded && largest > 0 ? expansion_exponent(format, largest, smallest) : 1.0f;
     max[moment_group] = largest;
-    if (expanded) k[moment_group] = factor;
+    if (expanded) k[moment_group] = group_k;
     const float inverse = 1.0f / moment_scale(format, largest);  // only for moments without expansion
     for (int64_t i = first; i < end; i++) {
-        const float y = expanded ? expand(format, x[i], largest, factor) : x[i] * inverse;
+        const float y = expanded ? expand(format, x[i], largest, group_k) : x[i] * inverse;
         write_element(format, codes.data(), i, y);
         const bool vanished = x[i] > 0 && read_element(format, codes.data(), i) == 0;
         if (is_second_moment && !per_tensor && vanished)

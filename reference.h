@@ -79,7 +79,7 @@ struct DelayedScale {
 // --- 3. FP8 optimizer with dynamic range expansion (paper, section 4) ---
 // The format f of all three is E4M3 or E5M2.
 // k of a moment group whose nonzero magnitudes lie between min_nonzero and max.
-float expansion_factor(Format f, float max, float min_nonzero);
+float expansion_exponent(Format f, float max, float min_nonzero);
 float expand(Format f, float x, float max, float k);    // with the sign of x; the magnitude is at most FMAX
 float contract(Format f, float y, float max, float k);  // the inverse of expand(); at most max
 

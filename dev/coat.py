@@ -83,7 +83,7 @@ def dequantize_groups(codes, s):
 #      contract:  x = sign(y) max (|y| / FMAX)^(1 / k)
 # A moment group stores its codes, max and k. k is a multiple of 1/256, from 1/16 to 64.
 Moment = namedtuple("Moment", "codes largest k")  # (groups, 128), (groups, 1) and (groups, 1)
-def expansion_factor(largest, smallest):
+def expansion_exponent(largest, smallest):
     with np.errstate(divide="ignore"):  # if all magnitudes are equal, any k is exact
         k = np.log2(float(E4M3.max) / float(E4M3.min)) / np.log2(largest.astype(float) / smallest)
     return np.clip(np.rint(256 * k) / 256, 1 / 16, 64).astype(F32)
@@ -101,7 +101,7 @@ def store_moment(x):
     magnitude = np.abs(x)
     largest = magnitude.max(axis=1, keepdims=True)
     smallest = np.where(x == 0, F32(np.inf), magnitude).min(axis=1, keepdims=True)
-    k = np.where(largest > 0, expansion_factor(largest, smallest), F32(1))
+    k = np.where(largest > 0, expansion_exponent(largest, smallest), F32(1))
     return Moment(encode(E4M3, expand(x, largest, k)), largest, k)
 
 def load_moment(codes, largest, k): return contract(decode(E4M3, codes), largest, k)

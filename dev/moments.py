@@ -86,7 +86,7 @@ def ranges(x):
     x = np.abs(x[x.any(axis=1)])
     largest, smallest = x.max(axis=1), np.where(x == 0, np.inf, x).min(axis=1)
     decades = np.log10(largest.astype(float)) - np.log10(smallest)
-    k = coat.expansion_factor(largest, smallest)
+    k = coat.expansion_exponent(largest, smallest)
     return {"groups": len(x), "log10_range": histogram(decades, 12, 60),
             "log10_range_expanded": histogram(k * decades, 12, 60), "k": histogram(k, 24, 96)}
 

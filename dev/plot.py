@@ -423,7 +423,7 @@ def draw_moments(result):
         lines = {"range R": COLORS[5], "expanded, R^k": COLORS[0], "range of E4M3": COLORS[1]}
         for row, (words, color) in enumerate(lines.items()):
             panel.parts.append(text(panel.left + 12, 84 + 15 * row, words, 11.5, "start", color, "bold"))
-        lower = Panel(left, 370, 380, 150, (0, 16), (0, top_k), f"{title}: expansion factor k",
+        lower = Panel(left, 370, 380, 150, (0, 16), (0, top_k), f"{title}: expansion exponent k",
                       f"median {k['median']:.3g}; 80% lie from {k['p10']:.3g} to {k['p90']:.3g}")
         lower.axes("k", named(range(0, 17, 2)), ticks(0, top_k, 4))
         lower.histogram(k, COLORS[2], 0.85)

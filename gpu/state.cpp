@@ -314,7 +314,7 @@ void Parameters::measure_moment_errors_of(int64_t bucket, const Sharding& shardi
     }
 }
 
-std::vector<float> Parameters::expansion_factors(const std::vector<MomentRef>& moments) const {
+std::vector<float> Parameters::expansion_exponents(const std::vector<MomentRef>& moments) const {
     std::vector<float> all;
     for (size_t i = 0; i < params.size(); i++) {
         const float* const k = moments[i].k;

@@ -286,10 +286,10 @@ public:
     // written to it.
     void compute_weight_amax(size_t i) const;
 
-    // For the quantization report: the errors of storing the moments of a bucket; and the expansion factors
+    // For the quantization report: the errors of storing the moments of a bucket; and the expansion exponents
     // of all moment groups of these moments, which are MemoryMap::first_moments or second_moments.
     void measure_moment_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
-    std::vector<float> expansion_factors(const std::vector<MomentRef>& moments) const;
+    std::vector<float> expansion_exponents(const std::vector<MomentRef>& moments) const;
 
 private:
     const GpuContext& context_;

@@ -225,8 +225,8 @@ static void print_expansion(const char* moments, std::vector<float> k) {
     if (k.empty()) return;
     std::sort(k.begin(), k.end());
     const auto at = [&](double part) { return k[size_t(part * (k.size() - 1))]; };
-    std::printf("expansion factor k of %s: smallest %.2f, quartiles %.2f %.2f %.2f, largest %.2f\n", moments,
-                at(0), at(0.25), at(0.5), at(0.75), at(1));
+    std::printf("expansion exponent k of %s: smallest %.2f, quartiles %.2f %.2f %.2f, largest %.2f\n",
+                moments, at(0), at(0.25), at(0.5), at(0.75), at(1));
 }
 
 void report_quantization(Run& run) {

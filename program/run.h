@@ -117,8 +117,8 @@ struct Sample {
 Sample draw_sample(const Run& run);
 
 // How well FP8 represents each kind of tensor, measured on one micro-batch, forward and backward. After a run
-// also the moments that the gradients of this micro-batch would lead to, and the expansion factors k in use,
-// on all ranks.
+// also the moments that the gradients of this micro-batch would lead to, and the expansion exponents k in
+// use, on all ranks.
 QuantReport measure_quantization(Run& run);
 
 // -----------------------------------------------------------------------------------------------------------

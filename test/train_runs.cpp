@@ -49,7 +49,7 @@ TEST_CASE("train: a run prints steps and validates and samples and saves and log
     CHECK(std::count(before.begin(), before.end(), '\n') <= 13);
     for (const char* part :
          {"weights of ", "batch: 128 tokens", "\nsteps: 12, with 1,536 tokens: 0.03 epochs of",
-          "sample | step 6\n", "factor k of second moments", "Validation loss 5.",
+          "sample | step 6\n", "exponent k of second moments", "Validation loss 5.",
           "saved | step 12 | out/step-000012"})
         CHECK(contains(ended.out, part));
     const auto log = logged(folder, "step"), end = logged(folder, "end");
@@ -200,7 +200,7 @@ TEST_CASE("train: a run says only what is so: no empty line or table and singula
     require_success(evaluated);
     CHECK(contains(evaluated.out, "Quantization"));
     CHECK(!contains(evaluated.out, "moments  "));  // of an update that never happens
-    CHECK(!contains(evaluated.out, "expansion factor"));
+    CHECK(!contains(evaluated.out, "expansion exponent"));
     const Ended two = tiny(folder, "--recipe fp32 --steps 2 --out '' --log log --ranks 2 --accumulate 2");
     require_success(two);
     const Ended one = tiny(folder, "--recipe fp32 --steps 1 --out ''");

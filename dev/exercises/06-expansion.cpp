@@ -5,19 +5,19 @@
 //
 // max and min are the largest and the smallest magnitude of a moment group; zeros do not count. Both are
 // above 0. Write three functions:
-//   expansion_factor   k: each magnitude is raised to the power k, so that max / min becomes 448 over E4M3's
-//                      smallest subnormal value. k is rounded to the nearest multiple of 1/256; it is at
-//                      least 1/16 and at most 64.
-//   expand             the value that is encoded for x: |x| is raised to the power k so that max becomes 448,
-//                      and the sign stays. expand(0) is 0.
-//   contract           the inverse of expand. contract(0) is 0.
+//   expansion_exponent  k: each magnitude is raised to the power k, so that max / min becomes 448 over
+//                       E4M3's smallest subnormal value. k is rounded to the nearest multiple of 1/256; it
+//                       is at least 1/16 and at most 64.
+//   expand              the value that is encoded for x: |x| is raised to the power k so that max becomes
+//                       448, and the sign stays. expand(0) is 0.
+//   contract            the inverse of expand. contract(0) is 0.
 //
 // Find out: max may be 1e38 and min 1e-44. Which of your quotients and powers overflow or become 0 then?
 //
 // Float is precise enough: std::log2, std::exp2, std::rint, std::fabs, std::min, std::copysign.
 #include "judge.h"
 
-float expansion_factor(float max, float min) {
+float expansion_exponent(float max, float min) {
     return 0;  // your code
 }
 
@@ -29,4 +29,4 @@ float contract(float y, float max, float k) {
     return 0;  // your code
 }
 
-int main() { return judge::expansion(expansion_factor, expand, contract); }
+int main() { return judge::expansion(expansion_exponent, expand, contract); }

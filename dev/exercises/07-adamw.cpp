@@ -13,7 +13,7 @@
 //   You need no rule for a second moment that would become code 0: with equation 4's k there is none.
 //
 // You read m.codes[i], *m.max and *m.k, and then overwrite them. given:: has encode(x), decode(code),
-// expansion_factor(max, min), expand(x, max, k) and contract(y, max, k).
+// expansion_exponent(max, min), expand(x, max, k) and contract(y, max, k).
 #include "judge.h"
 
 void adamw(const Step& s, int n, const float* g, float* w, Moment m, Moment v) {

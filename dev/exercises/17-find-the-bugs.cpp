@@ -24,7 +24,7 @@ void store(const Moment& moment, const std::vector<float>& x) {
         min = std::min(min, std::fabs(value));
     }
     *moment.max = max;
-    *moment.k = max == 0 ? 1 : given::expansion_factor(max, min);
+    *moment.k = max == 0 ? 1 : given::expansion_exponent(max, min);
     for (size_t i = 0; i < x.size(); i++)
         moment.codes[i] = given::encode(given::expand(x[i], *moment.max, *moment.k));
 }

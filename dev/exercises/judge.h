@@ -45,7 +45,7 @@ constexpr Format F8 = Format::E4M3;
 inline uint8_t encode(float x) { return uint8_t(reference::encode(F8, x)); }
 inline float decode(uint8_t code) { return reference::decode(F8, code); }
 inline float to_bf16(float x) { return reference::round_to(Format::BF16, x); }  // to the nearest
-inline float expansion_factor(float max, float min) { return reference::expansion_factor(F8, max, min); }
+inline float expansion_exponent(float max, float min) { return reference::expansion_exponent(F8, max, min); }
 inline float expand(float x, float max, float k) { return reference::expand(F8, x, max, k); }
 inline float contract(float y, float max, float k) { return reference::contract(F8, y, max, k); }
 
@@ -92,7 +92,7 @@ int quantize_tensor(const Function<float(int, const float*, uint8_t*)>&);
 int quantize_groups(const Function<void(int, int, const float*, uint8_t*, float*)>&);
 int amax(const Function<float(int, const float*, float*)>&);
 int encode(const Function<uint8_t(const Fp8&, float)>&);
-int expansion(const Function<float(float, float)>& factor, const Function<Expand>& expand,
+int expansion(const Function<float(float, float)>& expansion_exponent, const Function<Expand>& expand,
               const Function<Expand>& contract);
 int adamw(const Function<AdamW>&, int number = 7);  // 7 and 17 on the CPU, one group a call; 14 on a GPU
 int linear(const Function<Gemm>& gemm, const Function<Linear>&);

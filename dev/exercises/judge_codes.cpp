@@ -413,11 +413,11 @@ float rounded_k(double range, double ratio, double least = 1.0 / 16, double most
     return float(std::max(std::rint(256 * range / ratio) / 256, least));
 }
 
-void compare_factor(Comparison& c, float max, float min, float got) {
+void compare_exponent(Comparison& c, float max, float min, float got) {
     const double ratio = std::log2(double(max)) - std::log2(double(min)), range = std::log2(448 * 512.0);
     const double exact = 256 * range / ratio, near = 1.01 / 256;
     const bool border = std::abs(exact - std::floor(exact) - 0.5) < 0.01;  // both neighbours are right
-    const float k = given::expansion_factor(max, min);
+    const float k = given::expansion_exponent(max, min);
     auto limited = [](double k) { return float(std::clamp(k, 1.0 / 16, 64.0)); };
     const float sixteenths = limited(std::floor(exact / 16) / 16);
     const float nearest_sixteenth = limited(std::rint(exact / 16) / 16);
@@ -493,13 +493,13 @@ void compare_powers(Comparison& c, float max, float k, float x, const judge::Fun
 
 }  // namespace
 
-int judge::expansion(const Function<float(float, float)>& expansion_factor, const Function<Expand>& expand,
+int judge::expansion(const Function<float(float, float)>& expansion_exponent, const Function<Expand>& expand,
                      const Function<Expand>& contract) {
     Comparison c(6);
     c.independent = true;  // contract is given codes that the judge's expand makes
     auto check = [&](float max, float min) {
-        compare_factor(c, max, min, expansion_factor(max, min));
-        const float k = given::expansion_factor(max, min);
+        compare_exponent(c, max, min, expansion_exponent(max, min));
+        const float k = given::expansion_exponent(max, min);
         for (float part : {0.0f, 0.2f, 0.7f, 1.0f})
             for (float sign : {1.0f, -1.0f, 0.0f}) {
                 const float x = sign * std::exp2((1 - part) * std::log2(min) + part * std::log2(max));

@@ -127,7 +127,8 @@ for (const f of [E4M3, E5M2]) {
 }
 save("bf16", x.map(toBF16));
 save("scale", max.map(m => scaleOf(E4M3, m)));
-const k = max.map((m, i) => expansionFactor(m, min[i])), y = load("v").map((v, i) => expand(v, max[i], k[i]));
+const k = max.map((m, i) => expansionExponent(m, min[i]));
+const y = load("v").map((v, i) => expand(v, max[i], k[i]));
 save("k", k), save("y", y), save("back", y.map((value, i) => contract(value, max[i], k[i])));
 )");
     check_formats(folder, x);
@@ -135,7 +136,7 @@ save("k", k), save("y", y), save("back", y.map((value, i) => contract(value, max
     const Floats k = folder.get("k"), y = folder.get("y");
     Floats wanted_k(n), wanted_y(n), wanted_back(n);
     for (int i = 0; i < n; i++) {
-        wanted_k[i] = expansion_factor(Format::E4M3, max[i], min[i]);
+        wanted_k[i] = expansion_exponent(Format::E4M3, max[i], min[i]);
         wanted_y[i] = expand(Format::E4M3, v[i], max[i], k.at(i));
         wanted_back[i] = contract(Format::E4M3, y.at(i), max[i], k[i]);
     }

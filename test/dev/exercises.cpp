@@ -422,7 +422,7 @@ auto encode(const Words& mistake) {
     };
 }
 
-auto factor(const Words& mistake) {
+auto exponent(const Words& mistake) {
     return [=](float max, float min) -> float {
         float smallest = 0x1p-9f;
         if (mistake == "2^-6 as minimum") smallest = 0x1p-6f;
@@ -493,7 +493,7 @@ void store(const Words& mistake, const Moment& to, const Floats& x) {
     *to.max = max;
     *to.k = 1;
     const bool linear = mistake == "no expansion" || mistake == "stores without expansion";
-    if (max != 0 && !linear) *to.k = given::expansion_factor(max, min);
+    if (max != 0 && !linear) *to.k = given::expansion_exponent(max, min);
     const bool outdated = mistake == "codes with the old max and k";
     for (size_t i = 0; i < x.size(); i++)
         to.codes[i] =
@@ -748,7 +748,7 @@ int judged(int exercise, const Words& mistake) {
         case 3: return judge::quantize_groups(quantize_groups(mistake));
         case 4: return judge::amax(amax(mistake));
         case 5: return judge::encode(encode(mistake));
-        case 6: return judge::expansion(factor(mistake), expand(mistake), contract(mistake));
+        case 6: return judge::expansion(exponent(mistake), expand(mistake), contract(mistake));
         case 7: return judge::adamw(adamw(mistake));
         case 8: return judge_linear(mistake);
         case 9: return judge::linear_in_blocks(linear_in_blocks(mistake));
@@ -769,7 +769,7 @@ TEST_CASE("exercises: an empty body is not computed yet" * doctest::skip(exercis
     is_empty([] { return judge::quantize_groups(empty::quantize_groups); });
     is_empty([] { return judge::amax(empty::amax); });
     is_empty([] { return judge::encode(empty::encode); });
-    is_empty([] { return judge::expansion(empty::expansion_factor, empty::expand, empty::contract); });
+    is_empty([] { return judge::expansion(empty::expansion_exponent, empty::expand, empty::contract); });
     is_empty([] { return judge::adamw(empty::adamw); });
     is_empty([] { return judge::linear(empty::gemm, empty::linear); });
     is_empty([] { return judge::linear_in_blocks(empty::blocks::linear); });
@@ -807,9 +807,9 @@ TEST_CASE("exercises: what a header asks is answered when the exercise is solved
         CHECK(code == 0);
         CHECK_MESSAGE(contains(out.str(), answer), out.str());
     }
-    CHECK(given::expansion_factor(100, 1) == doctest::Approx(2.680).epsilon(2e-4));
-    CHECK(given::expansion_factor(10, 1) == doctest::Approx(5.359).epsilon(2e-4));
-    CHECK(given::expansion_factor(229376, 1) == 1);
+    CHECK(given::expansion_exponent(100, 1) == doctest::Approx(2.680).epsilon(2e-4));
+    CHECK(given::expansion_exponent(10, 1) == doctest::Approx(5.359).epsilon(2e-4));
+    CHECK(given::expansion_exponent(229376, 1) == 1);
 }
 
 TEST_CASE("exercises: a function that leaves the memory is stopped with a sentence") {

@@ -270,7 +270,7 @@ struct MomentCheck {
         const double error =
             SLACK * U * (1 + std::abs(std::log2(top.upper)) + std::abs(std::log2(low.lower)));
         const auto k_of = [&](double max, double min) {
-            return reference::expansion_factor(got.format, float(max), float(min));
+            return reference::expansion_exponent(got.format, float(max), float(min));
         };
         REQUIRE(k >= k_of(top.upper * std::exp2(error), low.lower));
         REQUIRE(k <= k_of(top.lower * std::exp2(-error), low.upper));

@@ -64,7 +64,7 @@ static void check_moment(Format f, bool expand, bool per_tensor, bool second, co
                 max = std::max(max, std::fabs(x[e]));
                 if (x[e] != 0) min = std::min(min, std::fabs(x[e]));
             }
-            k = expands && max > 0 ? expansion_factor(f, max, min) : 1;
+            k = expands && max > 0 ? expansion_exponent(f, max, min) : 1;
             s = scaled ? scale_of({f}, max) : 1;
             if (scaled) REQUIRE(moment.max[moment_group] == max);
             if (expands) REQUIRE(moment.k[moment_group] == k);
@@ -86,7 +86,7 @@ static void check_moment(Format f, bool expand, bool per_tensor, bool second, co
     else CHECK(stats.elements == 0);
 }
 
-TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the group) is rounded and clamped") {
+TEST_CASE("expansion_exponent: k = log(R of the format) / log(R of the group) is rounded and clamped") {
     FRESH_RANDOM(rng);
     const auto rounded = [](double k) { return std::clamp(std::rint(k * 256) / 256, 1.0 / 16, 64.0); };
     for (Format f : {Format::E4M3, Format::E5M2}) {
@@ -97,15 +97,15 @@ TEST_CASE("expansion_factor: k = log(range of the format) / log(range of the gro
             const double exact = max > min ? log2_range(f) / log_ratio : 1e9;
             // The divisor, a difference of two logarithms, is off by at most 2^-15; the quotient is rounded.
             const double slack = exact * exact * 0x1p-15 / log2_range(f) + exact * 0x1p-22;
-            const float k = expansion_factor(f, max, min);
+            const float k = expansion_exponent(f, max, min);
             INFO(std::string(info(f).name), " max ", max, " min ", min, " k ", k);
             REQUIRE((k >= rounded(exact - slack) && k <= rounded(exact + slack)));
             REQUIRE(k * 256 == std::floor(k * 256));
         }
-        CHECK(expansion_factor(f, info(Format::FP32).fmax, 0x1p-149f) == rounded(log2_range(f) / 277));
-        CHECK(expansion_factor(f, info(f).fmax, info(f).fmin) == 1.0f);
-        CHECK(expansion_factor(f, 1.0f, 1.0f) == 64.0f);  // the released code gives infinity
-        CHECK(expansion_factor(f, 1.0f, std::nextafter(1.0f, 0.0f)) == 64.0f);
+        CHECK(expansion_exponent(f, info(Format::FP32).fmax, 0x1p-149f) == rounded(log2_range(f) / 277));
+        CHECK(expansion_exponent(f, info(f).fmax, info(f).fmin) == 1.0f);
+        CHECK(expansion_exponent(f, 1.0f, 1.0f) == 64.0f);  // the released code gives infinity
+        CHECK(expansion_exponent(f, 1.0f, std::nextafter(1.0f, 0.0f)) == 64.0f);
         CHECK(reference::expand(f, 0.0f, 1.0f, 2.0f) == 0);
     }
 }
