@@ -30,10 +30,10 @@
 // call theirs: "Where tensors are" and "Arguments of kernels" before forward(), and "The gradients of a
 // bucket" before the head.
 //
-// If you come from step 1 of README's way through the GPU kernels, read mlp_block_forward() now, and no
-// more. If you come back in step 7, README lists what to read; of the members of Network read only
-// dgate_up_in_place_: where it is true, the gradient of gate and up overwrites them. What is called in other
-// files can wait. (sharding_ is the interface to the other GPUs; the comment at the top of gpu/linear.h says
+// README's table of files comes here twice. The first time, read the list above and mlp_block_forward(), and
+// no more. The second time, README says what to read; of the members of Network read only
+// dgate_up_in_place_: where it is true, the gradient of gate and up overwrites the saved gate and up. What is
+// called in other files can wait. (sharding_ is the interface to the other GPUs; the comment at the top of gpu/linear.h says
 // what it does if there are none.)
 //
 // Three rules:
