@@ -33,8 +33,8 @@
 // README's table of files comes here twice. The first time, read the list above and mlp_block_forward(), and
 // no more. The second time, README says what to read; of the members of Network read only
 // dgate_up_in_place_: where it is true, the gradient of gate and up overwrites the saved gate and up. What is
-// called in other files can wait. (sharding_ is the interface to the other GPUs; the comment at the top of gpu/linear.h says
-// what it does if there are none.)
+// called in other files can wait. (sharding_ is the interface to the other GPUs. With one GPU its functions
+// do nothing, or return what this GPU has: Unsharded in gpu/sharding.cpp.)
 //
 // Three rules:
 //   - A Pass says what runs: it is given to every function that depends on it.
