@@ -1,12 +1,15 @@
 // coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface:
 // gpu/operators.h; the same arithmetic on the CPU: part 2 of reference.cpp).
 //
-// What is stored. What non-linear layers save for backward, the inputs of norms and activations, is E4M3
-// codes, with a BF16 scale for each 1x16 group (part 1). The operand of a GEMM is E4M3 or E5M2 codes with a
-// single scale for the tensor. It is stored row-major, transposed, or both, and only for as long as its GEMMs
-// need it (part 3); codes of weights may be kept for a whole step. The scale follows from the tensor's
-// largest magnitude, its amax, which an earlier kernel has found (part 2). With --attention groups: q, k, v
-// and the output of attention are saved in groups, too.
+// What is stored:
+//
+//   inputs of norms and of activations   E4M3 codes, with a BF16 scale for each 1x16 group (part 1). They are
+//                                        saved for backward
+//   operands of GEMMs                    E4M3 or E5M2 codes, with one scale for the tensor (part 3). They are
+//                                        stored row-major, transposed, or both
+//
+// The scale of an operand follows from its amax, its largest magnitude. Usually the kernel that writes the
+// input of a norm or of an activation has found it already (part 2).
 //
 // Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 x 8 elements of
 // it: in each of 8 rows a chunk, which is 8 neighbouring columns. It loads and computes them, and stores
@@ -14,11 +17,13 @@
 // neighbouring lanes own a 1x16 group.
 //
 // Which bytes move. Every kernel is bound by memory bandwidth, and reads its input once: 2 bytes an element
-// of BF16, or 9/8 of groups. It writes a byte for a code, and 2 bytes for a group's scale. Tensors such as a
-// norm's output are never stored: a producer computes them from what is (gpu/lazy_tensor.cuh).
-// for_each_row() there loads a thread's rows, several at once, and hands over the values of one row after the
-// other, with `live` false for a row past the tensor's last, which must not be stored. What gated activations
-// read or write, such as [gate | up], has two planes side by side.
+// of BF16, or 9/8 of groups. It writes a byte for a code, and 2 bytes for a group's scale.
+//
+// Two things of gpu/lazy_tensor.cuh are used throughout:
+//   - A producer gives a kernel the values of a tensor that is not stored, such as the output of a norm: it
+//     computes them from what is stored. [gate | up] has two planes, gate and up, side by side.
+//   - for_each_row() loads a thread's rows, several at once, and hands over the values of one row after the
+//     other. `live` is false for a row past the tensor's last: it must not be stored.
 //
 // Who calls whom, for the operand of a GEMM. On the host:
 //
@@ -37,9 +42,9 @@
 //         encode()                 device.cuh        their codes
 //       TransposeTile              quantize.cuh      to shared memory, and back
 //
-// What is called here of gpu/other_scaling.h and gpu/quant_report.h concerns other recipes, and a report of
-// the errors of quantization: it can wait. dev/ladders/quantize_transpose.cu shows how part 3 became fast,
-// starting from two simple kernels.
+// What is called here of gpu/other_scaling.h and gpu/quant_report.h can wait: other recipes, and a report of
+// the errors of quantization. dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from
+// two simple kernels.
 #include "gpu/other_scaling.h"
 #include "gpu/quant_report.h"
 #include "gpu/quantize.cuh"
@@ -49,13 +54,24 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. Mixed granularity: groups of 1 x 16, for what non-linear layers save
 //
-// scale = amax / 448 of the group, code = E4M3(x / scale): Groups::round_in_place_and_store (gpu/device.cuh).
-// A group never crosses a token, so that an outlier costs precision only in its own 16 elements.
+// A group is 16 neighbouring elements of a row, so all are of one token. An outlier costs precision only in
+// its own group. For each group:
 //
-// quantize_groups_kernel() quantizes the input of the activation. While it has that input at hand it takes
-// the amax of the activation's output, the operand of the next GEMM. residual_add() and embed() (gpu/norm.cu)
-// write the groups of the inputs of norms, in passing. With --attention groups: quantize_groups_kernel() also
-// quantizes what attention saves.
+//   amax    the largest |x|
+//   scale   amax / 448, at least 2^-126, rounded to BF16. (448 is the FMAX of E4M3.) It is 1 if amax is 0
+//   code    x / scale, rounded to E4M3; what is larger than 448 becomes 448
+//   value   code * scale. Forward and backward both compute with it
+//
+// Groups (gpu/device.cuh) computes this: Groups::group_scale(), and Groups::round_in_place_and_store().
+//
+//   - The scale is rounded, perhaps down. Then amax / scale is larger than 448, at most 448 (1 + 2^-8) =
+//     449.75. Its code is that of 448 nevertheless. This is an error of less than 2, where any value above
+//     256 may have an error of 16.
+//   - A group with NaN or infinity gets the scale NaN, because its codes would hide what is not finite.
+//
+// quantize_groups_kernel() quantizes the input of the activation. It has this input at hand, so it also takes
+// the amax of the activation's output, the operand of the next GEMM. The groups of the inputs of norms are
+// written by residual_add() and embed() (gpu/norm.cu).
 
 // The larger of `largest` and the magnitudes of the activation's output for one row of the thread's values.
 template <int PLANES>
@@ -70,7 +86,7 @@ static __device__ float amax_of_activation(float largest, const ChunkValues (&v)
 // What the kernel does besides quantizing x, while it has the values of x at hand.
 enum class ExtraTask : uint8_t {
     Nothing,
-    WriteBack,       // writes to x what the groups hold, rounded to BF16
+    WriteBack,       // writes to x what the groups hold, rounded to BF16: for --attention groups
     ActivationAmax,  // finds the amax of the activation's output, computed from what the groups hold
 };
 
@@ -81,10 +97,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     constexpr int PLANES = Producer::PLANES;
     const TilePlace place;
     // A thread outside the tensor ends here. Nobody would use its values, but reading what another thread
-    // writes back would be a race.
+    // writes back would be a race. The lanes that are still running can do what follows without it:
     //   - The two owners of a group end together.
-    //   - The shuffles and maxima below are among the lanes that have not ended: their mask names all 32, but
-    //     CUDA lets a mask name lanes that have exited.
+    //   - Shuffles and maxima name all 32 lanes in their mask. CUDA allows this where lanes have exited.
     //   - Lane 0 updates the amax for its warp. It has the warp's lowest row and column, so it is inside the
     //     tensor if any lane is.
     if (!place.inside(rows, producer.width)) return;
@@ -138,13 +153,16 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 // ===========================================================================================================
 // 2. Group scaling: the amax of a tensor in two stages
 //
-// Stage one finds the amax of each part of the tensor, and stage two the largest of these amaxes. In the
-// paper a part is a 1xG group; here it is what a warp has, with the same result. Stage one is the loop in
-// compute_amax_kernel() and the maximum over the warp in update_amax_by_warp() (gpu/device.cuh); stage two is
-// the atomicMax with which that function ends. (Group Scaling is the paper's word for the two stages: it is
-// about finding an amax, not about the groups of part 1.)
+// Group Scaling is the paper's word for finding an amax in two stages. (It is not about the groups of part
+// 1.) Stage one finds the amax of each part of the tensor, and stage two the largest of these amaxes:
 //
-// Usually no kernel is needed for it: a kernel that writes the input of a norm or of an activation also
+//             in the paper          here
+//   a part    a 1xG group           what a warp has; the result is the same
+//   stage 1                         the loop in compute_amax_kernel(), and the maximum over the warp in
+//                                   update_amax_by_warp() (gpu/device.cuh)
+//   stage 2                         the atomicMax with which update_amax_by_warp() ends
+//
+// Usually no kernel of its own is needed. A kernel that writes the input of a norm or of an activation also
 // computes what the norm or the activation will put out, and keeps only the amax of that. The kernel below is
 // for what no other kernel has at hand, for instance the gradient of gate and up.
 
@@ -172,10 +190,12 @@ void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t st
 // ===========================================================================================================
 // 3. Operands of GEMMs: one scale per tensor, just in time; row-major codes, and transposed ones
 //
-// scale = amax / FMAX, code = encode(x / scale). As on the CPU, a kernel multiplies by 1 / scale in FP32.
+//   scale   amax / FMAX (scale_of() in gpu/device.cuh)
+//   code    x / scale, rounded to FP8. As on the CPU, a kernel multiplies by 1 / scale in FP32
+//
 // store_codes() (gpu/quantize.cuh) computes x and stores the codes. Transposed codes go through shared memory
-// there (TransposeTile): a thread hands over the codes of four of its rows at a time; when all threads have
-// done so, the block writes its tile column by column.
+// (TransposeTile): a thread hands over the codes of four of its rows at a time. When all threads have handed
+// over theirs, the block writes its tile column by column.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_kernel(Producer producer, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, uint8_t* codes,
@@ -204,10 +224,10 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
 }
 
 // ===========================================================================================================
-// 4. Values without codes, and the choice between all of these
+// 4. Values without codes, and the choice between codes and values
 
-// Values are rounded to BF16, or stored as FP32. (Two blocks a multiprocessor: with TILE_BLOCKS_PER_SM of
-// them a thread would have too few registers for FP32 values.)
+// Values are rounded to BF16, or stored as FP32. (A multiprocessor has two blocks. With TILE_BLOCKS_PER_SM
+// blocks a thread would have too few registers for FP32 values.)
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     store_values_kernel(Producer producer, int64_t rows, Bf16OrFp32 out) {
@@ -273,7 +293,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
 }
 
-// One pass is enough if x is stored in BF16 and is quantized as in part 3, in both forms. So it is with the
+// One pass is enough if x is stored in BF16 and is quantized as in part 3, in both forms. This is so for the
 // gradients of COAT's residual stream. Otherwise there are two passes.
 void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
                                        float* workspace, QuantStats* quant_stats, cudaStream_t stream) {

@@ -5,8 +5,8 @@
 namespace coat::gpu {
 
 // Stage one: partial sums. Block y of a column of tiles adds up the tiles y, y + COLUMN_PARTIALS, and so on.
-// A thread adds up its own rows of these; store_column_sums() (gpu/lazy_tensor.cuh) adds the sums of the
-// threads. The block also finds the amax.
+// A thread adds up its own rows of these tiles. Then store_column_sums() (gpu/lazy_tensor.cuh) adds the sums
+// of the threads. The block also finds the amax.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     add_column_sums_kernel(Producer producer, int64_t rows, float* partials, AmaxAndScale* amax_out) {
@@ -27,8 +27,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
 }
 
 // Stage two: the partial sums are added up, in a fixed order. A block has 32 columns. Thread (x, y) adds the
-// rows y, y + 16, y + 32, ... of column x of the partial sums; then the 16 sums of a column are added.
-// blockIdx.y is the number of the gradient: there are one or two.
+// rows y, y + 16, y + 32, ... of column x of the partial sums. Then the 16 sums of a column are added.
+// blockIdx.y is 0 for `gradient`, and 1 for `second`.
 constexpr int REDUCE_ROWS = 16;
 static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
     reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFp32 gradient,

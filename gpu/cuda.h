@@ -26,8 +26,8 @@ inline void require(bool ok, const char* what) {
     if (!ok) throw Error("The GPU code was called wrongly: ", what, ".");
 }
 
-// A property of the GPU in use. If this machine has no GPU (a dry run may run there), it is `without_gpu`:
-// the caller passes what an H100 and an H200 have.
+// A property of the GPU in use. Without a GPU, where only a dry run can be, this returns without_gpu. A size
+// that a dry run needs is then the value of an H100 and an H200.
 inline int device_attribute(cudaDeviceAttr which, int without_gpu = 0) {
     int device = 0, value = 0;
     if (cudaGetDevice(&device) != cudaSuccess) {
@@ -37,9 +37,9 @@ inline int device_attribute(cudaDeviceAttr which, int without_gpu = 0) {
     check(cudaDeviceGetAttribute(&value, which, device), "Asking for the GPU's properties failed");
     return value;
 }
+inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, /*without_gpu=*/132); }
 // cudaSuccess if this GPU can run the program's kernels, else the reason why it cannot.
 cudaError_t kernel_status();
-inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, 132); }
 
 // -----------------------------------------------------------------------------------------------------------
 // Streams
@@ -100,10 +100,9 @@ public:
     }
 };
 
-// Work that is launched again and again with the same arguments. Only the first run() calls work(), and
-// records what it launches as a CUDA graph. That run and all later ones launch the graph, by which hundreds
-// of kernels start as one. A dry run must not call run(), because it has no stream to record. (It runs a
-// single step, and model.cu records only later steps.)
+// Work that is launched again and again with the same arguments. The first run() calls work(), and records
+// what work() launches as a CUDA graph: hundreds of kernels, which then start as one. Every run(), the first
+// one too, launches the graph. A dry run does not call run(), because it has no stream to record.
 class CudaGraph : UniqueHandle<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work> void run(cudaStream_t stream, Work work) {

@@ -83,25 +83,25 @@ template <int N> __device__ float larger_magnitude(float largest, const float (&
     return largest;
 }
 
-// *amax = max(*amax, the value with these bits). Most blocks find it large enough already and skip the
-// atomic. update_amax_by_warp() takes the largest bits of a warp's lanes. Every lane that has not ended calls
-// it, and lane 0 must be one of these.
+// *amax = max(*amax, the value with these bits). Mostly *amax is large enough already: no atomic then.
 inline __device__ void update_amax(float* amax, uint32_t bits) {
     uint32_t* word = reinterpret_cast<uint32_t*>(amax);
     if (bits > *static_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
 }
+// The same with the largest bits of all lanes of a warp. All lanes that are still running must call it, lane
+// 0 among them.
 inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
     bits = __reduce_max_sync(0xFFFFFFFFu, bits);
     if (threadIdx.x % 32 == 0) update_amax(amax, bits);
 }
 
-// The sum of x over the lanes of a warp, and below over the threads of a block. The order of additions is
-// fixed, and all lanes or threads get the same bits. A kernel calls sum_of_block() only once: in a second
-// call some threads would write `parts` while others still read the result of the first.
+// The sum of x over the lanes of a warp. The order of additions is fixed, and all lanes get the same bits.
 template <class Real> __device__ Real sum_of_warp(Real x) {
     for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
     return x;
 }
+// The same over the threads of a block. A kernel calls it only once: in a second call some threads would
+// write `parts` while others still read the result of the first.
 template <int THREADS> __device__ double sum_of_block(double x) {
     __shared__ double parts[THREADS];
     parts[threadIdx.x] = x;
@@ -151,9 +151,9 @@ inline __device__ float scale_of(float fmax, float amax) {
     if (!(amax > 0 && amax < INFINITY)) return 1.0f;
     return fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f);
 }
-// amax / 448, with the bits that a division gives: the product with the rounded reciprocal, corrected by its
-// remainder. The bits are right for every normal result; the caller raises smaller ones to 2^-126. (With a
-// division, a kernel that makes groups has a quarter to a half more instructions.)
+// amax / 448 with the bits of a division: first q = amax * (1 / 448), then q + (amax - 448 q) * (1 / 448).
+// The bits are right for every normal result; the caller raises smaller ones to 2^-126. (With a division, a
+// kernel that makes groups has a quarter to a half more instructions.)
 inline __device__ float divide_by_448(float amax) {
     const float q = __fmul_rn(amax, 1 / 448.0f);
     return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
@@ -177,18 +177,19 @@ FAST_FUNCTION(fast_reciprocal, "rcp.approx.ftz.f32")
 FAST_FUNCTION(fast_sqrt, "sqrt.approx.ftz.f32")
 #undef FAST_FUNCTION
 
-// RoPE (layers.cu): turns a pair of elements of a head by the angle that has this sine and cosine.
-inline __device__ void rotate(float& x, float& y, float cosine, float sine) {
-    const float own = x;
-    x = __fmaf_rn(own, cosine, __fmul_rn(y, -sine));
-    y = __fmaf_rn(y, cosine, __fmul_rn(own, sine));
-}
-
 constexpr float LOG2_E = 1.4426950408889634f;
 inline __device__ float one_over_1_plus_exp2(float z) {  // 1 / (1 + 2^z)
     return fast_reciprocal(__fadd_rn(1.0f, fast_exp2(z)));
 }
 inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn(-LOG2_E, x)); }
+
+// Rotates the point (x, y) by the angle that has this sine and cosine: for RoPE (layers.cu,
+// attention_sm90.cu).
+inline __device__ void rotate(float& x, float& y, float cosine, float sine) {
+    const float old_x = x;
+    x = __fmaf_rn(old_x, cosine, __fmul_rn(y, -sine));
+    y = __fmaf_rn(y, cosine, __fmul_rn(old_x, sine));
+}
 
 // ===========================================================================================================
 // 3. Layouts
@@ -212,9 +213,9 @@ inline __device__ float2 unpack_bf16(uint32_t pair) {
 }
 
 // Stores a value of 4, 8 or 16 bytes with one instruction. (An assignment through a cast pointer may become
-// four small stores. In all other places a word is 32 bits.)
-template <class Word> __device__ void store_at_once(void* to, Word value) {
-    __stwb(static_cast<Word*>(to), value);
+// several smaller stores.)
+template <class Value> __device__ void store_at_once(void* to, Value value) {
+    __stwb(static_cast<Value*>(to), value);
 }
 
 // Values in BF16 or FP32, without scales. N of them are loaded and stored at once: a chunk, or (layers.cu)
@@ -255,9 +256,10 @@ template <class Element, int N = CHUNK> struct Plain {
     }
 };
 
-// E4M3 codes in groups of 1 x 16 with BF16 scales (paper, section 5). The number of columns is a
-// multiple of the group size, so the group of element i is i / GROUP_SIZE. Two neighbouring lanes hold one
-// group: both must call round_in_place_and_store(), the first writes the scale.
+// E4M3 codes in groups of 1 x 16 with BF16 scales. The formulas, and reasons for them, are in part 1 of
+// coat.cu. The number of columns is a multiple of the group size, so the group of element i is
+// i / GROUP_SIZE. Two neighbouring lanes have one group: both must call round_in_place_and_store(), and the
+// first writes the scale.
 constexpr int GROUP_SIZE = PER_1x16.cols;
 static_assert(GROUP_SIZE == 2 * CHUNK);
 struct Groups {
@@ -276,18 +278,16 @@ struct Groups {
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
         decode(/*e5m2=*/false, loaded.codes, __uint_as_float(static_cast<uint32_t>(loaded.scale) << 16), v);
     }
-    // The scale of the group that this lane and its neighbour hold, amax / 448 rounded to BF16. Where that
-    // rounds down, amax / scale is larger than 448, at most 448 (1 + 2^-8) = 449.75. It gets the code of 448
-    // nevertheless: an error of less than 2, where any value above 256 may have an error of 16. A group with
-    // NaN or infinity gets the scale NaN, because a code would hide what is not finite.
+    // The scale of the group that this lane and its neighbour have: amax / 448, rounded to BF16; 1 where amax
+    // is 0, and NaN where a value is not finite.
     static __device__ float group_scale(const ChunkValues& v) {
         float amax = larger_magnitude(0, v);
         amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
         return amax > 0 ? round_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
     }
-    // 1 / scale with the bits of a division. (A BF16 scale has 8 significant bits, so that the inner fused
-    // multiply-add is exact.)
+    // 1 / scale with the bits of a division: r is nearly 1 / scale, then r + (1 - scale r) r. (A BF16 scale
+    // has 8 significant bits, so 1 - scale r is exact.)
     static __device__ float inverse_of_scale(float scale) {
         const float r = fast_reciprocal(scale);
         return __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
@@ -322,8 +322,8 @@ template <class F> void with_layout(const TensorRef& t, F f) {
     f(groups_of(t));
 }
 
-// A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). The kernel learns at run time
-// which of the two: all threads take the same branch, and a kernel exists once, not twice.
+// A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). Which of these formats it has
+// the kernel learns at run time: all threads take the same branch, and the kernel exists once, not twice.
 struct Bf16OrFp32 {
     void* data;
     bool is_fp32;

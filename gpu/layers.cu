@@ -1,6 +1,6 @@
-// gpu/layers.cu - what any transformer has around its GEMMs, attention and norms: RoPE, norms of heads, the
-// loss, and the embedding's backward pass. (Its forward pass is embed() in gpu/norm.cu, because the first
-// norm follows it.)
+// gpu/layers.cu - what any transformer has around its GEMMs, attention and norms: RoPE, the loss, the
+// embedding's backward pass, and norms of heads. (The embedding's forward pass is embed() in gpu/norm.cu,
+// because the first norm follows it.)
 #include <cuda_pipeline.h>
 
 #include <algorithm>
@@ -103,178 +103,6 @@ void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table
     launch("fill_rope_table", fill_rope_table_kernel, block_count(positions * half, 256), 256,
            /*shared_bytes=*/0, stream, positions * half, static_cast<int>(half), config.rope_theta,
            config.rope_scaling, table);
-}
-
-// ===========================================================================================================
-// Norms of heads (Qwen3): y = x r weight with r = 1 / rms(x), for each head of q and of k
-//
-// Eight neighbouring threads have a head. Of every 32 columns of it, each thread has a quad: 4 consecutive
-// columns, which it loads at once.
-
-constexpr int HEAD_THREADS = 8, QUAD = 4;
-constexpr int LONGEST_HEAD = 128;
-// Quads that a thread has of a head, at most.
-constexpr int HEAD_QUADS = LONGEST_HEAD / (HEAD_THREADS * QUAD);
-constexpr int HEADS_PER_BLOCK = 8;
-using Quads = float[HEAD_QUADS][QUAD];
-
-// The number of the thread's head among those that the block has at a time.
-static __device__ int head_of_block() { return threadIdx.x / HEAD_THREADS; }
-// The first column of one of the thread's quads.
-static __device__ int quad_column(int quad) {
-    return (quad * HEAD_THREADS + threadIdx.x % HEAD_THREADS) * QUAD;
-}
-
-// The sum over the elements of a head. On entry sums[j] is the sum over element j of each of the thread's
-// quads. The order of additions is fixed, and all threads of the head get the same bits. All threads of the
-// warp call it.
-static __device__ float sum_of_head(float (&sums)[QUAD]) {
-    for (int threads = HEAD_THREADS / 2; threads > 0; threads /= 2)
-        for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, threads);
-    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
-}
-static __device__ float inverse_rms(float sum_of_squares, const QkNorm& n) {
-    return 1 / sqrtf(sum_of_squares / static_cast<float>(n.HS) + n.eps);
-}
-// The weight of the norm of the head that begins at column `col` of qkv.
-template <class Element> static __device__ Plain<Element, QUAD> weight_of_head(const QkNorm& n, int64_t col) {
-    return {plain<Element>(n.weight).data + (col < n.q_cols ? 0 : n.HS)};
-}
-
-// out = [rope(norm(q)) | rope(norm(k)) | v], where qkv is [q | k | v]. The output of the norm is rounded
-// before it is rotated. RoPE rotates pairs of columns that are half a head apart. Different threads may have
-// the two columns of a pair, so they exchange them in shared memory.
-template <class Element>
-static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
-    qk_norm_and_rope_kernel(QkNorm n, Rope rope, Plain<Element, QUAD> qkv, Plain<Element, QUAD> out,
-                            uint32_t rows, uint32_t heads) {
-    __shared__ __align__(16) float normed[HEADS_PER_BLOCK][LONGEST_HEAD];
-    const uint32_t head = blockIdx.x * HEADS_PER_BLOCK + head_of_block(), row = head / heads;
-    const int HS = static_cast<int>(n.HS), half = HS / 2;
-    const int64_t col = head % heads * n.HS;
-    const bool is_v = col >= n.q_cols + n.k_cols;
-    auto live = [&](int i) { return row < rows && quad_column(i) < HS; };
-    const Plain<Element, QUAD> from = qkv.starting_at(head * n.HS), to = out.starting_at(head * n.HS);
-    typename Plain<Element, QUAD>::LoadedChunk loaded[HEAD_QUADS] = {};
-    for (int i = 0; i < HEAD_QUADS; i++)
-        if (live(i)) loaded[i] = from.load(quad_column(i));
-
-    Quads x;
-    float squares[QUAD] = {};
-    for (int i = 0; i < HEAD_QUADS; i++) {
-        from.unpack(loaded[i], x[i]);
-        for (int j = 0; j < QUAD; j++) squares[j] = __fmaf_rn(x[i][j], x[i][j], squares[j]);
-    }
-    const float r = inverse_rms(sum_of_head(squares), n);
-    const Plain<Element, QUAD> weights = weight_of_head<Element>(n, is_v ? 0 : col);
-    for (int i = 0; i < HEAD_QUADS; i++) {
-        if (!live(i) || is_v) continue;
-        float weight[QUAD];
-        weights.unpack(weights.load(quad_column(i)), weight);
-        for (int j = 0; j < QUAD; j++) {
-            x[i][j] = static_cast<float>(static_cast<Element>(x[i][j] * r * weight[j]));
-            normed[head_of_block()][quad_column(i) + j] = x[i][j];
-        }
-    }
-    __syncwarp();
-    for (int i = 0; i < HEAD_QUADS; i++) {
-        if (!live(i)) continue;
-        const bool in_first_half = quad_column(i) < half;
-        const int pair = in_first_half ? quad_column(i) : quad_column(i) - half;  // the quad's first pair
-        const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + pair;
-        const float* const others = normed[head_of_block()] + (in_first_half ? pair + half : pair);
-        for (int j = 0; j < QUAD && !is_v; j++) {  // (x, y) -> (x cos - y sin, y cos + x sin)
-            const float sine = in_first_half ? -table[j].y : table[j].y;
-            x[i][j] = __fmaf_rn(x[i][j], table[j].x, __fmul_rn(others[j], sine));
-        }
-        to.round_in_place_and_store(quad_column(i), x[i], true);
-    }
-}
-
-// With d = dy weight: dx = (d - x r mean(d x r)) r,  dweight = sum(dy x r). The eight threads of a head have
-// this head in every COLUMN_PARTIALS-th row, and sum up their part of dweight. They fetch the next row while
-// they compute one. dqkv holds dy, which becomes dx.
-template <class Element>
-static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
-    qk_norm_backward_kernel(QkNorm n, Plain<Element, QUAD> qkv, Plain<Element, QUAD> dqkv, int64_t rows,
-                            int64_t cols, float* partials) {
-    const int64_t first_part = static_cast<int64_t>(blockIdx.x) * HEADS_PER_BLOCK;
-    const int64_t part = first_part + head_of_block();
-    const int64_t col = blockIdx.y * n.HS;
-    const int HS = static_cast<int>(n.HS);
-    auto live = [&](int i) { return quad_column(i) < HS; };
-    typename Plain<Element, QUAD>::LoadedChunk loaded_x[HEAD_QUADS] = {}, loaded_dy[HEAD_QUADS] = {};
-    auto fetch_row = [&](int64_t row) {
-        for (int i = 0; i < HEAD_QUADS; i++) {
-            if (row >= rows || !live(i)) continue;
-            loaded_x[i] = qkv.starting_at(row * cols + col).load(quad_column(i));
-            loaded_dy[i] = dqkv.starting_at(row * cols + col).load(quad_column(i));
-        }
-    };
-    const Plain<Element, QUAD> weights = weight_of_head<Element>(n, col);
-    Quads weight = {}, dweight = {};
-    for (int i = 0; i < HEAD_QUADS; i++)
-        if (live(i)) weights.unpack(weights.load(quad_column(i)), weight[i]);
-
-    fetch_row(part);
-    // All threads of a warp take part in its sums, even those past the last row.
-    for (int64_t first = first_part; first < rows; first += COLUMN_PARTIALS) {
-        const int64_t row = first + head_of_block();
-        Quads x, dy;
-        float squares[QUAD] = {}, products[QUAD] = {};
-        for (int i = 0; i < HEAD_QUADS; i++) {
-            qkv.unpack(loaded_x[i], x[i]);
-            dqkv.unpack(loaded_dy[i], dy[i]);
-            for (int j = 0; j < QUAD; j++) {
-                squares[j] = __fmaf_rn(x[i][j], x[i][j], squares[j]);
-                products[j] = __fmaf_rn(__fmul_rn(dy[i][j], weight[i][j]), x[i][j], products[j]);
-            }
-        }
-        fetch_row(row + COLUMN_PARTIALS);
-        const float r = inverse_rms(sum_of_head(squares), n);
-        const float mean_d_normal = sum_of_head(products) * r / static_cast<float>(n.HS);
-        for (int i = 0; i < HEAD_QUADS; i++) {
-            if (row >= rows || !live(i)) continue;
-            float dx[QUAD];
-            for (int j = 0; j < QUAD; j++) {
-                const float normal = __fmul_rn(x[i][j], r);
-                dweight[i][j] = __fmaf_rn(dy[i][j], normal, dweight[i][j]);
-                const float projection = __fmul_rn(normal, mean_d_normal);
-                dx[j] = __fmul_rn(__fmaf_rn(dy[i][j], weight[i][j], -projection), r);
-            }
-            dqkv.starting_at(row * cols + col).round_in_place_and_store(quad_column(i), dx, true);
-        }
-    }
-    float* const sums = partials + (blockIdx.y * COLUMN_PARTIALS + part) * HS;
-    for (int i = 0; i < HEAD_QUADS; i++)
-        for (int j = 0; j < QUAD && live(i); j++) sums[quad_column(i) + j] = dweight[i][j];
-}
-
-void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
-                      cudaStream_t stream) {
-    const int64_t heads = qkv.cols / n.HS;
-    with_plain(qkv, [&](auto x) {
-        using Element = typename decltype(x)::ComputeElement;
-        launch("qk_norm_and_rope", qk_norm_and_rope_kernel<Element>,
-               block_count(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS,
-               /*shared_bytes=*/0, stream, n, rope, Plain<Element, QUAD>{x.data},
-               Plain<Element, QUAD>{static_cast<Element*>(out.data)}, static_cast<uint32_t>(qkv.rows),
-               static_cast<uint32_t>(heads));
-    });
-}
-void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
-                      float* workspace, cudaStream_t stream) {
-    const dim3 grid(COLUMN_PARTIALS / HEADS_PER_BLOCK, block_count(n.q_cols + n.k_cols, n.HS));
-    with_plain(qkv, [&](auto x) {
-        using Element = typename decltype(x)::ComputeElement;
-        launch("qk_norm_backward", qk_norm_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS,
-               /*shared_bytes=*/0, stream, n, Plain<Element, QUAD>{x.data},
-               Plain<Element, QUAD>{static_cast<Element*>(dqkv.data)}, qkv.rows, qkv.cols, workspace);
-    });
-    const TensorRef of_q_and_k{.data = dweight.data, .rows = 2, .cols = n.HS, .storage = dweight.storage};
-    reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, row_slice(of_q_and_k, 0, 1), stream);
-    reduce_partials(workspace + n.q_cols * COLUMN_PARTIALS, n.k_cols / n.HS * COLUMN_PARTIALS,
-                    row_slice(of_q_and_k, 1, 1), stream);
 }
 
 // ===========================================================================================================
@@ -572,6 +400,178 @@ void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient
     const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), block_count(g.cols, threads * CHUNK));
     launch("positions_backward", positions_backward_kernel, grid, threads, /*shared_bytes=*/0, stream,
            bf16_or_fp32(g), g.rows, g.cols, T, bf16_or_fp32(gradient));
+}
+
+// ===========================================================================================================
+// Norms of heads (Qwen3): y = x r weight with r = 1 / rms(x), for each head of q and of k
+//
+// Eight neighbouring threads have a head. Of every 32 columns of it, each thread has a quad: 4 consecutive
+// columns, which it loads at once.
+
+constexpr int HEAD_THREADS = 8, QUAD = 4;
+constexpr int LONGEST_HEAD = 128;
+// Quads that a thread has of a head, at most.
+constexpr int HEAD_QUADS = LONGEST_HEAD / (HEAD_THREADS * QUAD);
+constexpr int HEADS_PER_BLOCK = 8;
+using Quads = float[HEAD_QUADS][QUAD];
+
+// The number of the thread's head among those that the block has at a time.
+static __device__ int head_of_block() { return threadIdx.x / HEAD_THREADS; }
+// The first column of one of the thread's quads.
+static __device__ int quad_column(int quad) {
+    return (quad * HEAD_THREADS + threadIdx.x % HEAD_THREADS) * QUAD;
+}
+
+// The sum over the elements of a head. On entry sums[j] is the sum over element j of each of the thread's
+// quads. The order of additions is fixed, and all threads of the head get the same bits. All threads of the
+// warp call it.
+static __device__ float sum_of_head(float (&sums)[QUAD]) {
+    for (int threads = HEAD_THREADS / 2; threads > 0; threads /= 2)
+        for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, threads);
+    return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+static __device__ float inverse_rms(float sum_of_squares, const QkNorm& n) {
+    return 1 / sqrtf(sum_of_squares / static_cast<float>(n.HS) + n.eps);
+}
+// The weight of the norm of the head that begins at column `col` of qkv.
+template <class Element> static __device__ Plain<Element, QUAD> weight_of_head(const QkNorm& n, int64_t col) {
+    return {plain<Element>(n.weight).data + (col < n.q_cols ? 0 : n.HS)};
+}
+
+// out = [rope(norm(q)) | rope(norm(k)) | v], where qkv is [q | k | v]. The output of the norm is rounded
+// before it is rotated. RoPE rotates pairs of columns that are half a head apart. Different threads may have
+// the two columns of a pair, so they exchange them in shared memory.
+template <class Element>
+static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
+    qk_norm_and_rope_kernel(QkNorm n, Rope rope, Plain<Element, QUAD> qkv, Plain<Element, QUAD> out,
+                            uint32_t rows, uint32_t heads) {
+    __shared__ __align__(16) float normed[HEADS_PER_BLOCK][LONGEST_HEAD];
+    const uint32_t head = blockIdx.x * HEADS_PER_BLOCK + head_of_block(), row = head / heads;
+    const int HS = static_cast<int>(n.HS), half = HS / 2;
+    const int64_t col = head % heads * n.HS;
+    const bool is_v = col >= n.q_cols + n.k_cols;
+    auto live = [&](int i) { return row < rows && quad_column(i) < HS; };
+    const Plain<Element, QUAD> from = qkv.starting_at(head * n.HS), to = out.starting_at(head * n.HS);
+    typename Plain<Element, QUAD>::LoadedChunk loaded[HEAD_QUADS] = {};
+    for (int i = 0; i < HEAD_QUADS; i++)
+        if (live(i)) loaded[i] = from.load(quad_column(i));
+
+    Quads x;
+    float squares[QUAD] = {};
+    for (int i = 0; i < HEAD_QUADS; i++) {
+        from.unpack(loaded[i], x[i]);
+        for (int j = 0; j < QUAD; j++) squares[j] = __fmaf_rn(x[i][j], x[i][j], squares[j]);
+    }
+    const float r = inverse_rms(sum_of_head(squares), n);
+    const Plain<Element, QUAD> weights = weight_of_head<Element>(n, is_v ? 0 : col);
+    for (int i = 0; i < HEAD_QUADS; i++) {
+        if (!live(i) || is_v) continue;
+        float weight[QUAD];
+        weights.unpack(weights.load(quad_column(i)), weight);
+        for (int j = 0; j < QUAD; j++) {
+            x[i][j] = static_cast<float>(static_cast<Element>(x[i][j] * r * weight[j]));
+            normed[head_of_block()][quad_column(i) + j] = x[i][j];
+        }
+    }
+    __syncwarp();
+    for (int i = 0; i < HEAD_QUADS; i++) {
+        if (!live(i)) continue;
+        const bool in_first_half = quad_column(i) < half;
+        const int pair = in_first_half ? quad_column(i) : quad_column(i) - half;  // the quad's first pair
+        const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + pair;
+        const float* const others = normed[head_of_block()] + (in_first_half ? pair + half : pair);
+        for (int j = 0; j < QUAD && !is_v; j++) {  // (x, y) -> (x cos - y sin, y cos + x sin)
+            const float sine = in_first_half ? -table[j].y : table[j].y;
+            x[i][j] = __fmaf_rn(x[i][j], table[j].x, __fmul_rn(others[j], sine));
+        }
+        to.round_in_place_and_store(quad_column(i), x[i], true);
+    }
+}
+
+// With d = dy weight: dx = (d - x r mean(d x r)) r,  dweight = sum(dy x r). The eight threads of a head have
+// this head in every COLUMN_PARTIALS-th row, and sum up their part of dweight. They fetch the next row while
+// they compute one. dqkv holds dy, which becomes dx.
+template <class Element>
+static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
+    qk_norm_backward_kernel(QkNorm n, Plain<Element, QUAD> qkv, Plain<Element, QUAD> dqkv, int64_t rows,
+                            int64_t cols, float* partials) {
+    const int64_t first_part = static_cast<int64_t>(blockIdx.x) * HEADS_PER_BLOCK;
+    const int64_t part = first_part + head_of_block();
+    const int64_t col = blockIdx.y * n.HS;
+    const int HS = static_cast<int>(n.HS);
+    auto live = [&](int i) { return quad_column(i) < HS; };
+    typename Plain<Element, QUAD>::LoadedChunk loaded_x[HEAD_QUADS] = {}, loaded_dy[HEAD_QUADS] = {};
+    auto fetch_row = [&](int64_t row) {
+        for (int i = 0; i < HEAD_QUADS; i++) {
+            if (row >= rows || !live(i)) continue;
+            loaded_x[i] = qkv.starting_at(row * cols + col).load(quad_column(i));
+            loaded_dy[i] = dqkv.starting_at(row * cols + col).load(quad_column(i));
+        }
+    };
+    const Plain<Element, QUAD> weights = weight_of_head<Element>(n, col);
+    Quads weight = {}, dweight = {};
+    for (int i = 0; i < HEAD_QUADS; i++)
+        if (live(i)) weights.unpack(weights.load(quad_column(i)), weight[i]);
+
+    fetch_row(part);
+    // All threads of a warp take part in its sums, even those past the last row.
+    for (int64_t first = first_part; first < rows; first += COLUMN_PARTIALS) {
+        const int64_t row = first + head_of_block();
+        Quads x, dy;
+        float squares[QUAD] = {}, products[QUAD] = {};
+        for (int i = 0; i < HEAD_QUADS; i++) {
+            qkv.unpack(loaded_x[i], x[i]);
+            dqkv.unpack(loaded_dy[i], dy[i]);
+            for (int j = 0; j < QUAD; j++) {
+                squares[j] = __fmaf_rn(x[i][j], x[i][j], squares[j]);
+                products[j] = __fmaf_rn(__fmul_rn(dy[i][j], weight[i][j]), x[i][j], products[j]);
+            }
+        }
+        fetch_row(row + COLUMN_PARTIALS);
+        const float r = inverse_rms(sum_of_head(squares), n);
+        const float mean_d_normal = sum_of_head(products) * r / static_cast<float>(n.HS);
+        for (int i = 0; i < HEAD_QUADS; i++) {
+            if (row >= rows || !live(i)) continue;
+            float dx[QUAD];
+            for (int j = 0; j < QUAD; j++) {
+                const float normal = __fmul_rn(x[i][j], r);
+                dweight[i][j] = __fmaf_rn(dy[i][j], normal, dweight[i][j]);
+                const float projection = __fmul_rn(normal, mean_d_normal);
+                dx[j] = __fmul_rn(__fmaf_rn(dy[i][j], weight[i][j], -projection), r);
+            }
+            dqkv.starting_at(row * cols + col).round_in_place_and_store(quad_column(i), dx, true);
+        }
+    }
+    float* const sums = partials + (blockIdx.y * COLUMN_PARTIALS + part) * HS;
+    for (int i = 0; i < HEAD_QUADS; i++)
+        for (int j = 0; j < QUAD && live(i); j++) sums[quad_column(i) + j] = dweight[i][j];
+}
+
+void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
+                      cudaStream_t stream) {
+    const int64_t heads = qkv.cols / n.HS;
+    with_plain(qkv, [&](auto x) {
+        using Element = typename decltype(x)::ComputeElement;
+        launch("qk_norm_and_rope", qk_norm_and_rope_kernel<Element>,
+               block_count(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS,
+               /*shared_bytes=*/0, stream, n, rope, Plain<Element, QUAD>{x.data},
+               Plain<Element, QUAD>{static_cast<Element*>(out.data)}, static_cast<uint32_t>(qkv.rows),
+               static_cast<uint32_t>(heads));
+    });
+}
+void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
+                      float* workspace, cudaStream_t stream) {
+    const dim3 grid(COLUMN_PARTIALS / HEADS_PER_BLOCK, block_count(n.q_cols + n.k_cols, n.HS));
+    with_plain(qkv, [&](auto x) {
+        using Element = typename decltype(x)::ComputeElement;
+        launch("qk_norm_backward", qk_norm_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS,
+               /*shared_bytes=*/0, stream, n, Plain<Element, QUAD>{x.data},
+               Plain<Element, QUAD>{static_cast<Element*>(dqkv.data)}, qkv.rows, qkv.cols, workspace);
+    });
+    const TensorRef of_q_and_k{.data = dweight.data, .rows = 2, .cols = n.HS, .storage = dweight.storage};
+    reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, row_slice(of_q_and_k, 0, 1), stream);
+    reduce_partials(workspace + n.q_cols * COLUMN_PARTIALS, n.k_cols / n.HS * COLUMN_PARTIALS,
+                    row_slice(of_q_and_k, 1, 1), stream);
 }
 
 }  // namespace coat::gpu

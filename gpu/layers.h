@@ -1,6 +1,6 @@
-// gpu/layers.h - what any transformer has around its GEMMs, attention and norms: RoPE, norms of heads, the
-// loss, and the embedding's backward pass (kernels: gpu/layers.cu). The rules of gpu/operators.h hold here,
-// too.
+// gpu/layers.h - what any transformer has around its GEMMs, attention and norms: RoPE, the loss, the
+// embedding's backward pass, and norms of heads (kernels: gpu/layers.cu). The rules of gpu/operators.h hold
+// here, too.
 #pragma once
 #include <vector>
 
@@ -9,7 +9,7 @@
 namespace coat::gpu {
 
 // ===========================================================================================================
-// 1. RoPE, and norms of heads
+// 1. RoPE
 
 struct Rope {
     const float2* table;  // (positions, HS/2) {cos, sin}, from fill_rope_table()
@@ -17,37 +17,22 @@ struct Rope {
     int64_t T, HS, rotated_cols;
 };
 void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream);
-// Rotates qkv (B*T, qkv_cols) in place, or with `inverse` its gradient, by the opposite angles. amax_out gets
-// the amax of all columns.
+// Rotates qkv (B*T, qkv_cols) in place. With `inverse` qkv is the gradient, which is rotated by the opposite
+// angles. amax_out gets the amax of all columns.
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_out, cudaStream_t stream);
-
-// Qwen3 has an RMSNorm of each head of q and of k.
-struct QkNorm {
-    const void* weight;  // [of q | of k], (2 HS), compute dtype
-    float eps;
-    int64_t HS, q_cols, k_cols;
-};
-// qkv = [q | k | v] (N, qkv_cols) as the projection leaves it -> out, as attention reads it: [q | k | v] with
-// q and k normed and then rotated.
-void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
-                      cudaStream_t stream);
-// The backward pass of the norms alone, in place: dqkv is the gradient of their outputs on entry, and the
-// gradient of their inputs, qkv, on return. Adds to dweight (2 HS). workspace: (COLUMN_PARTIALS, q_cols +
-// k_cols) floats.
-void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
-                      float* workspace, cudaStream_t stream);
 
 // ===========================================================================================================
 // 2. Loss
 
-// losses (rows) FP32 are -log softmax(logits)[target], or 0 where the target is NO_TARGET. Of the logits
-// (rows, padded_V), the columns from V on may be anything. cross_entropy_forward() computes the losses alone,
-// for evaluation.
+// Computes the losses alone, for evaluation.
+//   losses    (rows), FP32: -log softmax(logits)[target], or 0 where the target is NO_TARGET
+//   logits    (rows, padded_V); the columns from V on may be anything
+//   targets   (rows)
 void cross_entropy_forward(const TensorRef& logits, int64_t V, const int32_t* targets, float* losses,
                            cudaStream_t stream);
-// The same, and the logits become the gradients of *loss_weight * sum(losses): 0 from column V on, and 0
-// where the target is NO_TARGET. The weight is on the device, because it may be another one each time that a
-// CUDA graph replays the launch.
+// Computes the losses, and writes gradients over the logits: those of *loss_weight * sum(losses). They are 0
+// from column V on, and 0 where the target is NO_TARGET. The weight is on the device, because it may differ
+// each time that a CUDA graph replays the launch.
 void cross_entropy_forward_and_backward(const TensorRef& logits, int64_t V, const int32_t* targets,
                                         const double* loss_weight, float* losses, cudaStream_t stream);
 // *total += *loss_weight * the sum of losses (n), in a fixed order, in double.
@@ -57,14 +42,15 @@ void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, dou
 // ===========================================================================================================
 // 3. The embedding's backward pass
 
-// Which rows of a gradient belong to a token. The host sorts them, so that sums have a fixed order.
+// Which rows of a gradient belong to a token. The host sorts the rows, so that sums have a fixed order.
 struct TokenRows {
     int32_t token, first, count;  // rows order[first .. first + count)
 };
 struct EmbeddingOrder {
     std::vector<int32_t> order;     // (N) row numbers by token, ascending within a token
     std::vector<TokenRows> tokens;  // at most N; those with the most rows come first
-    int64_t frequent_count = 0;     // the first tokens, this many: each has enough rows for several warps
+    // How many tokens, at the beginning of `tokens`, have enough rows for several warps.
+    int64_t frequent_count = 0;
 };
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
 // An EmbeddingOrder whose vectors are on the device; `count` is the length of `tokens`.
@@ -78,5 +64,24 @@ void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, cons
                         cudaStream_t stream);
 // gradient (max_T, C): row[t] += the sum over the sequences b of g's rows b*T + t.
 void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream);
+
+// ===========================================================================================================
+// 4. Norms of heads (Qwen3)
+
+// Qwen3 has an RMSNorm of each head of q and of k.
+struct QkNorm {
+    const void* weight;  // [of q | of k], (2 HS), compute dtype
+    float eps;
+    int64_t HS, q_cols, k_cols;
+};
+// Writes to `out` what attention reads: qkv = [q | k | v] (N, qkv_cols), with q and k normed and then rotated.
+void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
+                      cudaStream_t stream);
+// The backward pass of the norms alone, without that of RoPE.
+//   dqkv        on entry the gradient of the norms' outputs; on return that of their inputs, qkv
+//   dweight     (2 HS), is added to
+//   workspace   (COLUMN_PARTIALS, q_cols + k_cols) floats
+void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
+                      float* workspace, cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -13,8 +13,8 @@ namespace coat::gpu {
 // 1. The equations of norms and activations
 //
 // The code says which multiplications and additions are fused (__fmaf_rn) and which are not (__fmul_rn,
-// __fadd_rn). If the compiler chose, it might choose differently in another kernel; so a tensor has the same
-// bits wherever it is computed.
+// __fadd_rn). If the compiler chose, it might choose differently in another kernel. As it is, a tensor has
+// the same bits wherever it is computed.
 
 // A norm: y = (x - mean) rstd weight + bias.
 inline __device__ float norm_output(float x, RowStatistics statistics, float weight, float bias) {
@@ -156,7 +156,7 @@ template <class Layout, class F> void with_producer_of(const LazyTensor& x, Layo
 template <class F> void with_producer(const LazyTensor& x, F f) {
     with_layout(x.input, [&](auto in) { with_producer_of(x, in, f); });
 }
-// The same for kernels that quantize to FP8. They exist for inputs in BF16 and in groups; FP32 is an Error.
+// The same for quantizers, whose inputs are in BF16 or in groups. An input in FP32 is an Error.
 template <class F> void with_producer_for_quantizer(const LazyTensor& x, F f) {
     require(x.input.storage.format != Format::FP32, "FP8 goes with the compute dtype BF16, not with FP32");
     if (x.input.storage == E4M3_1x16) with_producer_of(x, groups_of(x.input), f);
@@ -252,9 +252,10 @@ __device__ void for_each_row(const Producer& producer, const TilePlace& place, i
 // ===========================================================================================================
 // 4. Column sums, and other ways to combine what the threads of a block have of a column
 
-// Each thread has a number for each of its 8 columns of each plane, `mine`. The 16 numbers that a column has
-// in the block are combined in the order of the rows, beginning with 0. Then take(column, result) is called
-// once for each column that the block has of each plane. `columns` is shared memory.
+// Combines the numbers that the threads of a block have of a column. `mine` has this thread's numbers, one
+// for each of its 8 columns of each plane. A column has 16 numbers in the block. They are combined in the
+// order of the rows, starting from the value 0: result = combine(result, number). Then take(column, result)
+// is called, once for each column. `columns` is shared memory.
 template <class Producer, class Number, class Combine, class Take>
 __device__ void combine_columns(const Producer& producer, const TilePlace& place,
                                 const Number (&mine)[Producer::PLANES][CHUNK],

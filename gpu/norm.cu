@@ -1,11 +1,13 @@
 // gpu/norm.cu - residual add, RMSNorm and LayerNorm on the GPU, forward and backward, with what section 5 of
 // the paper needs of them.
 //
-// In forward, one kernel adds a branch, the output of half a layer, to the residual stream. It has whole rows
-// in registers, so it also does what the norm of the sum needs: it saves the norm's input, and computes the
-// row statistics and the amax of the norm's output. It does not store that output, because the kernel that
-// makes the next GEMM's operand computes it (coat.cu). In backward, one kernel computes the gradient of the
-// norm's input row by row, and sums the gradients of weight and bias over the rows.
+// Forward, one kernel adds a branch, the output of half a layer, to the residual stream. It has whole rows in
+// registers, so it also does what the norm of the sum needs: it saves the norm's input, and computes the row
+// statistics and the amax of the norm's output. It does not store the norm's output: the kernel that makes
+// the next GEMM's operand computes that again (coat.cu).
+//
+// Backward, one kernel computes the gradient of the norm's input row by row, and sums the gradients of weight
+// and bias over the rows.
 #include "lazy_tensor.cuh"
 
 namespace coat::gpu {
@@ -63,10 +65,10 @@ __device__ float inverse_root(float squares, int64_t C, float eps) {
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
 }
 
-// The statistics of a row. x: the thread's chunks of it; a chunk past the end of the row is zeros. The
-// forward pass of both norms calls it, and the backward pass of LayerNorm. The backward pass of RMSNorm
-// computes the sum of squares together with another sum, but in the same order. So forward and backward have
-// the same bits; norm_backward_kernel() says what they are needed for.
+// The statistics of a row. x: the thread's chunks of the row; a chunk past the end of the row is zeros.
+//
+// Backward needs the same bits as forward; norm_backward_kernel() says why. LayerNorm's backward pass calls
+// this function, too. RMSNorm's takes the sum of squares together with another sum, but in the same order.
 __device__ RowStatistics row_statistics(const ChunkValues (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
                                         RowSum& sum_over_row) {
     float sum[1] = {0};
@@ -92,7 +94,7 @@ __device__ RowStatistics row_statistics(const ChunkValues (&x)[ROW_CHUNKS], int6
 // Residual and norm, forward
 
 // The bits of the largest magnitude of a norm's output in the thread's chunks x of a row. A chunk that is not
-// live lies past the end of the row, or its row past the last.
+// live lies past the end of the row, or its row lies past the last row.
 template <class Element, class Live>
 __device__ uint32_t amax_bits_of_norm(const Norm& n, const ChunkValues (&x)[ROW_CHUNKS],
                                       RowStatistics statistics, Live live) {
@@ -199,9 +201,9 @@ void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t
 //   both       dweight += dy xhat, dbias += dy
 //
 // A team goes through many rows. In shared memory it has sums of its own, dweight (C) and dbias (C), over the
-// rows that it has had so far. At its end the block adds the sums of its teams and writes them out. Then the
-// sums of all blocks are added. How many blocks there are depends on the number of multiprocessors: so the
-// order of additions is always the same on GPUs of one kind.
+// rows that it has had so far. At its end the block adds the sums of its teams and writes the result to
+// memory. Then the sums of all blocks are added. The number of blocks depends only on the rows and on the
+// GPU's multiprocessors. So the order of additions is always the same on GPUs of one kind.
 
 namespace {
 
@@ -226,7 +228,7 @@ __device__ void write_partials(const float4* sums_of_teams, int C, float* partia
             const float4 one = sums_of_teams[y * (C / 4) + i];
             total = {total.x + one.x, total.y + one.y, total.z + one.z, total.w + one.w};
         }
-        // The four columns of entry i: of which half of its chunk, and the first of them
+        // Entry i has four columns: half a chunk. `col` is the first of them.
         const int half = i / (C / CHUNK), col = i % (C / CHUNK) * CHUNK + half * 4;
         store_at_once(partials + static_cast<int64_t>(blockIdx.x) * C + col, total);
     }
@@ -256,9 +258,9 @@ struct NormedRow {
 // What happens to a row of the norm n: load(), then normalize(), then write_gradients(). input is the memory
 // of n.in. The other tensors are those of NormGradients; dresidual_in may be no tensor.
 //
-// CHUNKS is the number of chunks that each thread has of a row, all inside the row. Then no chunk has a
-// condition, so that the compiler can mix the instructions of all chunks. 0 is for any other width: which of
-// a thread's chunks lie inside the row is known only at run time.
+// CHUNKS is the number of chunks that each thread has of a row, where all of them lie inside the row. Then no
+// chunk has a condition, and the compiler can mix the instructions of all chunks. CHUNKS = 0 is for other
+// widths: which chunks lie inside the row is known only at run time.
 template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     using Element = typename Layout::ComputeElement;
     Norm n;
@@ -371,10 +373,11 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
 };
 
 // The kernel of norm_backward() (operators.h). It writes dresidual_out and its amax, the row statistics, and
-// the blocks' sums: partials (blocks, C) of dweight and, of LayerNorm, after them (blocks, C) of dbias. The
-// statistics are computed again, because all norms have the same place for them, which later norms have
-// overwritten. They need the same bits as in forward: wgrad computes the norm's output from them, and
-// quantizes it with the amax from forward, so a larger value would saturate.
+// the blocks' sums: partials (blocks, C) of dweight and, for LayerNorm, after them (blocks, C) of dbias.
+//
+// The row statistics are computed again, because all norms have the same memory for them: later norms have
+// overwritten those of forward. Their bits must be those of forward: wgrad computes the norm's output from
+// them and quantizes it with the amax from forward, and a larger value would saturate.
 template <class Layout, bool RMS, int CHUNKS>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, AmaxAndScale* dresidual_amax_out,

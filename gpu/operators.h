@@ -1,25 +1,31 @@
 // gpu/operators.h - what the kernels do, for those who call them: the tensors that they are given, and COAT's
-// operators (quantizers, sums over rows, the optimizer, norms), each with the shapes and formats that it
-// accepts. Other operators are in gpu/layers.h, gpu/attention.h, gpu/gemm.h and gpu/parameter_kernels.h; what
-// other recipes and the quantization report need, in gpu/other_scaling.h and gpu/quant_report.h.
+// operators, each with the shapes and formats that it accepts. The parts:
+//
+//   1. tensors
+//   2. quantizers
+//   3. sums over rows
+//   4. the optimizer
+//   5. residual stream and norms
+//
+// Other operators are in gpu/layers.h, gpu/attention.h, gpu/gemm.h and gpu/parameter_kernels.h. What only
+// other recipes need is in gpu/other_scaling.h.
 //
 // Rules for all operators:
-//   - An operator is put on the given CUDA stream. None allocates memory, and none waits, unless it says so.
-//   - The rows of an activation or a gradient are tokens; those of a weight are its outputs. There may be any
-//     number of rows; where transposed codes are made, a multiple of 16. Columns are a multiple of 16.
+//   - An operator is put on the given CUDA stream. It does not wait, and it allocates no memory.
+//   - The rows of an activation or a gradient are tokens; those of a weight are its outputs.
+//   - The number of columns is a multiple of 16. So is the number of rows where transposed codes are made.
 //     Pointers are 16-byte aligned.
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16; in the recipe fp32, FP32.
-//   - Operators add to parameters' gradients, which are in BF16 or FP32 (gradient_format() of model.h).
+//   - A parameter's gradient is added to what is there, in BF16 or FP32 (gradient_format() of model.h).
 //   - An argument whose name ends with amax_out says where an amax is wanted: the operator raises the field
 //     `amax` of this AmaxAndScale to the largest |x| that it has seen. Null means that nobody needs it.
 //   - `workspace` is temporary memory, which the caller provides. Afterwards it may be used for anything.
 //   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
 //     tensor is only read: the comment of the operator says what is written.
-//   - The same input gives the same bits every time on the same kind of GPU: every sum has a fixed order,
-//     which may depend on the number of multiprocessors. The only atomics are maxima and sums of integers,
-//     whose order does not matter, and counters from which thread blocks take their next piece of work.
-//     (The sums of the quantization report are the exception.)
-//   - A wrong combination of formats is an Error; a wrong shape or pointer is not noticed.
+//   - The same input gives the same bits every time on the same kind of GPU, because every sum has a fixed
+//     order. (The order may depend on the number of multiprocessors. Atomics are used only where order does
+//     not matter.)
+//   - Shapes, pointers and formats are the caller's duty. Of wrong formats some are noticed, with an Error.
 //
 // The words group, moment group, scale and scale block are those of formats.h.
 #pragma once
@@ -32,30 +38,27 @@ namespace coat::gpu {
 // 1. Tensors
 
 // The amax of a tensor, on the device, and the scale that follows from it if the tensor has a single scale.
-// (The struct has 16 bytes, because a GEMM reads `scale`, and wants it aligned to 16 bytes.) Which function
-// writes a field, where scaling is just in time:
+// Which function writes a field:
 //
 //   amax    an earlier kernel, or compute_amax()
 //   scale   quantize(), as amax / FMAX
 //
-// With several ranks: combine_amaxes() (gpu/parameter_kernels.h) writes both fields of a weight on all of
-// them. With delayed scaling (te): gpu/other_scaling.h has such a table.
+// The struct has 16 bytes, because a GEMM reads `scale` and wants it aligned to 16 bytes.
 struct alignas(16) AmaxAndScale {
     float scale;  // codes are multiplied by it
-    // The largest |x| so far. atomicMax raises it, on the bits of |x|: as integers, those of infinity are
-    // above those of all numbers, and those of NaN are above those of infinity. So amax is NaN if an x is.
-    // (The CPU's compute_amax() returns infinity then. Both say only that a value is not finite.)
+    // The largest |x| so far. atomicMax raises it. It compares the bits of |x| as integers, which have the
+    // order of |x|, with NaN above infinity. So amax is NaN if an x is NaN.
     float amax;
-    float delayed_scale;  // delayed scaling: the scale from earlier amaxes; 0 while there is none
+    float delayed_scale;  // for the recipe te: gpu/other_scaling.h
     float unused;
 };
 
 // Refers to a tensor on the GPU. In BF16 and FP32 its elements are values. In FP8 they are codes, and a value
-// is its code times a scale. `storage` says where the scale is:
+// is its code times a scale. Where the scale is depends on `storage`:
 //   one for the tensor   amax_and_scale->scale
 //   one for each group   group_scales
-//   other scale blocks   in the Operand to which this tensor belongs: block_scales
-// Null data means "no tensor". (In an Operand it can also mean that only the transposed codes exist.)
+//   other scale blocks   block_scales of the Operand to which this tensor belongs
+// Null data means "no tensor".
 struct TensorRef {
     void* data;  // (rows, cols) elements of storage.format
     int64_t rows, cols;
@@ -73,27 +76,28 @@ inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
     return slice;
 }
 
-// A tensor as a GEMM (matrix multiplication) reads it: x, w or g of a linear layer. The recipes in formats.h
-// begin with the three GEMMs fprop, dgrad and wgrad, and with which FP8 operands they read row-major and
-// which transposed, with codes (cols, rows). Either form, row-major (tensor.data) or transposed, may be null:
-// an operand has the forms that its GEMMs read. (Operands in FP32 and BF16 are always row-major.) With
-// per-tensor scaling both forms have the same scale, tensor.amax_and_scale->scale. In other granularities
-// (per row, 1x128, 128x128) each form has scales of its own, one for each scale block. They have the layout
-// that cuBLASLt reads (for row-major codes):
+// A tensor as a GEMM (matrix multiplication) reads it: x, w or g of a linear layer. FP8 codes have two forms:
+//   row-major    tensor.data (rows, cols)
+//   transposed   (cols, rows)
+// formats.h says which GEMM reads which form. An operand has the forms that its GEMMs read; the pointer of
+// the other one is null. (Operands in BF16 and FP32 are always row-major.) In COAT both forms have the same
+// scale, tensor.amax_and_scale->scale.
+//
+// In the recipes rowwise and deepseek each form has scales of its own, one for each scale block: block_scales
+// and transposed_block_scales. tensor.amax_and_scale->amax then only shows whether a value was not finite.
+// block_scales has the shape that cuBLASLt reads. For transposed_block_scales exchange rows and cols:
 //   per row    (rows)
 //   1x128      (cols / 128, rows)
 //   128x128    (rows / 128, cols / 128), each row padded to a multiple of four
-// There tensor.amax_and_scale serves only for its amax, which shows whether a value was not finite.
 struct Operand {
     TensorRef tensor;
-    void* transposed = nullptr;                // codes (cols, rows)
-    float* block_scales = nullptr;             // of the row-major codes, if the granularity is not per tensor
-    float* transposed_block_scales = nullptr;  // likewise, of the transposed codes
-    bool delayed = false;  // per tensor: the scale comes from the history (te), once there is one
+    void* transposed = nullptr;
+    float* block_scales = nullptr;
+    float* transposed_block_scales = nullptr;
+    bool delayed = false;  // recipe te: the scale is delayed (gpu/other_scaling.h)
 };
 
-// The number of scales of an operand's codes (rows, cols), with the padding of 128x128 scales. A per-tensor
-// scale does not count: it lies elsewhere, beside its amax.
+// The number of block scales of codes (rows, cols), with the padding of 128x128 scales. It is 0 in COAT.
 inline int64_t operand_scale_count(const Storage& s, int64_t rows, int64_t cols) {
     if (!s.fp8() || s.granularity == PER_TENSOR) return 0;
     return s.scale_rows(rows) * round_up(s.scale_cols(cols), s.granularity == PER_128x128 ? 4 : 1);
@@ -107,9 +111,9 @@ struct alignas(8) RowStatistics {
     float mean, rstd;  // rstd = 1 / sqrt(variance + eps)
 };
 
-// A norm layer. Its output is not stored: whatever reads the output computes it from `in` and the row
-// statistics. Forward does not save the row statistics for backward either: norm_backward() computes them
-// anew before backward needs the norm's output. So all norms of a model may write them to one place.
+// A norm layer. Its output is not stored: a kernel that needs the output computes it from `in` and the row
+// statistics. All norms of a model may have the same memory for their row statistics. Forward writes them
+// there for the next kernels. norm_backward() writes them again, before backward needs the norm's output.
 struct Norm {
     TensorRef in;                   // (N, C) in the compute dtype, or in groups
     const void* weight;             // (C) compute dtype
@@ -166,34 +170,32 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 // 2. Quantizers: section 5 of the paper (coat.cu)
 //
 // Scaling per tensor takes two passes, compute_amax() and quantize(). A kernel that has the values at hand
-// anyway updates the amax itself, which saves the first pass. Each function below reads x; "any" is any
-// LazyTensor. "Codes" are row-major, transposed, or both: those whose pointers in the Operand are not null.
+// anyway updates the amax itself, which saves the first pass. The functions, each of which reads x:
 //
 //   function                      x                       writes
-//   compute_amax()                any                     the amax of x
-//   quantize()                    any                     FP8 codes
-//   store_values()                any                     values in BF16 or FP32
-//   write_operand()               any                     what quantize() or store_values() writes
-//   quantize_groups()             in BF16                 groups; with write_back also x
+//   compute_amax()                any LazyTensor          the amax of x
+//   quantize()                    any LazyTensor          FP8 codes
+//   store_values()                any LazyTensor          values in BF16 or FP32
+//   write_operand()               any LazyTensor          what quantize() or store_values() writes
 //   quantize_activation_input()   gate and up, in BF16    groups, and the amax of the activation's output
+//   quantize_groups()             in BF16                 groups
 //
-// In place: row-major output may be written over the stored tensor from which x is computed (x.input), if
-// elements have as many bytes in both. For example the codes of dgate_up may be written over the groups of
-// gate_up. (A thread loads its elements before it stores what it makes of them.) The output may also have
-// more rows than x: the other rows keep what they hold.
-// quant_stats: what quantizing loses is added to it; it may be null.
+// In place: row-major output may overwrite x.input, the stored tensor from which x is computed, if both have
+// the same bytes per element. For example the codes of dgate_up may overwrite the groups of gate_up. (A
+// thread loads its elements before it stores what it makes of them.)
+// The output may have more rows than x. The other rows keep what they hold.
+// What quantizing loses is added to *quant_stats, for the report (gpu/quant_report.h). It may be null.
 
 // x_amax_out->amax = max(x_amax_out->amax, |x|). x must not be in FP32. The caller clears the amaxes of
-// activations and gradients before every micro-batch; adamw() clears those of weights. With delayed scaling
-// (te): the caller clears the former before every step, not before every micro-batch.
+// activations and gradients before every micro-batch; adamw() clears those of weights.
 void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t stream);
 
-// Computes x and writes its FP8 codes, the operand of a GEMM, as out says. x may be computed from BF16
-// tensors and from groups, but not from FP32 tensors. (quantize_groups() writes groups.)
-//   per tensor               The scale is computed from out.tensor.amax_and_scale->amax.
-//   per row, 1x128, 128x128  The scales are computed first, from x. They are stored in out.block_scales and
-//                            out.transposed_block_scales, and the amax of x in out.tensor.amax_and_scale.
-// With delayed scaling (te), which out.delayed says: the scale per tensor is that of the history.
+// Computes x and writes its FP8 codes, the operand of a GEMM: row-major, transposed, or both, whichever
+// pointers of `out` are not null. The scale is computed from out.tensor.amax_and_scale->amax. x may be
+// computed from BF16 tensors and from groups, but not from FP32 tensors.
+//
+// In the recipes rowwise and deepseek the scales are computed first, from x, and stored in `out`; and
+// out.tensor.amax_and_scale->amax gets the amax of x. In the recipe te the scale is delayed (out.delayed).
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Computes x and stores its values in out, in FP32, or rounded to BF16.
@@ -203,21 +205,21 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
 // store_values().
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
-// Stores x (BF16) in 1x16 groups. With `write_back`, x becomes what the groups hold, rounded to BF16:
-// attention then computes with these values, as backward does.
-void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
-                     cudaStream_t stream);
-// Stores the input x of an activation in 1x16 groups: [gate | up] (N, 2F), or (N, F). The activation's
-// output, computed from the groups, becomes an operand of the next GEMM. amax_out gets its amax, which is
-// found in the same pass.
+// Stores the input x of an activation in 1x16 groups: [gate | up] (N, 2F) if it is gated, else (N, F). In the
+// same pass amax_out gets the amax of the activation's output, as it is computed from the groups: this output
+// becomes an operand of the next GEMM.
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                AmaxAndScale* amax_out, QuantStats* quant_stats, cudaStream_t stream);
+// Stores x (BF16) in 1x16 groups. With `write_back`, x becomes what the groups hold, rounded to BF16. The
+// flag --attention groups needs this: attention then computes with the values that backward will read.
+void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
+                     cudaStream_t stream);
 
 // ===========================================================================================================
 // 3. Sums over rows, for the gradients of biases and of the weights of norms (gpu/column_sums.cu)
 //
-// Such a sum is taken in two stages. First some blocks each add up a part of the rows: these are the partial
-// sums, one row of the workspace for each part. Then the partial sums are added up.
+// A sum over rows is taken in two stages. First, thread blocks each add up a part of the rows; their partial
+// sums are the rows of the workspace. Then the partial sums are added up.
 
 // The number of partial sums that add_column_sums() takes of a column.
 inline constexpr int COLUMN_PARTIALS = 128;
@@ -227,32 +229,30 @@ inline constexpr int COLUMN_PARTIALS = 128;
 void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,
                      cudaStream_t stream);
 
-// add_column_sums() and write_operand(), in one pass over x if that is possible (coat.cu, part 5). The bits
-// are the same as those of the two.
+// Does what add_column_sums() and write_operand() do, with the same bits. It needs only one pass over x where
+// that is possible (coat.cu, part 5).
 void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
                                        float* workspace, QuantStats* quant_stats, cudaStream_t stream);
 
 // The second stage alone, for kernels that take partial sums of their own: gradient (n) += the sum of the
-// rows of partials (rows, n). `second` is another gradient (n), whose partials (rows, n) lie after those of
-// the first, or no tensor.
+// rows of partials (rows, n). `second` is no tensor, or another gradient (n): its partials (rows, n) lie
+// after those of the first.
 void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
                      const TensorRef& second = {});
 
 // ===========================================================================================================
 // 4. The optimizer: section 4 of the paper (adamw.cu; other moments than COAT's: gpu/other_optimizers.cu)
 //
-// Words for parts of the parameters, from small to large. With one rank, a shard is a whole parameter, and
-// the rank's order is the flat order. (A related part, the module, is explained in gpu/memory_layout.h.)
-//   shard unit    64 moment groups of a parameter, which is cut only between shard units (model.h)
-//   shard         what this rank owns of one parameter
-//   bucket        the parameters whose gradients backward completes at the same time (Param::bucket)
-//   flat order    all parameters one after the other (Param::flat_offset), each padded to whole moment
-//                 groups; the padding stays zero
-//   rank's order  all shards of this rank, one after the other, each padded in the same way. In this order
-//                 lie its weights, masters, moments and sums of gradients
+// Weights, masters, moments and sums of gradients lie in the flat order: all parameters one after the other
+// (Param::flat_offset), each padded to whole moment groups. The padding stays zero. The parameters whose
+// gradients backward completes at the same time are a bucket (Param::bucket).
+//
+// A shard is what one rank owns of a parameter, and the rank's order has all shards of a rank one after the
+// other, each padded in the same way. On one GPU a shard is a whole parameter, and the rank's order is the
+// flat order.
 
-// BF16 weights have the int16 remainders of their FP32 masters beside them, in the same order. Without
-// remainders there are no masters, and the optimizer rounds new weights stochastically. In the fp32 recipe
+// BF16 weights, and beside them the int16 remainders of their FP32 masters, in the same order. Without
+// remainders there are no masters, and the optimizer rounds new weights stochastically. In the recipe fp32
 // the weights are the masters.
 struct Weights {
     void* values;         // BF16 or FP32: all elements of the rank's order
@@ -260,30 +260,30 @@ struct Weights {
     Format format;
 };
 
-// One moment of one parameter. What `max` and `k` point to depends on how the moment is stored:
-//   FP8 in moment groups              the moment scaling of each moment group (formats.h)
-//   FP8 or FP16, one scale a tensor   max[0] is the amax that decodes the codes. During an update the
-//                                     amax of the new moment is found in max[1]
-//   FP32, BF16                        both are null
+// One moment, m or v, of one shard. In COAT it is FP8 codes, and `max` and `k` are the moment scalings of its
+// moment groups (formats.h). In other optimizers:
+//   one scale for the tensor   max[0] is the amax that decodes the codes. During an update the amax of the
+//                              new moment is found in max[1]
+//   FP32, BF16                 max is null
 struct MomentRef {
-    void* data;  // the shard's moments, padded to whole moment groups, in `format`; padding stays zero
+    void* data;  // in `format`, padded to whole moment groups; padding stays zero
     float* max;
     float* k;  // null without expansion
     Format format;
 };
 
-// The part of one parameter that this rank updates. With one rank it is the whole parameter. The device has a
-// table of these.
+// The part of one parameter that this rank updates: on one GPU, the whole parameter. The device has a table
+// of shards.
 struct Shard {
     int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
     bool decays;
     AmaxAndScale* amax_out;  // gets the amax of the new weights; may be null
-    // Two numbers that make results independent of the number of ranks. The first is for random bits: an
-    // element's number in the flat order minus its number in the rank's order.
+    // The other two make results independent of the number of ranks. They can wait.
+    // For random bits: an element's number in the flat order minus its number in the rank's order.
     int64_t flat_minus_rank_offset = 0;
-    // The second is for the order in which squares of gradients are summed: the number of shard units that
-    // come before this shard in the flat order.
+    // For the order in which squares of gradients are summed: the number of shard units (model.h, SHARD_UNIT)
+    // that come before this shard in the flat order.
     int64_t units_before_shard = 0;
 };
 
@@ -293,7 +293,7 @@ struct GradientState {
     double norm;            // the root of sum_of_squares
     float clip_factor;      // what clipping multiplies the gradients by: limit / norm, or 1
     // Not 0: the step is skipped (StepResult::skipped of model.h says when). Then nothing is updated, and the
-    // next step has the same bias correction. With --gradients none: earlier buckets already were updated.
+    // next step has the same bias correction.
     uint32_t skip;
 };
 
@@ -318,43 +318,46 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
 // A layer has two halves, attention and MLP. What a half adds to the residual stream is its branch: the
 // output of its last linear layer.
 //
-// What residual_add() and embed() write: the sum, which is the new residual stream (x_out); the input of the
-// norm that reads this stream next, in groups or rounded (next_norm.in); the row statistics of this norm
-// (next_norm.row_statistics); and the amax of its output (norm_output_amax_out). The norm reads next_norm.in,
-// so the row statistics and the amax are computed from what is stored there. How the fields are set:
+// residual_add() and embed() make a sum in FP32, the new residual stream, and write what ResidualOutput says.
+// The next norm will read next_norm.in. So its row statistics and its amax are computed from what is stored
+// there. For example:
 //
-//   field                  norms 1 and 2 in coat   norms 1 and 2 in bf16         final norm, in all recipes
-//   x_out                  the sum                 null, because next_norm.in    null, likewise
-//                                                  holds the same values
-//   next_norm.in           groups                  the sum                       the sum
-//   norm_output_amax_out   an amax                 null: nothing is quantized    null, likewise
+//   field                      norms 1 and 2 in coat           final norm; in bf16, all norms
+//   x_out                      the sum, in BF16                null: next_norm.in has the same values
+//   next_norm.in               the sum, in groups              the sum, in BF16
+//   next_norm.row_statistics   written                         written
+//   norm_output_amax_out       the amax of the norm's output   null: the output is not quantized
 struct ResidualOutput {
     TensorRef x_out;  // (N, C) the sum, rounded. It may be the memory of an operand of the sum
     Norm next_norm;   // the norm that reads the sum
     AmaxAndScale* norm_output_amax_out;  // the amax of the norm's output
 };
-// The residual sum x + branch, both (N, C). x is the residual stream.
+// The sum x + branch, both (N, C). x is the residual stream.
 void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualOutput& out,
                   cudaStream_t stream);
-// The embedding, where the residual stream begins: row r is embedding[tokens[r]] + positions[r % T]. tokens:
-// (N). positions: the learned positions (max_T, C), or no tensor.
+// The embedding, where the residual stream begins: row r is embedding[tokens[r]] + positions[r % T].
+//   tokens      (N)
+//   positions   the learned positions (max_T, C), or no tensor
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
            const ResidualOutput& out, cudaStream_t stream);
 
-// The gradients that the backward pass of a norm reads (dy and dresidual_in), writes (dresidual_out and its
-// amax) and adds to (dweight and dbias).
+// The gradients of a norm's backward pass.
 struct NormGradients {
-    TensorRef dy;                      // (N, C) the gradient of the norm's output
-    TensorRef dresidual_in;            // (N, C) the gradient of the residual stream, or no tensor
+    // It reads:
+    TensorRef dy;            // (N, C) the gradient of the norm's output
+    TensorRef dresidual_in;  // (N, C) the gradient of the residual stream, or no tensor
+    // It writes:
     TensorRef dresidual_out;           // (N, C) dresidual_in + the gradient of the norm's input, rounded
     AmaxAndScale* dresidual_amax_out;  // the amax of dresidual_out
-    TensorRef dweight, dbias;          // (C); dbias is no tensor for RMSNorm
+    // It adds to:
+    TensorRef dweight, dbias;  // (C); dbias is no tensor for RMSNorm
 };
 // The backward pass of a norm, and of the residual sum before it. dresidual_out may be the memory of
 // dresidual_in, or of n.in if that is in the compute dtype. workspace:
-// norm_backward_workspace_floats(n.in.cols) floats. The function computes the row statistics of the norm
-// anew. So afterwards lazy_norm(n) may be read (unless dresidual_out has overwritten n.in), until another
-// norm writes its statistics to the same place.
+// norm_backward_workspace_floats(n.in.cols) floats.
+//
+// The function also writes the row statistics of the norm again. Afterwards lazy_norm(n) may be read, until
+// another norm writes its row statistics to the same memory or n.in is overwritten.
 void norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream);
 int64_t norm_backward_workspace_floats(int64_t C);
 

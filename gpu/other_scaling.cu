@@ -1,6 +1,6 @@
 // gpu/other_scaling.cu - scales and codes of GEMM operands in the recipes that COAT is compared with: te,
-// rowwise and deepseek. The quantizers work like that of coat.cu, part 3, which explains it; only the scales
-// are others.
+// rowwise and deepseek. The quantizers work like that of coat.cu, which part 3 there explains. Only the
+// scales are different.
 #include "other_scaling.h"
 
 #include "other_scaling.cuh"
@@ -13,10 +13,10 @@ namespace coat::gpu {
 // 1. Scales per row (torchao's rowwise), and in blocks of 1x128 and 128x128 (DeepSeek-V3)
 //
 // A scale block is a row, or 1x128 or 128x128 elements. Row-major and transposed codes each have scales of
-// their own. As with one scale per tensor there are two passes: the first finds the amaxes of all scale
-// blocks, and stores them where their scales will be; the second computes the codes. The kernels of both need
-// more than the 64 registers a thread that TILE_BLOCKS_PER_SM would leave: hence two thread blocks a
-// multiprocessor.
+// their own. As with one scale per tensor there are two passes. The first finds the amaxes of all scale
+// blocks, and stores each where its scale will be. The second computes the codes. The kernels of both passes
+// need more than the 64 registers a thread that TILE_BLOCKS_PER_SM would leave, so a multiprocessor has two
+// thread blocks.
 
 constexpr int LOG_128 = 7, ALL = 62;  // a shift by ALL makes 0 of every row or column
 static_assert(TILE == 1 << LOG_128);
@@ -49,9 +49,10 @@ static __device__ void update_block_amax(float* amax, uint32_t largest_bits) {
     if (threadIdx.x % 32 == static_cast<unsigned>(__ffs(lanes) - 1)) update_amax(amax, largest_bits);
 }
 
-// The first pass: the amaxes of the rows or blocks of row-major codes, and those of transposed codes. If
+// The first pass: the amaxes of the scale blocks of row-major codes, and those of transposed codes. Where
 // codes are not wanted, the scales of their grid are null. The 128 rows that a tile has of a column lie in
-// one block of the transposed codes. So the maxima that the threads have of a column are combined first.
+// one scale block of the transposed codes. So the maxima that the threads have of a column are combined
+// first.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     compute_block_amaxes_kernel(Producer producer, int64_t rows, ScaleGrid row_major_grid,
@@ -64,7 +65,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
         for (int p = 0; p < PLANES; p++) {
             uint32_t largest_bits = 0;
             for (int j = 0; j < CHUNK; j++) {
-                const uint32_t bits = magnitude_bits(v[p][j]);  // a place outside copies its block's last row
+                // A row outside the tensor is a copy of one inside, so it changes no maximum.
+                const uint32_t bits = magnitude_bits(v[p][j]);
                 largest_bits = max(largest_bits, bits);
                 largest_of_columns[p][j] = max(largest_of_columns[p][j], bits);
             }
@@ -81,8 +83,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
         });
 }
 
-// Amaxes become scales in place. A block with a value that is not finite gets the scale NaN, so that no code
-// hides it. amax_out gets the amax of the whole tensor.
+// Amaxes become scales in place. A scale block with a value that is not finite gets the scale NaN, so that no
+// code hides this value. amax_out gets the amax of the whole tensor.
 static __global__ void convert_amaxes_to_scales_kernel(float* scales, int64_t n, float fmax,
                                                        AmaxAndScale* amax_out) {
     const int64_t i = thread_of_grid();

@@ -26,12 +26,20 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 // but memory wants many rows of a column. (Why it is built so: rungs 2, 6 and 7 of
 // dev/ladders/quantize_transpose.cu.)
 //
-// A word (32 bits) holds the codes of four rows of a column. A column of the tile has 128 rows, and so 32
-// words, one for each of the 32 banks of shared memory. A thread has eight rows of eight columns: it writes
-// two words to each of these columns, the upper one with its first four rows, and the lower one. Threads that
-// lie side by side have the same rows, so their words would all go to the same bank if the words of every
-// column were in order. So each chunk of eight columns has an order of its own. Here is where the words lie;
-// the word "8-11" has rows 8 to 11:
+// Words. A word (32 bits) holds the codes of four rows of a column: word w has rows 4 w to 4 w + 3. A column
+// of the tile has 128 rows, so it has 32 words, one for each of the 32 banks of shared memory. Thread
+// (across, down) has eight rows of eight columns. It writes two words to each of these columns, the upper one
+// with its first four rows (half 0), and the lower one (half 1):
+//
+//   word = 2 * down + half
+//
+// Banks. Threads that lie side by side have the same `down`. If word w were in bank w, all of them would
+// write to the same bank. So the words of a column are permuted, in another way for each `across`:
+//
+//   bank = word ^ (2 * across) ^ (down & 1)
+//
+// For example thread (1, 1) has rows 8 to 15. Its upper word has rows 8 to 11. This is word 2 of its columns,
+// 8 to 15, and goes to bank 2 ^ 2 ^ 1 = 1. The table shows where the words lie, named by their rows:
 //
 //   bank                0      1      2      3        4      5      6      7     ...     31
 //   columns  0 -  7    0-3    4-7   12-15   8-11    16-19  20-23  28-31  24-27   ...  120-123
@@ -39,19 +47,14 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 //   columns 16 - 23   16-19  20-23  28-31  24-27     0-3    4-7   12-15   8-11   ...  104-107
 //   columns 24 - 31   28-31  24-27  16-19  20-23    12-15   8-11   0-3    4-7    ...  100-103
 //
-// The formula, in write(): bank = word ^ (2 * across) ^ (down & 1), where word = 2 * down + half is the place
-// in order, and across and down say where the thread is in the tile. So bits 1 to 4 of the bank are
-// down ^ across: 16 threads side by side get 16 different values. Bit 0 is half ^ (down & 1): of the two
-// rows of threads in a warp, one gets the even banks and the other the odd ones.
+// Writing. The threads of a warp lie 16 across and two down. With one instruction each of them writes one
+// word, all of the same half: to 32 different banks. For
+//   - bits 1 to 4 of the bank are down ^ across: 16 threads side by side have 16 different values;
+//   - bit 0 is half ^ (down & 1): of the two rows of threads, one has the even banks and the other the odd.
 //
-// Writing: the threads of a warp lie 16 across and two down, say with rows 0-7 and 8-15. With one
-// instruction each thread writes one word: first the upper word of its first column, then that of its second
-// column, and so on. The words of one instruction are 0-3 and 8-11, of one column of each chunk: they go to
-// banks 0 and 3 in columns 0 - 7, to 2 and 1 in columns 8 - 15, then to 4 and 7, to 6 and 5, and so on.
-// These are all 32 banks. The same holds for the lower words, 4-7 and 12-15.
-//
-// Reading: a lane reads a piece of a column, 16 rows, whose four words lie in four neighbouring banks, and
-// stores it with one instruction. Eight lanes read the eight pieces of a column: every bank once.
+// Reading. A lane reads a piece of a column, which is 16 rows, and stores it with one instruction. The four
+// words of a piece lie in four neighbouring banks. Eight lanes read the eight pieces of a column: every bank
+// once.
 struct TransposeTile {
     static constexpr int WORDS = TILE / 4;  // the words of a column
     uint32_t words[TILE][WORDS];

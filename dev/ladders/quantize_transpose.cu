@@ -530,8 +530,12 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 // Counted: as rung 6. Of its 37 us of shared memory, 4 are left.
 //
 // Row 8 of the table that the program prints is coat.cu, which does the same for any format and for tensors
-// that are computed on the fly. It writes four rows as soon as it has them, so that it needs fewer
-// registers; its drawing is in part 3 there.
+// that are computed on the fly. Its tile, TransposeTile in gpu/quantize.cuh, differs in one thing. A thread
+// writes its upper words as soon as it has four rows, because this takes fewer registers. So all threads
+// write an upper word at the same time, and the last bit of `across` cannot choose between upper and lower.
+// Instead the four words inside a piece change places, too: word w is in bank
+// w ^ (2 * across) ^ (down & 1). The pieces are where they are here, and whoever reads one puts its words
+// back into order.
 //
 // Predict: the time.
 struct Swizzled {
