@@ -60,11 +60,12 @@ inline __device__ void gated_silu_backward(float gate, float up, float d, float&
 // 2. Producers
 //
 // A producer gives a kernel the values of a LazyTensor: it loads them, or computes them from what is stored.
-// For 8 columns of one row,
-//   cursor_at(row, col)               is what a thread remembers of its place: pointers, a norm's weights;
-//   load(cursor, i)                   only loads what row + i needs: several rows' loads can be in flight;
-//   compute(loaded, cursor, values)   computes the FP32 values of the tensor from what was loaded.
-// [gate | up] consists of two planes side by side, each `width` columns wide; a thread has the same 8 columns
+// A thread has 8 columns, in several rows, and calls three functions:
+//   cursor_at(row, col)               returns the thread's place: pointers, and a norm's weights
+//   load(cursor, i)                   only loads what row + i needs, so several rows can be in flight
+//   compute(loaded, cursor, values)   computes the FP32 values of a row from what was loaded
+//
+// Planes. [gate | up] has two planes side by side, each `width` columns wide. A thread has the same 8 columns
 // of both. Any other tensor is one plane. SiLU(gate) x up is computed from two planes and has one.
 
 // The distance, in elements, from a thread's first row to its row i. It has 32 bits, so that a single
@@ -183,7 +184,7 @@ constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
 constexpr int TILE_BLOCKS_PER_SM = 4;
 
 // Where a thread is: its number across and down the block's threads, and its first element in the tensor.
-// tile_row: the number of the tile, counted down the tensor. A block with a single tile has tile blockIdx.y.
+// tile_row is the number of the tile, counted down the tensor: blockIdx.y if the block has a single tile.
 struct TilePlace {
     int across, down;
     int64_t row, col;

@@ -1,14 +1,9 @@
 // gpu/operators.h - what the kernels do, for those who call them: the tensors that they are given, and COAT's
-// operators, each with the shapes and formats that it accepts. The parts:
+// operators (quantizers, sums over rows, the optimizer, norms), each with the shapes and formats that it
+// accepts. Other operators are in gpu/layers.h, gpu/attention.h, gpu/gemm.h and gpu/parameter_kernels.h.
 //
-//   1. tensors
-//   2. quantizers
-//   3. sums over rows
-//   4. the optimizer
-//   5. residual stream and norms
-//
-// Other operators are in gpu/layers.h, gpu/attention.h, gpu/gemm.h and gpu/parameter_kernels.h. What only
-// other recipes need is in gpu/other_scaling.h.
+// What is said here of scales holds for COAT. The recipes te, rowwise and deepseek, with which COAT is
+// compared, have other scales: gpu/other_scaling.h.
 //
 // Rules for all operators:
 //   - An operator is put on the given CUDA stream. It does not wait, and it allocates no memory.
@@ -49,7 +44,7 @@ struct alignas(16) AmaxAndScale {
     // The largest |x| so far. atomicMax raises it. It compares the bits of |x| as integers, which have the
     // order of |x|, with NaN above infinity. So amax is NaN if an x is NaN.
     float amax;
-    float delayed_scale;  // for the recipe te: gpu/other_scaling.h
+    float delayed_scale;  // for the recipe te
     float unused;
 };
 
@@ -57,7 +52,6 @@ struct alignas(16) AmaxAndScale {
 // is its code times a scale. Where the scale is depends on `storage`:
 //   one for the tensor   amax_and_scale->scale
 //   one for each group   group_scales
-//   other scale blocks   block_scales of the Operand to which this tensor belongs
 // Null data means "no tensor".
 struct TensorRef {
     void* data;  // (rows, cols) elements of storage.format
@@ -80,21 +74,15 @@ inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
 //   row-major    tensor.data (rows, cols)
 //   transposed   (cols, rows)
 // formats.h says which GEMM reads which form. An operand has the forms that its GEMMs read; the pointer of
-// the other one is null. (Operands in BF16 and FP32 are always row-major.) In COAT both forms have the same
-// scale, tensor.amax_and_scale->scale.
-//
-// In the recipes rowwise and deepseek each form has scales of its own, one for each scale block: block_scales
-// and transposed_block_scales. tensor.amax_and_scale->amax then only shows whether a value was not finite.
-// block_scales has the shape that cuBLASLt reads. For transposed_block_scales exchange rows and cols:
-//   per row    (rows)
-//   1x128      (cols / 128, rows)
-//   128x128    (rows / 128, cols / 128), each row padded to a multiple of four
+// the other one is null. Both forms have the same scale, tensor.amax_and_scale->scale. (Operands in BF16 and
+// FP32 are always row-major.)
 struct Operand {
     TensorRef tensor;
     void* transposed = nullptr;
-    float* block_scales = nullptr;
-    float* transposed_block_scales = nullptr;
-    bool delayed = false;  // recipe te: the scale is delayed (gpu/other_scaling.h)
+    // For other recipes than COAT (gpu/other_scaling.h):
+    float* block_scales = nullptr;             // rowwise, deepseek: the scales of the row-major codes
+    float* transposed_block_scales = nullptr;  // rowwise, deepseek: those of the transposed codes
+    bool delayed = false;                      // te: scaling is delayed
 };
 
 // The number of block scales of codes (rows, cols), with the padding of 128x128 scales. It is 0 in COAT.
@@ -193,9 +181,6 @@ void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t st
 // Computes x and writes its FP8 codes, the operand of a GEMM: row-major, transposed, or both, whichever
 // pointers of `out` are not null. The scale is computed from out.tensor.amax_and_scale->amax. x may be
 // computed from BF16 tensors and from groups, but not from FP32 tensors.
-//
-// In the recipes rowwise and deepseek the scales are computed first, from x, and stored in `out`; and
-// out.tensor.amax_and_scale->amax gets the amax of x. In the recipe te the scale is delayed (out.delayed).
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Computes x and stores its values in out, in FP32, or rounded to BF16.

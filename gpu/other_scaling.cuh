@@ -5,8 +5,8 @@
 
 namespace coat::gpu {
 
-// The scales of an operand's codes, in the layout that cuBLASLt expects (operators.h, Operand). address()
-// maps an element of the tensor to the scale of its scale block.
+// The scales of an operand's codes, in the layout that cuBLASLt reads (other_scaling.h). address() maps an
+// element of the tensor to the scale of its scale block.
 struct ScaleGrid {
     float* scales;             // null if the operand has no such codes
     int row_shift, col_shift;  // log2 of the rows and of the columns of a scale block

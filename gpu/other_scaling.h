@@ -6,15 +6,26 @@
 
 namespace coat::gpu {
 
-// quantize() calls these two functions. quantize_in_blocks() makes codes with scales per row, 1x128 or
-// 128x128, just in time, and updates the amax. quantize_delayed() makes codes with a delayed scale per
-// tensor, and finds the amax for the scales of later steps.
+// The recipes rowwise and deepseek: one scale for each scale block. quantize() calls this function. It
+// computes the scales from x, just in time, stores them in out.block_scales and out.transposed_block_scales,
+// and makes the codes. out.tensor.amax_and_scale->amax gets the amax of x, which only shows whether a value
+// was not finite.
+//
+// Row-major and transposed codes have scales of their own. They have the layout that cuBLASLt reads. These
+// are the shapes of the block scales of a (rows, cols) operand; for transposed_block_scales exchange rows and
+// cols:
+//   per row    (rows)
+//   1x128      (cols / 128, rows)
+//   128x128    (rows / 128, cols / 128), each row padded to a multiple of four
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
                         cudaStream_t stream);
+
+// Delayed scaling (te), one scale for the tensor. quantize() calls this function. It makes codes with the
+// delayed scale, and finds the amax of x for the scales of later steps.
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
-// Delayed scaling (te). The scale of a step is delayed_scale, which follows from the amaxes of earlier steps.
-// Which function writes a field of AmaxAndScale:
+// The scale of a step is delayed_scale, which follows from the amaxes of earlier steps. Which function writes
+// a field of AmaxAndScale:
 //
 //   amax            quantize(). It covers a whole step: the caller clears it before every step, not before
 //                   every micro-batch
