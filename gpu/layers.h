@@ -74,7 +74,8 @@ struct QkNorm {
     float eps;
     int64_t HS, q_cols, k_cols;
 };
-// Writes to `out` what attention reads: qkv = [q | k | v] (N, qkv_cols), with q and k normed and then rotated.
+// Writes to `out` what attention reads: qkv = [q | k | v] (N, qkv_cols), with q and k normed and then
+// rotated.
 void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
                       cudaStream_t stream);
 // The backward pass of the norms alone, without that of RoPE.

@@ -46,19 +46,24 @@ using namespace ladder;
 
 namespace {
 
-// A kernel is given Tensors t (norm_to_fp8_data.h). For all rungs: t.in, the codes (rows, cols); t.scales
-// (rows, cols / 16); t.weight (cols); and t.codes, the result (rows, cols). t.amax_and_scale->amax is the
-// amax of the result, 0 at the start. Rungs 1 and 2 store t.x and t.y, the dequantized and the normalized values,
-// (rows, cols) in FP32; rung 3 stores t.y; rungs 4 to 6 store t.inverse (rows), which is 1 / rms.
+// A kernel is given Tensors t (norm_to_fp8_data.h):
+//   t.in                     the codes of the input (rows, cols)
+//   t.scales                 the scales of its groups (rows, cols / 16)
+//   t.weight                 the weight of the norm (cols)
+//   t.codes                  the result (rows, cols)
+//   t.amax_and_scale->amax   the amax of y; at the start it is 0
+//   t.x, t.y                 the dequantized and the normalized values (rows, cols), in FP32. Rungs 1 and 2
+//                            store both, rung 3 only t.y
+//   t.inverse                1 / rms (rows), which rungs 4 to 6 store
 
 constexpr float FMAX = 448.0f;
 constexpr unsigned THREADS = 256;  // of a block
 
-// How many blocks it takes if each has this many elements; and the grid if each has this many elements of a
-// row.
+// How many blocks it takes if each has this many elements.
 unsigned blocks_with(const Tensors& t, int64_t elements) {
     return static_cast<unsigned>(ceil_div(t.rows * t.cols, elements));
 }
+// The grid if each block has this many elements of a row.
 dim3 parts_of_rows(const Tensors& t, int64_t elements) {
     return dim3(static_cast<unsigned>(ceil_div(t.cols, elements)), static_cast<unsigned>(t.rows));
 }

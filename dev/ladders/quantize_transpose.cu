@@ -109,10 +109,11 @@ __device__ uint8_t encode(bf16 x, float inverse) {
 //   dgrad    dx = g w        out          g (tokens, out)                 w transposed (in, out)
 //   wgrad    dw = g^T x      tokens       g transposed (out, tokens)      x transposed (in, tokens)
 //
-// So each of x, w and g is needed in both orders. A GEMM that transposes by itself, on the way to shared
-// memory, would do what this ladder does each time that it loads a tile, and it loads the same tile of g again
-// for many tiles of its result. The quantizer transposes once. Its price is the last of the four bytes of an
-// element: 16 of the 63 us. With one scale for the tensor both orders have the same codes.
+// So each of x, w and g is needed in both orders. A GEMM could transpose by itself, on the way to shared
+// memory. It would do what this ladder does each time that it loads a tile, and it loads the same tile of g
+// again for many tiles of its result. The quantizer transposes once. Its price is the last of the four bytes
+// of an element: 16 of the 63 us. With one scale for the tensor both orders have the same codes.
+
 // ===========================================================================================================
 // Rung 1: two kernels, a thread for an element
 //
