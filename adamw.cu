@@ -83,16 +83,16 @@ template <MomentKind KIND, Format FORMAT, bool EXPANSION> struct MomentTraits {
     static constexpr bool SIGNED = KIND == MomentKind::First;
     static constexpr float FMAX = info(FORMAT).fmax;
     static constexpr float FMIN = info(FORMAT).fmin;
-    static constexpr float LOG_FMAX = E5M2 ? 15.80735492f : 8.80735492f;    // log2(FMAX)
-    static constexpr float LOG_RANGE = E5M2 ? 31.80735492f : 17.80735492f;  // log2(FMAX / FMIN)
+    static constexpr float LOG2_FMAX = E5M2 ? 15.80735492f : 8.80735492f;    // log2(FMAX)
+    static constexpr float LOG2_RANGE = E5M2 ? 31.80735492f : 17.80735492f;  // log2(FMAX / FMIN)
 };
 
 // Equation 4: k = log(R) / log(R_X). R = FMAX / FMIN is the range of the format, and R_X that of the moment
 // group: its largest magnitude over its smallest that is not zero. k is rounded to a multiple of 1/256, from
 // 1/16 to 64. If all magnitudes are equal, k is 64; in a moment group of zeros k is 1.
 template <class Traits> __device__ float expansion_exponent(float largest, float smallest) {
-    const float log_ratio = fmaxf(fast_log2(largest) - fast_log2(smallest), 0.0f);  // log2(R_X)
-    const float rounded = rintf(256.0f * Traits::LOG_RANGE * fast_reciprocal(log_ratio)) * 0x1p-8f;
+    const float log2_ratio = fmaxf(fast_log2(largest) - fast_log2(smallest), 0.0f);  // log2(R_X)
+    const float rounded = rintf(256.0f * Traits::LOG2_RANGE * fast_reciprocal(log2_ratio)) * 0x1p-8f;
     const float k = fminf(fmaxf(rounded, 0.0625f), 64.0f);
     return largest == 0 ? 1.0f : k;  // a select, not a branch
 }
@@ -100,7 +100,7 @@ template <class Traits> __device__ float expansion_exponent(float largest, float
 // Expand: |y| = FMAX (|x| / max)^k, where max is that of the moment group. For x = 0 the logarithm is
 // -infinity, and y is 0. (The CPU's expand() returns y with its sign.)
 template <class Traits> __device__ float expand_magnitude(float k, float inverse_max, float x) {
-    return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), Traits::LOG_FMAX));
+    return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), Traits::LOG2_FMAX));
 }
 // 1 / max: the fast reciprocal, and one iteration of Newton's method. For max = 0, in a moment group of
 // zeros, the result is 2^127, not infinity: so 0 * 2^127 is 0, its logarithm -infinity, and the code 0.
@@ -109,9 +109,9 @@ __device__ float inverse_of_max(float max) {
     return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
 }
 
-// Contract: |x| / max = (|y| / FMAX)^(1/k), where log_y = log2(|y| / FMAX) comes from a table. (The CPU's
+// Contract: |x| / max = (|y| / FMAX)^(1/k), where log2_y = log2(|y| / FMAX) comes from a table. (The CPU's
 // contract() takes y and returns x. Here the product with max is left to adamw_of_chunk().)
-__device__ float contract_to_ratio(float inverse_k, float log_y) { return fast_exp2(log_y * inverse_k); }
+__device__ float contract_to_ratio(float inverse_k, float log2_y) { return fast_exp2(log2_y * inverse_k); }
 
 // -----------------------------------------------------------------------------------------------------------
 // The careful path is for the few moment groups that are so wide or so small that an intermediate result of
@@ -121,10 +121,10 @@ __device__ float contract_to_ratio(float inverse_k, float log_y) { return fast_e
 // loop that is not unrolled, the careful path would make the fast one up to 24% slower.)
 enum class Path : uint8_t { Fast, Careful };
 
-// A moment group is wide if R_X may exceed about 2^120. (log2(R_X) is LOG_RANGE / k.) Then decoding needs
+// A moment group is wide if R_X may exceed about 2^120. (log2(R_X) is LOG2_RANGE / k.) Then decoding needs
 // care, and encoding too.
 template <class Traits> __device__ bool is_wide(const MomentScaling& scaling) {
-    return Traits::EXPANDS && Traits::LOG_RANGE > 120.0f * scaling.k;
+    return Traits::EXPANDS && Traits::LOG2_RANGE > 120.0f * scaling.k;
 }
 // Encoding divides by max, so it also needs care if max is very small.
 template <class Traits> __device__ bool is_wide_or_small(const MomentScaling& scaling) {
@@ -138,8 +138,8 @@ template <class Traits> __device__ float expand_carefully(const MomentScaling& s
 }
 // contract_carefully() returns |x|, not |x| / max: the power alone may underflow where its product with max
 // does not.
-__device__ float contract_carefully(const MomentScaling& scaling, float inverse_k, float log_y) {
-    const float root = exp2f(0.5f * (log_y * inverse_k));
+__device__ float contract_carefully(const MomentScaling& scaling, float inverse_k, float log2_y) {
+    const float root = exp2f(0.5f * (log2_y * inverse_k));
     return root * scaling.max * root;
 }
 
@@ -496,9 +496,9 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_ker
         // What the block has of the shard. From here on spans are counted from the beginning of the shard.
         const int64_t begin = max(spans_in_block.begin, spans_in_shard.begin) - spans_in_shard.begin;
         const int64_t end = min(spans_in_block.end, spans_in_shard.end) - spans_in_shard.begin;
-        const int64_t begin_of_warp = (ceil_div(begin, SPANS_PER_BUNDLE) + warp) * SPANS_PER_BUNDLE;
-        const uint32_t largest_bits =
-            update_bundles<W, M, V>(a, shard, static_cast<int>(begin_of_warp), static_cast<int>(end), tables);
+        const int64_t first_span_of_warp = (ceil_div(begin, SPANS_PER_BUNDLE) + warp) * SPANS_PER_BUNDLE;
+        const uint32_t largest_bits = update_bundles<W, M, V>(a, shard, static_cast<int>(first_span_of_warp),
+                                                              static_cast<int>(end), tables);
         if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, largest_bits);
     }
 }
@@ -520,12 +520,12 @@ unsigned adamw_blocks(int64_t spans) {
     return static_cast<unsigned>(std::min(bundles, at_once * rounds));
 }
 
-MomentStorage moment_storage(const Optimizer& o) {
-    if (o.has_fp8_moment_groups()) return MomentStorage::Fp8MomentGroups;
-    if (o.per_tensor) return MomentStorage::OneScale;
+MomentScalingKind moment_scaling_kind(const Optimizer& o) {
+    if (o.has_fp8_moment_groups()) return MomentScalingKind::Fp8MomentGroups;
+    if (o.per_tensor) return MomentScalingKind::OneScale;
     require(!moments_need_scaling(o.m) && !moments_need_scaling(o.v),
             "moments in moment groups must both be in FP8");
-    return MomentStorage::NoScales;
+    return MomentScalingKind::NoScales;
 }
 
 AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
@@ -567,10 +567,10 @@ __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
 
 }  // namespace
 
-void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardGradients& g,
+void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardsToUpdate& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
     const AdamWArguments arguments{.constants = kernel_constants(options),
-                                   .moment_storage = moment_storage(optimizer),
+                                   .moment_scaling_kind = moment_scaling_kind(optimizer),
                                    .fmax_m = info(optimizer.m).fmax,
                                    .fmax_v = info(optimizer.v).fmax,
                                    .shards = g.shards,
@@ -583,7 +583,7 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardG
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(g.count, 128), 128,
            /*shared_bytes=*/0, stream, arguments);
     update_shards_without_moment_groups(arguments, stream);
-    if (arguments.moment_storage != MomentStorage::Fp8MomentGroups || g.elements.count == 0) return;
+    if (arguments.moment_scaling_kind != MomentScalingKind::Fp8MomentGroups || g.elements.count == 0) return;
     with_weights(weights, [&]<class W>() {
         with_moment_traits(optimizer, [&]<class M, class V>() {
             launch("adamw", adamw_kernel<W, M, V>, adamw_blocks(g.elements.count / MOMENT_GROUP_SIZE),

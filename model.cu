@@ -220,9 +220,9 @@ public:
 
     // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step does this before
     // Parameters::update(), which reads memory_.outcome()->loss_or_nan and updates no weight if it is NaN.
-    void store_loss_or_nan(double* loss_or_nan) {
-        write_loss_or_nan(amax_table_.all(), amax_table_.count(), &memory_.outcome()->loss, loss_or_nan,
-                          stream_);
+    void write_loss_or_nan(double* loss_or_nan) {
+        gpu::write_loss_or_nan(amax_table_.all(), amax_table_.count(), &memory_.outcome()->loss, loss_or_nan,
+                               stream_);
     }
 
     // If weights are cached: makes the FP8 copies of all weights, unless they are up to date. While
@@ -368,9 +368,9 @@ private:
     // before the operands are made:
     //
     //   operand               what it is            who computes its amax
-    //   qkv_proj.x            output of norm 1      embed(), or save_residual_sum() of the layer before
+    //   qkv_proj.x            output of norm 1      embed(), or add_branch_and_save() of the layer before
     //   attention_out_proj.x  output of attention   attention_forward()
-    //   gate_up_proj.x        output of norm 2      save_residual_sum() in attention_block_forward()
+    //   gate_up_proj.x        output of norm 2      add_branch_and_save() in attention_block_forward()
     //   down_proj.x           output of the         quantize_activation_input(), which saves gate and up in
     //                         activation            groups
     //   each w                the weight            the last update
@@ -438,7 +438,7 @@ private:
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
         layer.attention_out_proj.fprop(lazy_stored(saved_attention_output), branch);
         // residual sum, which saves the input of norm 2
-        save_residual_sum(residual, norm1, branch, norm2_of(pass, layer));
+        add_branch_and_save(residual, norm1, branch, norm2_of(pass, layer));
     }
 
     // The second half of a layer. next: the norm that reads the residual stream after this layer.
@@ -469,13 +469,13 @@ private:
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
         layer.down_proj.fprop(lazy_activation(gated_, gate_up), branch);
         // residual sum, which saves the input of the next norm
-        save_residual_sum(residual, norm2, branch, next);
+        add_branch_and_save(residual, norm2, branch, next);
     }
 
     // The residual sum at the end of half a layer: the stream that own_norm, the norm of this half, has read,
     // plus branch. Saves it as the input of the norm `next`, and leaves the amax of that norm's output.
-    void save_residual_sum(const ResidualStream& residual, const ResidualNorm& own_norm,
-                           const TensorRef& branch, const ResidualNorm& next) {
+    void add_branch_and_save(const ResidualStream& residual, const ResidualNorm& own_norm,
+                             const TensorRef& branch, const ResidualNorm& next) {
         residual_add(residual.before(own_norm), branch, residual.output_for(next), stream_);
         measure_norm_input_errors(residual, next);
     }
@@ -522,7 +522,7 @@ private:
         if (pass.update_in_backward) update_bucket(bucket, *pass.update_in_backward);
     }
     void update_bucket(int64_t bucket, const AdamWOptions& adamw) {
-        store_loss_or_nan(&memory_.outcome()->loss_or_nan);
+        write_loss_or_nan(&memory_.outcome()->loss_or_nan);
         parameters_.update(adamw, bucket, bucket + 1, sharding_);
     }
 
@@ -859,7 +859,7 @@ public:
             run_micro_batch(pass, tokens + i * pass.N, targets + i * pass.N);
             // Look now, because the next micro-batch may clear the amaxes: they alone show whether FP8 codes
             // hide infinity or NaN
-            if (setup_.keep_gradients) network_.store_loss_or_nan(&memory_.outcome()->loss_or_nan);
+            if (setup_.keep_gradients) network_.write_loss_or_nan(&memory_.outcome()->loss_or_nan);
         }
         sharding_->wait_for_transfers();
         if (setup_.keep_gradients)
@@ -868,11 +868,11 @@ public:
         amax_table_.update_histories(memory_.outcome());  // for delayed scaling
 
         const StepOutcome outcome = fetch_outcome();
-        const bool skipped = outcome.gradients.skip != 0;
+        const bool skipped = outcome.gradient_state.skip != 0;
         if (!skipped && outcome.empty_histories == 0) amax_table_.any_empty_history = false;
         first_step_done_ = true;
         return {.loss = sum_of_ranks(outcome.loss),
-                .grad_norm = outcome.gradients.norm,
+                .grad_norm = outcome.gradient_state.norm,
                 .skipped = skipped,
                 .target_count = target_count};
     }
@@ -958,7 +958,7 @@ public:
         load_targets(pass, targets);
         network_.forward(pass);
         network_.loss_without_gradients(pass);
-        network_.store_loss_or_nan(&memory_.outcome()->loss);
+        network_.write_loss_or_nan(&memory_.outcome()->loss);
         return fetch_outcome().loss;
     }
 

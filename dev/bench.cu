@@ -604,7 +604,7 @@ private:
         };
         const double weight = info(compute_).bytes + (remainder ? 2 : 0),
                      each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(compute_).bytes;
-        const ShardGradients g{
+        const ShardsToUpdate g{
             .shards = shard, .count = 1, .elements = {0, n}, .gradients = gradient.data, .format = compute_};
         auto norm = [&] {
             compute_gradient_squares(g, {0, units}, nullptr, sums, nullptr);

@@ -39,12 +39,12 @@ struct NewMoments {
 
 // Updates eight elements: w are their weights, and g their gradients, which are clipped here. decay is
 // weight_decay, or 0 for a parameter that does not decay.
-inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constants, float clip, float decay,
-                                            const ChunkValues& g, const FactoredMoments& old_m,
+inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constants, float clip_factor,
+                                            float decay, const ChunkValues& g, const FactoredMoments& old_m,
                                             const FactoredMoments& old_v, ChunkValues& w) {
     NewMoments moments;
     for (int j = 0; j < CHUNK; j++) {
-        const float gradient = g[j] * clip;
+        const float gradient = g[j] * clip_factor;
         // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
         const float m = __fmaf_rn(constants.beta1 * old_m.factor, old_m.ratios[j],
                                   __fmaf_rn(constants.one_minus_beta1, gradient, 0.0f));
@@ -161,7 +161,7 @@ template <class F> void with_weights(const Weights& w, F f) {
 
 // How the optimizer stores moments, which decides which kernel updates them. (Norm weights and biases have
 // FP32 moments with every optimizer.)
-enum class MomentStorage : uint8_t {
+enum class MomentScalingKind : uint8_t {
     NoScales,         // in FP32 or BF16: other_optimizers.cu
     OneScale,         // in FP8 or FP16, with one scale for a parameter's whole moment: other_optimizers.cu
     Fp8MomentGroups,  // in FP8, with a moment scaling for each 128 elements: adamw.cu
@@ -169,7 +169,7 @@ enum class MomentStorage : uint8_t {
 
 struct AdamWArguments {
     AdamWKernelConstants constants;
-    MomentStorage moment_storage;
+    MomentScalingKind moment_scaling_kind;
     float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
     const Shard* shards;
     int shard_count;
@@ -181,7 +181,8 @@ struct AdamWArguments {
 
     // v is in moment groups where m is (formats.h, Optimizer::has_fp8_moment_groups).
     __device__ bool in_fp8_moment_groups(const Shard& shard) const {
-        return moment_storage == MomentStorage::Fp8MomentGroups && moments_need_scaling(shard.m.format);
+        return moment_scaling_kind == MomentScalingKind::Fp8MomentGroups &&
+               moments_need_scaling(shard.m.format);
     }
 };
 

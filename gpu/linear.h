@@ -38,7 +38,7 @@
 //   AmaxTable               an amax and a scale for each operand (gpu/state.h); delayed() and
 //                           any_empty_history concern delayed scaling alone
 //   quant_stats_of()        null, unless quantization is measured
-//   transpose_codes()       only for weights that other GPUs send (gpu/parameter_kernels.h)
+//   transpose_codes()       only for weights that other GPUs send (gpu/sharding_kernels.h)
 //   FP8_GEMM_MULTIPLE       16 rows (gpu/memory_layout.h)
 //   Sharding
 //     weight()              the weight itself, as it is stored; no codes arrive from elsewhere

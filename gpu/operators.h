@@ -283,7 +283,7 @@ struct GradientState {
 };
 
 // Whole shards, with their gradients: all shards of this rank, or those of a bucket.
-struct ShardGradients {
+struct ShardsToUpdate {
     const Shard* shards;  // (count), on the device
     int count;
     Range elements;         // the elements of these shards, in the rank's order
@@ -294,7 +294,7 @@ struct ShardGradients {
 // Updates shards by AdamW. Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key is
 // that of this step (step.h), for weights without a master. The shards' amaxes become those of the new
 // weights. Where state->skip is set, everything stays as it was.
-void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardGradients& g,
+void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardsToUpdate& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 
 // ===========================================================================================================

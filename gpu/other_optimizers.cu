@@ -52,7 +52,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     if (a.state->skip || a.in_fp8_moment_groups(shard)) return;
     if (find_maxima && !moments_need_scaling(shard.m.format) && !moments_need_scaling(shard.v.format)) return;
     const W weights(a.weights, shard.rank_offset);
-    const float clip = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
+    const float clip_factor = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
     uint32_t largest_bits_w = 0, largest_bits_m = 0, largest_bits_v = 0;
     for (int64_t i = thread_of_grid() * CHUNK; i < shard.size;
          i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
@@ -61,7 +61,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         a.gradients.load_values(shard.rank_offset - a.elements.first + i, g);
         const FactoredMoments old_m = load_moment(shard.m, a.fmax_m, i);
         const FactoredMoments old_v = load_moment(shard.v, a.fmax_v, i);
-        NewMoments moments = adamw_of_chunk(a.constants, clip, decay, g, old_m, old_v, w);
+        NewMoments moments = adamw_of_chunk(a.constants, clip_factor, decay, g, old_m, old_v, w);
         for (int j = 0; j < CHUNK; j++) {
             largest_bits_m = max(largest_bits_m, magnitude_bits(moments.m[j]));
             largest_bits_v = max(largest_bits_v, magnitude_bits(moments.v[j]));
@@ -103,10 +103,10 @@ void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t s
     const int64_t useful = ceil_div(a.elements.count, ADAMW_THREADS * CHUNK);
     // With FP8 moment groups, adamw_kernel updates the matrices. The rest, norm weights and biases, needs few
     // blocks each.
-    const bool no_matrices = a.moment_storage == MomentStorage::Fp8MomentGroups;
+    const bool no_matrices = a.moment_scaling_kind == MomentScalingKind::Fp8MomentGroups;
     const int64_t blocks_per_shard = std::min<int64_t>(useful, no_matrices ? 8 : 4 * multiprocessors());
     const dim3 grid(static_cast<unsigned>(blocks_per_shard), shards);
-    const bool one_scale = a.moment_storage == MomentStorage::OneScale;
+    const bool one_scale = a.moment_scaling_kind == MomentScalingKind::OneScale;
     if (one_scale)
         launch("clear_new_maxima", clear_new_maxima_kernel, block_count(shards, 128), 128, /*shared_bytes=*/0,
                stream, a);

@@ -1,7 +1,10 @@
-// gpu/parameter_kernels.h - kernels that initialize parameters, and that reduce their gradients: first
-// values; the norm of the gradients, and steps that are skipped; and what several GPUs add up or exchange.
-// (The class Parameters, which calls them, is in gpu/state.h.) The rules and the words of gpu/operators.h
-// hold here, too.
+// gpu/parameter_kernels.h - what a step does with parameters besides AdamW (the class Parameters of
+// gpu/state.h calls these):
+//
+//   1. the first values of parameters
+//   2. the norm of all gradients, and steps that are skipped
+//
+// The rules and the words of gpu/operators.h hold here, too.
 #pragma once
 #include "operators.h"
 
@@ -30,49 +33,28 @@ void initialize(const Weights& w, int64_t rank_offset, const Param& p, const Ini
 //   sums[0]       *loss, or 0 if loss is null. It travels with the squares, so that a loss that is not finite
 //                 on one rank skips the step on all.
 //   sums[1 + u]   the sum of squares of the shard unit shard_units.first + u, or 0 if another rank owns it
-void compute_gradient_squares(const ShardGradients& g, const Range& shard_units, const double* loss,
+void compute_gradient_squares(const ShardsToUpdate& g, const Range& shard_units, const double* loss,
                               double* sums, cudaStream_t stream);
 // Completes the state from the sums of all ranks, (ranks, 1 + shard_units): adds up the squares, and
-// computes the norm, the factor that clips it, and whether the step is skipped. clip is the limit of the
-// norm; with 0 there is none. The step is skipped if
+// computes the norm, the factor that clips it, and whether the step is skipped. clip_limit is the largest
+// norm that is not clipped; 0 means that nothing is clipped. The step is skipped if
 //   - the loss of a rank is not finite, or
 //   - the norm is not finite, or
 //   - the norm of the gradients of this call is 2^62 or more after clipping: their squares might be too
 //     large for a second moment.
-// A step makes one call; with --gradients none, one for each bucket.
+// A step makes one call, for all its gradients; with --gradients none, it makes one for each bucket.
 //
-// A shard unit of a matrix has its sum of squares on one rank, and 0 on the others; a shard unit of a vector
-// has the same sum on all ranks. Either way the largest of the ranks' numbers is the sum. For example, of
-// three shard units rank 0 owns the first, rank 1 owns the second, and the third is a vector. Then rank 0 has
-// the sums (5, 0, 2), rank 1 has (0, 3, 2), and together this is 5 + 3 + 2.
-void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip,
+// How the sums of several ranks are added. A shard unit of a matrix has its sum on the rank that owns it, and
+// 0 on the others. A shard unit of a vector has the same sum on all ranks. Either way the largest of the
+// ranks' numbers is the sum. For example, of three shard units rank 0 owns the first, rank 1 owns the second,
+// and the third is a vector. Rank 0 has the sums (5, 0, 2), rank 1 has (0, 3, 2), and the result is
+// 5 + 3 + 2.
+void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip_limit,
                            GradientState* state, cudaStream_t stream);
 
 // *loss_or_nan = *loss, or NaN if one of n amaxes is not finite, because FP8 codes would hide such values.
 // Once *loss_or_nan is NaN, it stays NaN for the rest of the step.
 void write_loss_or_nan(const AmaxAndScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream);
-
-// ===========================================================================================================
-// 3. Several GPUs: sums of gradients, the amaxes of whole weights, and weights that arrive as codes
-
-// The gradients that all ranks have of n elements.
-struct GradientsOfRanks {
-    const void* mine;      // (n) this rank's
-    const void* received;  // (ranks - 1, n) the other ranks', in their order, with no gap for this rank
-    Format format;
-    int64_t n, rank, ranks;
-};
-// sum[i] = round(sum[i] + g_0[i] + g_1[i] + ...) over the ranks, added in FP32 and rounded once; or, with
-// `overwrite`, without the old sum. sum (n) has the format of the gradients.
-void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream);
-
-// entries_of_ranks (ranks, n) has the entries of all ranks, this one's among them. mine (n): an amax becomes
-// the largest of all ranks, and its scale is amax / FMAX, or the delayed scale.
-void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* entries_of_ranks, int64_t n, int64_t ranks,
-                    Format fp8, cudaStream_t stream);
-
-// FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.
-void transpose_codes(const TensorRef& codes, void* transposed, cudaStream_t stream);
 
 }  // namespace coat::gpu

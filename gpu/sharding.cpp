@@ -1,6 +1,8 @@
 // gpu/sharding.cpp - what travels between the GPUs of a run, and when (gpu/sharding.h).
 #include "sharding.h"
 
+#include "sharding_kernels.h"
+
 namespace coat::gpu {
 namespace {
 

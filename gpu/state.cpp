@@ -192,7 +192,7 @@ void AmaxTable::update_histories(StepOutcome* outcome) const {
                                .n = linear_layer_count,
                                .length = setup_.recipe.history_steps,
                                .fp8 = storage_of(setup_.recipe, o).format},
-                              &outcome->gradients.skip, &outcome->empty_histories, stream_);
+                              &outcome->gradient_state.skip, &outcome->empty_histories, stream_);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -280,7 +280,7 @@ void Parameters::update(const AdamWOptions& options, int64_t first_bucket, int64
     const size_t first_param = buckets[first_bucket].first_param;
     const size_t end_param = buckets[end_bucket - 1].end_param;
     const ShardPlace &from = places[first_param], &to = places[end_param];
-    const ShardGradients gradients{
+    const ShardsToUpdate gradients{
         .shards = memory_.shards + first_param,
         .count = int(end_param - first_param),
         .elements = {.first = from.rank_offset, .count = to.rank_offset - from.rank_offset},
@@ -289,7 +289,7 @@ void Parameters::update(const AdamWOptions& options, int64_t first_bucket, int64
     const Range units{.first = from.units_before_parameter,
                       .count = to.units_before_parameter - from.units_before_parameter};
     StepOutcome* const outcome = memory_.outcome();  // on the device
-    GradientState* const state = &outcome->gradients;
+    GradientState* const state = &outcome->gradient_state;
 
     double* const all_sums = memory_.loss_and_squares;
     double* const own_sums = all_sums + setup.rank * (1 + units.count);

@@ -39,7 +39,7 @@ class Sharding;
 struct StepOutcome {
     double loss;         // the sum of the losses so far, times Scalars::loss_weight
     double loss_or_nan;  // the loss, or NaN if FP8 codes have hidden a value that is not finite
-    GradientState gradients;
+    GradientState gradient_state;
     uint32_t empty_histories;  // delayed scaling: how many operands have had no amax yet
 };
 // The few numbers that the host and the GPU exchange in a step, on the device.

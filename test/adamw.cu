@@ -41,12 +41,12 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
 
 GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its weights to 0") {
     const Buffer<AmaxAndScale> amax(std::vector<AmaxAndScale>{{1, OLD_AMAX, 0, 0}});
-    const Buffer<gpu::Shard> shard({gpu::Shard{
-        .rank_offset = 0, .size = 0, .m = {}, .v = {}, .decays = true, .amax_out = amax.get()}});
+    const Buffer<gpu::Shard> shard(
+        {gpu::Shard{.rank_offset = 0, .size = 0, .m = {}, .v = {}, .decays = true, .amax_out = amax.get()}});
     for (bool skip : {true, false}) {
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{
             {.sum_of_squares = 1, .norm = 1, .clip_factor = 1, .skip = skip}});
-        const gpu::ShardGradients nothing{.shards = shard.get(),
+        const gpu::ShardsToUpdate nothing{.shards = shard.get(),
                                           .count = 1,
                                           .elements = {.first = 0, .count = 0},
                                           .gradients = nullptr,
@@ -105,7 +105,7 @@ TEST_CASE("adamw: moments in groups that are not both in FP8 are an error") {
     auto update = [](Format m, Format v) {
         const Optimizer optimizer{.name = "", .m = m, .v = v, .expansion = true};
         const gpu::Weights none{nullptr, nullptr, Format::BF16};
-        const gpu::ShardGradients nothing{
+        const gpu::ShardsToUpdate nothing{
             .shards = nullptr, .count = 0, .elements = {}, .gradients = nullptr, .format = Format::BF16};
         gpu::adamw(STEP, optimizer, nothing, none, /*rounding_key=*/0, /*state=*/nullptr, gpu::DRY_RUN);
     };

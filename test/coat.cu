@@ -5,6 +5,7 @@
 // To add a test of a kernel, begin with gpu/first.cu. Tensors of any format and the comparisons are in
 // help/gpu.h.
 #include "../gpu/other_scaling.h"
+#include "../gpu/sharding_kernels.h"
 #include "help/gpu.h"
 
 using namespace coat;
