@@ -27,20 +27,20 @@
 //
 // Who calls whom, for the operand of a GEMM. On the host:
 //
-//   write_operand()                part 4            gpu/linear.cpp calls it
-//     quantize()                   part 4            chooses by the granularity
-//       quantize_per_tensor()      part 3            with transposed codes?
-//         with_producer_for_quantizer()  lazy_tensor.cuh   from what is x computed?
-//           launch()               device.cuh        starts quantize_kernel()
+//   write_operand()                        part 4            gpu/linear.cpp calls it
+//     quantize()                           part 4            chooses by the granularity
+//       quantize_per_tensor()              part 3            with transposed codes?
+//         with_producer_for_quantizer()    lazy_tensor.cuh   from what is x computed?
+//           launch()                       device.cuh        starts quantize_kernel()
 //
 // And on the GPU:
 //
-//   quantize_kernel()              part 3            a block: one tile
-//     store_codes()                quantize.cuh      its codes, both ways
-//       for_each_row()             lazy_tensor.cuh   a thread's 8 rows
-//         load(), compute()        lazy_tensor.cuh   the values of a chunk, by the producer
-//         encode()                 device.cuh        their codes
-//       TransposeTile              quantize.cuh      to shared memory, and back
+//   quantize_kernel()                      part 3            a block: one tile
+//     store_codes()                        quantize.cuh      the codes of the tile, both ways
+//       for_each_row()                     lazy_tensor.cuh   a thread's 8 rows
+//         load(), compute()                lazy_tensor.cuh   the values of a chunk, by the producer
+//         encode()                         device.cuh        the codes of these values
+//       TransposeTile                      quantize.cuh      to shared memory, and back
 //
 // What is called here of gpu/other_scaling.h and gpu/quant_report.h can wait: other recipes, and a report of
 // the errors of quantization. dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from
@@ -62,11 +62,10 @@ namespace coat::gpu {
 //   code    x / scale, rounded to E4M3; what is larger than 448 becomes 448
 //   value   code * scale. Forward and backward both compute with it
 //
-// Groups (gpu/device.cuh) computes this: Groups::group_scale(), and Groups::round_in_place_and_store().
+// The code is in gpu/device.cuh: Groups::group_scale(), and Groups::round_in_place_and_store().
 //
-//   - The scale is rounded, perhaps down. Then amax / scale is larger than 448, at most 448 (1 + 2^-8) =
-//     449.75. Its code is that of 448 nevertheless. This is an error of less than 2, where any value above
-//     256 may have an error of 16.
+//   - Rounding the scale may make it smaller. Then amax / scale is larger than 448, at most 448 (1 + 2^-8) =
+//     449.75. It becomes 448: an error of less than 2, where any value above 256 may have an error of 16.
 //   - A group with NaN or infinity gets the scale NaN, because its codes would hide what is not finite.
 //
 // quantize_groups_kernel() quantizes the input of the activation. It has this input at hand, so it also takes

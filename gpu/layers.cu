@@ -27,8 +27,8 @@ static __device__ double rope_frequency(double theta, int i, int half, const Rop
     return f * (kept + (1 - kept) / s.factor);
 }
 
-// Fills the table, n elements of which `half` = HS / 2 belong to a position: table[t, i] is {cos, sin} of the
-// angle t f_i. Angles are in double, because they reach thousands of radians.
+// Fills the table: table[t, i] is {cos, sin} of the angle t f_i. It has n elements, `half` = HS / 2 for each
+// position t. Angles are in double, because they reach thousands of radians.
 static __global__ void fill_rope_table_kernel(int64_t n, int half, double theta, RopeScaling scaling,
                                               float2* table) {
     const int64_t i = thread_of_grid();
@@ -363,7 +363,7 @@ static __global__ void __launch_bounds__(32 * RUNS)
     if (warp == 0 && col < C) add_to_gradient(gradient, rows.token * C + col, total);
 }
 
-// blockIdx.x is a position t. Each sequence has one row of this position: they are t, T + t, 2 T + t, ...
+// blockIdx.x is a position t. Each sequence has one row of this position: the rows t, T + t, 2 T + t, ...
 static __global__ void positions_backward_kernel(Bf16OrFp32 g, int64_t N, int64_t C, int64_t T,
                                                  Bf16OrFp32 gradient) {
     const int64_t t = blockIdx.x;

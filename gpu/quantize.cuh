@@ -48,9 +48,9 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 //   columns 24 - 31   28-31  24-27  16-19  20-23    12-15   8-11   0-3    4-7    ...  100-103
 //
 // Writing. The threads of a warp lie 16 across and two down. With one instruction each of them writes one
-// word, all of the same half: to 32 different banks. For
-//   - bits 1 to 4 of the bank are down ^ across: 16 threads side by side have 16 different values;
-//   - bit 0 is half ^ (down & 1): of the two rows of threads, one has the even banks and the other the odd.
+// word, all of the same half. These words go to 32 different banks:
+//   - Bits 1 to 4 of the bank are down ^ across. So 16 threads side by side have 16 different values.
+//   - Bit 0 is half ^ (down & 1). So one of the two rows of threads has the even banks, the other the odd.
 //
 // Reading. A lane reads a piece of a column, which is 16 rows, and stores it with one instruction. The four
 // words of a piece lie in four neighbouring banks. Eight lanes read the eight pieces of a column: every bank
