@@ -529,8 +529,9 @@ MomentScalingKind moment_scaling_kind(const Optimizer& o) {
 }
 
 AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
-    const double bias1 = 1 - std::pow(static_cast<double>(options.beta1), static_cast<double>(options.step));
-    const double bias2 = 1 - std::pow(static_cast<double>(options.beta2), static_cast<double>(options.step));
+    const double t = static_cast<double>(options.update_number);
+    const double bias1 = 1 - std::pow(static_cast<double>(options.beta1), t);
+    const double bias2 = 1 - std::pow(static_cast<double>(options.beta2), t);
     return {.lr = options.lr,
             .beta1 = options.beta1,
             .beta2 = options.beta2,

@@ -1,6 +1,6 @@
 // architecture.h - the models: their shapes, the tensors that a transformer layer saves for backward, the
-// parameters with their initial values, and the table of models. It uses the words of formats.h. The last two
-// sections can wait: how initial values are drawn, and the models with their limits.
+// parameters, random numbers, and the table of models. It uses the words of formats.h. The last two sections
+// can wait: random numbers, and the models with their limits.
 #pragma once
 #include "formats.h"
 
@@ -111,15 +111,17 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const
 
 struct Role {
     bool decays = false;             // weight decay applies
-    bool quantized_moments = false;  // its moments have the formats Optimizer::m and v; else they are in FP32
+    // Its moments have the formats Optimizer::m and v. The moments of other roles are in FP32.
+    bool moments_follow_optimizer = false;
     // It is the weight of a linear layer whose GEMMs read quantized operands (Recipe::x, w and g). The weight
     // of the head is not: the GEMMs of the head are in the compute dtype.
     bool quantized_linear = false;
     bool starts_at_one = false;  // it starts at 1; else at random values, or at 0 (init_std)
 };
 // The embedding, learned positions and the head: no GEMM reads them quantized, but their moments are.
-inline constexpr Role EMBEDDING_OR_HEAD{.decays = true, .quantized_moments = true};
-inline constexpr Role QUANTIZED_LINEAR{.decays = true, .quantized_moments = true, .quantized_linear = true};
+inline constexpr Role EMBEDDING_OR_HEAD{.decays = true, .moments_follow_optimizer = true};
+inline constexpr Role QUANTIZED_LINEAR{
+    .decays = true, .moments_follow_optimizer = true, .quantized_linear = true};
 inline constexpr Role NORM_WEIGHT{.starts_at_one = true};
 inline constexpr Role BIAS{};
 
@@ -144,7 +146,7 @@ struct Param {
     // The format in which this parameter's first or second moments are stored. of_optimizer: Optimizer::m or
     // v. Moments of vectors are in FP32 instead.
     Format moment_format(Format of_optimizer) const {
-        return role.quantized_moments ? of_optimizer : Format::FP32;
+        return role.moments_follow_optimizer ? of_optimizer : Format::FP32;
     }
 };
 
@@ -221,7 +223,7 @@ inline int64_t parameter_count(const ModelConfig& config) {  // elements, withou
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The initial values of parameters (this section can wait)
+// Random numbers: initial values, and the rounding of weights without an FP32 master (this section can wait)
 
 // A random value with the standard deviation init_std, for element i of parameter number `param`. The sum of
 // four uniform integers of 16 bits is nearly a normal variate.
@@ -245,6 +247,29 @@ COAT_HD inline float initial_value(float init_std, bool starts_at_one, int64_t u
     if (starts_at_one) return 1.0f;
     if (init_std == 0 || i >= used) return 0.0f;
     return random_weight(seed, param, static_cast<uint64_t>(i), init_std);
+}
+
+// 64 bits that look random, from a number. Nearby numbers give unrelated bits.
+COAT_HD inline uint64_t mixed_bits(uint64_t number) {
+    uint64_t z = number * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 29);
+}
+
+// Stochastic rounding to BF16: bf16 = (bits of the FP32 value + 16 random bits) >> 16. The expected value of
+// bf16 is the FP32 value. So an update of less than half the spacing of BF16 values is not lost: it counts on
+// average.
+//
+// rounding_bits() returns the random bits of elements 4 * quad to 4 * quad + 3 of the flat order
+// (Param::flat_offset). The lowest 16 bits are for element 4 * quad. key: rounding_key() of the step.
+COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t quad) { return mixed_bits(key + quad); }
+// attempt: the number of the step, counting skipped ones.
+//
+// The lower 32 bits of the key are 0. In a model of at most 2^34 elements `quad` is below 2^32, so key + quad
+// has the upper 32 bits of the key. Two steps hardly ever have the same upper 32 bits (on average 5 pairs in
+// 200,000 steps).
+inline uint64_t rounding_key(uint64_t seed, int64_t attempt) {
+    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(attempt)) << 32;
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -120,9 +120,11 @@ struct Storage {
     int64_t scale_count(int64_t rows, int64_t cols) const {
         return fp8() ? scale_rows(rows) * scale_cols(cols) : 0;
     }
-    int64_t code_bytes(int64_t rows, int64_t cols) const { return rows * cols * info(format).bytes; }
+    int64_t bytes_without_scales(int64_t rows, int64_t cols) const {
+        return rows * cols * info(format).bytes;
+    }
     int64_t bytes(int64_t rows, int64_t cols) const {  // of the codes and the scales
-        return code_bytes(rows, cols) + scale_count(rows, cols) * info(scale_format).bytes;
+        return bytes_without_scales(rows, cols) + scale_count(rows, cols) * info(scale_format).bytes;
     }
     std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
         const std::string name = info(format).name;

@@ -195,7 +195,7 @@ private:
             // The scales of groups lie right after the codes
             if (saved.storage.fp8())
                 tensor.group_scales =
-                    reinterpret_cast<uint16_t*>(data + saved.storage.code_bytes(N, saved.cols));
+                    reinterpret_cast<uint16_t*>(data + saved.storage.bytes_without_scales(N, saved.cols));
             layer.saved_tensors.push_back(tensor);
             data += round_up(saved.bytes(N), GPU_ALIGNMENT);
         }
@@ -1006,7 +1006,7 @@ public:
     // and for what a step allocates besides.
     int64_t dry_step() {
         const std::vector<int32_t> tokens(static_cast<size_t>(tokens_of_rank()));
-        step(tokens.data(), tokens.data(), {.step = 1, .lr = 0.0f});
+        step(tokens.data(), tokens.data(), {.update_number = 1, .lr = 0.0f});
         return context_.arena.peak();
     }
 };

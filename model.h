@@ -98,6 +98,13 @@ struct StepResult {
     int64_t target_count = 0;  // targets that count, in all micro-batches of all ranks
 };
 
+// The errors of quantization in one micro-batch, and k of the moments.
+struct QuantReport {
+    QuantStats kinds[static_cast<int>(ReportKind::Count)];
+    std::vector<float> k_m, k_v;        // k of every moment group, of first and of second moments
+    bool moments_were_sampled = false;  // of large parameters only some moments were measured
+};
+
 // The number of targets that count.
 inline int64_t counted_targets(const int32_t* targets, int64_t n) {
     return n - std::count(targets, targets + n, NO_TARGET);
@@ -125,9 +132,9 @@ public:
     // of the moments that an update with the default betas would store. k_m and k_v belong to the moments
     // that are stored now. Nothing is updated.
     virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
-    // read() copies a tensor of weight_tensors() or optimizer_tensors() to `out`. write() copies it from
-    // `in`. Both copy only the elements that this rank owns (owned()). With keep_gradients, read() also knows
-    // "<param>.gradient" (FP32), the gradient of the last step, until the next forward pass.
+    // read() copies a tensor of weight_tensors() or tensors_besides_weights() to `out`. write() copies it
+    // from `in`. Both copy only the elements that this rank owns (owned()). With keep_gradients, read() also
+    // knows "<param>.gradient" (FP32), the gradient of the last step, until the next forward pass.
     virtual void read(const std::string& name, void* out) = 0;
     virtual void write(const std::string& name, const void* in) = 0;
     virtual const Setup& setup() const = 0;
@@ -243,7 +250,7 @@ struct StateTensor {
 };
 
 // Only a mistake in the code that calls Model::read() or write() leads here.
-[[noreturn]] inline void no_such_tensor(const std::string& name) {
+[[noreturn]] inline void throw_no_such_tensor(const std::string& name) {
     throw Error("The model has no tensor ", name, ".");
 }
 
@@ -254,7 +261,7 @@ inline size_t param_index_of(const std::vector<Param>& params, const std::string
     size_t best = params.size();
     for (size_t i = 0; i < params.size(); i++)
         if ((tensor + ".").starts_with(params[i].name + ".")) best = i;
-    if (best == params.size()) no_such_tensor(tensor);
+    if (best == params.size()) throw_no_such_tensor(tensor);
     return best;
 }
 
@@ -296,7 +303,7 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& confi
 // The state besides the weights: the remainders of the masters, the codes and moment scalings of the moments,
 // and the state of delayed scaling. A BF16 weight and its signed 16-bit remainder are the FP32 master
 // (reference.cpp, split_master).
-inline std::vector<StateTensor> optimizer_tensors(const Setup& s) {
+inline std::vector<StateTensor> tensors_besides_weights(const Setup& s) {
     std::vector<StateTensor> table;
     for (const Param& p : parameters(s.config)) {
         auto add = [&](const std::string& suffix, const char* dtype, int bytes, std::vector<int64_t> shape,

@@ -93,16 +93,16 @@ float round_to(Format f, float x) {
 }
 
 // Element i of an array in any format, as an FP32 value.
-static float read_element(Format f, const uint8_t* codes, int64_t i) {
-    if (f == Format::FP32) return reinterpret_cast<const float*>(codes)[i];
-    const uint16_t code = info(f).bytes == 1 ? codes[i] : reinterpret_cast<const uint16_t*>(codes)[i];
+static float read_element(Format f, const uint8_t* elements, int64_t i) {
+    if (f == Format::FP32) return reinterpret_cast<const float*>(elements)[i];
+    const uint16_t code = info(f).bytes == 1 ? elements[i] : reinterpret_cast<const uint16_t*>(elements)[i];
     return f == Format::BF16 ? from_bf16(code) : decode(f, code);
 }
 // Rounds x to the format and stores it as element i.
-static void write_element(Format f, uint8_t* codes, int64_t i, float x) {
-    if (f == Format::FP32) reinterpret_cast<float*>(codes)[i] = x;
-    else if (info(f).bytes == 1) codes[i] = uint8_t(encode(f, x));
-    else reinterpret_cast<uint16_t*>(codes)[i] = f == Format::BF16 ? to_bf16(x) : encode(f, x);
+static void write_element(Format f, uint8_t* elements, int64_t i, float x) {
+    if (f == Format::FP32) reinterpret_cast<float*>(elements)[i] = x;
+    else if (info(f).bytes == 1) elements[i] = uint8_t(encode(f, x));
+    else reinterpret_cast<uint16_t*>(elements)[i] = f == Format::BF16 ? to_bf16(x) : encode(f, x);
 }
 
 // An FP32 master weight as a BF16 weight and a signed 16-bit remainder: bits = (weight << 16) + remainder.
@@ -178,7 +178,7 @@ float StoredMatrix::scale(int64_t row, int64_t col) const {
     return read_element(storage.scale_format, scales.data(), block);
 }
 float StoredMatrix::value(int64_t row, int64_t col) const {
-    return read_element(storage.format, codes.data(), row * cols + col) * scale(row, col);
+    return read_element(storage.format, elements.data(), row * cols + col) * scale(row, col);
 }
 
 // Adds the error of one value to statistics. A NaN is not counted as flushed, whatever is read back for it.
@@ -222,14 +222,14 @@ template <class Convert> static void for_each_row_part(const StoredMatrix& store
         }
 }
 
-// Sets stored.codes: code = encode(x / s) for all elements of x (rows, cols).
+// Sets stored.elements: code = encode(x / s) for all elements of x (rows, cols).
 static void compute_codes(const float* x, StoredMatrix& stored) {
     const Format format = stored.storage.format;
-    uint8_t* const codes = stored.codes.data();
+    uint8_t* const elements = stored.elements.data();
     for_each_row_part(stored, [&](int64_t first, int64_t end, float s) {
-        const float inverse = 1.0f / s;
+        const float reciprocal = 1.0f / s;
 #pragma omp simd
-        for (int64_t i = first; i < end; i++) write_element(format, codes, i, x[i] * inverse);
+        for (int64_t i = first; i < end; i++) write_element(format, elements, i, x[i] * reciprocal);
     });
 }
 
@@ -250,8 +250,8 @@ static void measure_quant_errors(const float* x, const StoredMatrix& stored, Qua
 // Quantizes x (rows, cols): the codes of all elements and the scales of all scale blocks.
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage, QuantStats* stats,
                       std::optional<float> scale) {
-    StoredMatrix stored{.codes = {}, .scales = {}, .rows = rows, .cols = cols, .storage = storage};
-    stored.codes.resize(storage.code_bytes(rows, cols));
+    StoredMatrix stored{.elements = {}, .scales = {}, .rows = rows, .cols = cols, .storage = storage};
+    stored.elements.resize(storage.bytes_without_scales(rows, cols));
     stored.scales.resize(storage.scale_count(rows, cols) * info(storage.scale_format).bytes);
     if (storage.fp8() && storage.granularity == PER_TENSOR) {
         const float s = scale ? *scale : scale_of(storage, compute_amax(x, rows * cols));
@@ -270,13 +270,13 @@ Floats dequantize(const StoredMatrix& stored) {
     if (!stored.storage.fp8()) {
 #pragma omp parallel for if (stored.rows * stored.cols > MIN_PARALLEL)
         for (int64_t i = 0; i < stored.rows * stored.cols; i++)
-            x[i] = read_element(stored.storage.format, stored.codes.data(), i);
+            x[i] = read_element(stored.storage.format, stored.elements.data(), i);
         return x;
     }
     float values[256];  // by code
     for (uint16_t code = 0; code < 256; code++) values[code] = decode(stored.storage.format, code);
     for_each_row_part(stored, [&](int64_t first, int64_t end, float s) {
-        for (int64_t i = first; i < end; i++) x[i] = values[stored.codes[i]] * s;
+        for (int64_t i = first; i < end; i++) x[i] = values[stored.elements[i]] * s;
     });
     return x;
 }
@@ -297,8 +297,8 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 // The columns of a granularity run along the reduction (formats.h, Recipes). So for a reduction over rows the
 // transpose is quantized. If the transpose has the same scale blocks, it would get the same values. Then x
 // itself is quantized.
-Floats fake_quantize(const Floats& x, int64_t rows, int64_t cols, const Storage& storage, ReduceOver over,
-                     QuantStats* stats, std::optional<float> scale) {
+Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const Storage& storage, ReduceOver over,
+                    QuantStats* stats, std::optional<float> scale) {
     if (over == ReduceOver::Columns || storage.granularity.transpose_has_same_blocks())
         return dequantize(quantize(x.data(), rows, cols, storage, stats, scale));
     const Floats transpose = transposed(x.data(), rows, cols, cols);
@@ -370,20 +370,20 @@ float contract(Format f, float y, float max, float k) {
 // norm of its gradients is 2^62 or more after clipping. So moments and their amaxes are finite.
 static float moment_scale(Format f, float max) { return scale_of(Storage{.format = f}, max); }
 
-void Moment::init(const Optimizer& optimizer, Format f, int64_t elements) {
+void Moment::init(const Optimizer& optimizer, Format f, int64_t count) {
     format = f;
     expanded = optimizer.uses_expansion(f);
-    n = elements;
+    n = count;
     per_tensor = optimizer.per_tensor;
     const int64_t moment_groups = optimizer.moment_group_count(f, n);
-    codes.assign(n * info(f).bytes, 0);
+    elements.assign(n * info(f).bytes, 0);
     max.assign(moment_groups, 0.0f);
     k.assign(expanded ? moment_groups : 0, 1.0f);
 }
 
 // Element i, decoded.
 float Moment::value(int64_t i) const {
-    const float y = read_element(format, codes.data(), i);
+    const float y = read_element(format, elements.data(), i);
     if (!moments_need_scaling(format)) return y;
     const int64_t moment_group = i / moment_group_size();
     const float largest = max[moment_group];
@@ -417,13 +417,13 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
     const float group_k = expanded && largest > 0 ? expansion_exponent(format, largest, smallest) : 1.0f;
     max[moment_group] = largest;
     if (expanded) k[moment_group] = group_k;
-    const float inverse = 1.0f / moment_scale(format, largest);  // only for moments without expansion
+    const float reciprocal = 1.0f / moment_scale(format, largest);  // only for moments without expansion
     for (int64_t i = first; i < end; i++) {
-        const float y = expanded ? expand(format, x[i], largest, group_k) : x[i] * inverse;
-        write_element(format, codes.data(), i, y);
-        const bool vanished = x[i] > 0 && read_element(format, codes.data(), i) == 0;
+        const float y = expanded ? expand(format, x[i], largest, group_k) : x[i] * reciprocal;
+        write_element(format, elements.data(), i, y);
+        const bool vanished = x[i] > 0 && read_element(format, elements.data(), i) == 0;
         if (is_second_moment && !per_tensor && vanished)
-            write_element(format, codes.data(), i, info(format).fmin);
+            write_element(format, elements.data(), i, info(format).fmin);
     }
 }
 
@@ -431,7 +431,7 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
 void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
     if (!moments_need_scaling(format)) {
 #pragma omp parallel for if (n > MIN_PARALLEL)
-        for (int64_t i = 0; i < n; i++) write_element(format, codes.data(), i, x[i]);
+        for (int64_t i = 0; i < n; i++) write_element(format, elements.data(), i, x[i]);
         return;
     }
     const int64_t size = moment_group_size();
@@ -448,7 +448,7 @@ float clip_factor(const AdamWOptions& options, double grad_norm) {
 
 // The constants of one AdamW step. Powers of beta are computed in double.
 AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm) {
-    const double step = double(options.step);
+    const double step = double(options.update_number);
     return {.lr = options.lr,
             .beta1 = options.beta1,
             .beta2 = options.beta2,

@@ -27,14 +27,14 @@ float round_to(Format f, float x);  // x as the nearest value of f, which is FP3
 void split_master(float master, uint16_t* weight, int16_t* remainder);
 float join_master(uint16_t weight, int16_t remainder);
 // The BF16 bits of a weight without a master: element i of the flat order of all parameters, rounded with the
-// random bits of step.h, rounding_bits().
+// random bits of architecture.h, rounding_bits().
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
 // --- 2. Quantizers (paper, preliminaries and section 5) ---
 // A matrix (rows, cols) as a Storage says (formats.h). value() is a code's value times its scale. In FP32 and
 // BF16 there are no scales.
 struct StoredMatrix {
-    std::vector<uint8_t> codes;   // rows * cols elements of storage.format
+    std::vector<uint8_t> elements;  // rows * cols elements of storage.format
     std::vector<uint8_t> scales;  // one for each scale block, of storage.scale_format
     int64_t rows = 0, cols = 0;
     Storage storage{.format = Format::FP32};
@@ -59,9 +59,9 @@ std::vector<float> dequantize(const StoredMatrix& stored);  // (rows, cols)
 // x (rows, cols), quantized and decoded again. Columns: for a GEMM that sums over the columns of x, as fprop
 // does. Rows: for a GEMM that sums over the rows of x, as wgrad does.
 enum class ReduceOver : uint8_t { Columns, Rows };
-std::vector<float> fake_quantize(const std::vector<float>& x, int64_t rows, int64_t cols,
-                                 const Storage& storage, ReduceOver over, QuantStats* stats = nullptr,
-                                 std::optional<float> scale = {});
+std::vector<float> gemm_operand(const std::vector<float>& x, int64_t rows, int64_t cols,
+                                const Storage& storage, ReduceOver over, QuantStats* stats = nullptr,
+                                std::optional<float> scale = {});
 
 // Delayed scaling (formats.h, Scaling; recipe te) of one operand of a linear layer.
 struct DelayedScale {
@@ -92,12 +92,12 @@ struct Moment {
     bool expanded = false;
     int64_t n = 0;
     bool per_tensor = false;     // all n elements are one moment group
-    std::vector<uint8_t> codes;  // n elements of format
+    std::vector<uint8_t> elements;  // n elements of format
     std::vector<float> max;      // of each moment group; empty if the format is not scaled
     std::vector<float> k;        // of each moment group; empty without expansion
 
-    // A moment of n zeros. f: the format that the optimizer has for it, or FP32 (Param::moment_format()).
-    void init(const Optimizer& optimizer, Format f, int64_t n);
+    // A moment of `count` zeros. f: Param::moment_format().
+    void init(const Optimizer& optimizer, Format f, int64_t count);
     void load(float* x) const;  // x: (n)
     // Stores x (n). If the format is scaled, the errors are added to *stats. In a moment group of 128 a
     // positive second moment gets at least the smallest positive code.
@@ -199,7 +199,7 @@ template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Rea
 // --- For tests (in reference_model.cpp): forward and backward of the whole model in double ---
 // Mean loss of one micro-batch in the recipe fp32, and its gradients by parameter if the pointer is not null.
 double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
-                      const std::vector<std::vector<double>>& weights, const int32_t* tokens,
+                      const std::vector<std::vector<double>>& param_values, const int32_t* tokens,
                       const int32_t* targets, std::vector<std::vector<double>>* gradients);
 
 }  // namespace coat::reference

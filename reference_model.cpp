@@ -50,7 +50,7 @@ public:
 
     const Setup setup;
     const std::vector<Param> params = parameters(setup.config);
-    std::vector<Tensor> weights;    // by parameter (rows, cols), in the compute dtype
+    std::vector<Tensor> param_values;  // by parameter (rows, cols), in the compute dtype
     std::vector<Tensor> gradients;  // by parameter (rows, cols), in gradient_format()
     // By parameter and OperandKind. Only linear layers in a recipe with delayed scaling have histories.
     std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
@@ -60,7 +60,7 @@ public:
     explicit Network(const Setup& s) : setup(s), delayed_scales(params.size()) {
         for (size_t i = 0; i < params.size(); i++) {
             param_index_[params[i].name] = i;
-            weights.emplace_back(params[i].size());
+            param_values.emplace_back(params[i].size());
             gradients.emplace_back(params[i].size());
             if (!params[i].role.quantized_linear || recipe_.scaling != Scaling::Delayed) continue;
             for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe_.history_steps);
@@ -139,9 +139,9 @@ private:
         const int64_t C = config_.C;
         Tensor residual(N_ * C);
         for (int64_t n = 0; n < N_; n++) {
-            std::copy_n(&weight("embedding")[tokens[n] * C], C, &residual[n * C]);
+            std::copy_n(&values_of("embedding")[tokens[n] * C], C, &residual[n * C]);
             if (!config_.arch.rope)
-                add_scaled(C, Real(1), &weight("positions")[n % T_ * C], &residual[n * C]);
+                add_scaled(C, Real(1), &values_of("positions")[n % T_ * C], &residual[n * C]);
         }
         for (int64_t l = 0; l < config_.L; l++) residual = layer_forward(l, residual);
         return rounded(residual);
@@ -262,13 +262,14 @@ private:
         const size_t index = param_index_.at(name);
         const int64_t in = params[index].cols, out = params[index].rows;
         const Tensor x_operand = make_operand(OperandKind::X, index, x, in, ReduceOver::Columns);
-        const Tensor w_operand = make_operand(OperandKind::W, index, weights[index], in, ReduceOver::Columns);
+        const Tensor w_operand =
+            make_operand(OperandKind::W, index, param_values[index], in, ReduceOver::Columns);
         Tensor y(N_ * out);
         // fprop: y = x w^T
         matmul(N_, out, in, matrix_view(x_operand, in), transposed_view(w_operand, in), y.data());
         if (has_bias(name))
             for (int64_t n = 0; n < N_; n++)
-                add_scaled(out, Real(1), weight(name + ".bias").data(), &y[n * out]);
+                add_scaled(out, Real(1), values_of(name + ".bias").data(), &y[n * out]);
         return rounded(y);
     }
 
@@ -277,7 +278,8 @@ private:
         const size_t index = param_index_.at(name);
         const int64_t in = params[index].cols, out = params[index].rows;
         const Tensor x_operand = make_operand(OperandKind::X, index, x, in, ReduceOver::Rows);
-        const Tensor w_operand = make_operand(OperandKind::W, index, weights[index], in, ReduceOver::Rows);
+        const Tensor w_operand =
+            make_operand(OperandKind::W, index, param_values[index], in, ReduceOver::Rows);
         const Tensor g_operand = make_operand(OperandKind::G, index, dy, out, ReduceOver::Columns);
         Tensor dx(N_ * in), dw(out * in);
         // dgrad: dx = g w
@@ -318,8 +320,8 @@ private:
                     delayed_scale =
                         delayed_scales[weight_index][int(kind)].note_amax_and_get_scale(storage, amax);
             }
-            return fake_quantize(tensor, int64_t(tensor.size()) / cols, cols, storage, over,
-                                 stats_of(report_kind(kind)), delayed_scale);
+            return gemm_operand(tensor, int64_t(tensor.size()) / cols, cols, storage, over,
+                                stats_of(report_kind(kind)), delayed_scale);
         }
     }
 
@@ -328,10 +330,10 @@ private:
     // x (rows, C) -> the norm's output (rows, C), in FP32.
     Tensor apply_norm(const std::string& name, const Tensor& x) const {
         const int64_t C = config_.C, rows = int64_t(x.size()) / C;
-        const Real* bias = config_.arch.rms ? nullptr : weight(name + ".bias").data();
+        const Real* bias = config_.arch.rms ? nullptr : values_of(name + ".bias").data();
         Tensor y(x.size());
         norm_forward<Real>(config_.arch.rms, Real(config_.norm_eps), rows, C, x.data(),
-                           weight(name + ".weight").data(), bias, y.data());
+                           values_of(name + ".weight").data(), bias, y.data());
         return y;
     }
 
@@ -339,7 +341,7 @@ private:
     Tensor apply_norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         Tensor dx(x.size()), dweight(config_.C), dbias(config_.C);
         norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
-                            weight(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
+                            values_of(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
                             dbias.data());
         add_gradient(name + ".weight", dweight);
         if (!config_.arch.rms) add_gradient(name + ".bias", dbias);
@@ -372,7 +374,7 @@ private:
     // q, k and v (N, qkv_cols) as they were saved -> as attention reads them.
     Tensor qkv_for_attention(const std::string& prefix, Tensor qkv) const {
         if (!config_.arch.qk_norm) return qkv;
-        qk_norm_forward(config_, N_, weight(prefix + "qk_norm.weight").data(), qkv.data());
+        qk_norm_forward(config_, N_, values_of(prefix + "qk_norm.weight").data(), qkv.data());
         qkv = rounded(qkv);
         rope(config_, B_, T_, qkv.data(), /*inverse=*/false);
         return rounded(qkv);
@@ -388,7 +390,8 @@ private:
         if (config_.arch.qk_norm) {
             const std::string name = prefix + "qk_norm.weight";
             Tensor dweight(2 * config_.HS());
-            qk_norm_backward(config_, N_, saved_qkv.data(), weight(name).data(), dqkv.data(), dweight.data());
+            qk_norm_backward(config_, N_, saved_qkv.data(), values_of(name).data(), dqkv.data(),
+                             dweight.data());
             add_gradient(name, dweight);
             dqkv = rounded(dqkv);
         }
@@ -400,7 +403,7 @@ private:
     // y (rows, C) -> logits (rows, padded_V). The head is not quantized.
     Tensor head_forward(const Tensor& y) const {
         const int64_t C = config_.C, padded_V = config_.padded_V(), rows = int64_t(y.size()) / C;
-        const Tensor& w = weight(head_name());  // (padded_V, C)
+        const Tensor& w = values_of(head_name());  // (padded_V, C)
         Tensor logits(rows * padded_V);
         matmul(rows, padded_V, C, matrix_view(y, C), transposed_view(w, C), logits.data());
         return rounded(logits);
@@ -409,7 +412,7 @@ private:
     // dlogits (N, padded_V) -> dy (N, C); adds to the gradient of the head.
     Tensor head_backward(const Tensor& y, const Tensor& dlogits) {
         const int64_t C = config_.C, padded_V = config_.padded_V();
-        const Tensor& w = weight(head_name());  // (padded_V, C)
+        const Tensor& w = values_of(head_name());  // (padded_V, C)
         Tensor dhead(padded_V * C), dy(N_ * C);
         matmul(padded_V, C, N_, transposed_view(dlogits, padded_V), matrix_view(y, C), dhead.data());
         matmul(N_, C, padded_V, matrix_view(dlogits, padded_V), matrix_view(w, C), dy.data());
@@ -452,7 +455,7 @@ private:
     }
 
     bool has_bias(const std::string& linear) const { return param_index_.count(linear + ".bias"); }
-    const Tensor& weight(const std::string& name) const { return weights[param_index_.at(name)]; }
+    const Tensor& values_of(const std::string& name) const { return param_values[param_index_.at(name)]; }
     std::string head_name() const { return config_.tied ? "embedding" : "head"; }
 };
 
@@ -467,7 +470,7 @@ class ReferenceModel : public Model {
     // The state of one parameter. `weight` and `remainder` have all elements of the parameter, but only the
     // elements that this rank owns are up to date. The moments have only the elements that this rank owns.
     struct ParamState {
-        std::vector<uint16_t> weight;    // BF16
+        std::vector<uint16_t> weight_bits;  // BF16
         std::vector<int16_t> remainder;  // of the FP32 masters; 0 without masters
         Moment m, v;
     };
@@ -488,14 +491,14 @@ public:
             ParamState& s = states_[i];
             s.m.init(o, p.moment_format(o.m), owned_count);
             s.v.init(o, p.moment_format(o.v), owned_count);
-            s.weight.resize(p.size());
+            s.weight_bits.resize(p.size());
             s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
                 const float initial =
                     initial_value(p.init_std, p.role.starts_at_one, used, setup_.seed, i, e);
-                split_master(initial, &s.weight[e], &s.remainder[e]);
+                split_master(initial, &s.weight_bits[e], &s.remainder[e]);
                 if (!setup_.keep_masters) s.remainder[e] = 0;
-                network_.weights[i][e] = weight_of(s, e);
+                network_.param_values[i][e] = value_for_network(s, e);
             }
         }
     }
@@ -549,7 +552,7 @@ public:
             ParamState s = states_[i];
             report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
             report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
-            const AdamWOptions nothing_moves{.step = 1, .lr = 0};
+            const AdamWOptions nothing_moves{.update_number = 1, .lr = 0};
             const AdamWConstants constants =
                 adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
             update_parameter(s, i, constants, /*key=*/0);
@@ -615,7 +618,7 @@ private:
 
     // Updates all parameters. grad_norm: the norm of all gradients, before clipping.
     void update_all(const AdamWOptions& options, double grad_norm) {
-        const uint64_t key = rounding_key(setup_.seed, options.step + options.skipped_steps);
+        const uint64_t key = rounding_key(setup_.seed, options.update_number + options.skipped_steps);
         for (size_t i = 0; i < params_.size(); i++) {
             update_parameter(states_[i], i, adamw_constants(options, params_[i].role.decays, grad_norm), key);
             refresh_weight_on_all_ranks(i);
@@ -629,7 +632,8 @@ private:
     void update_parameter(ParamState& s, size_t i, const AdamWConstants& constants, uint64_t key) const {
         const auto [first, n] = owned(setup_, params_[i]);
         Floats master(n), m(n), v(n);
-        for (int64_t e = 0; e < n; e++) master[e] = join_master(s.weight[first + e], s.remainder[first + e]);
+        for (int64_t e = 0; e < n; e++)
+            master[e] = join_master(s.weight_bits[first + e], s.remainder[first + e]);
         s.m.load(m.data());
         s.v.load(v.data());
         adamw(constants, n, network_.gradients[i].data() + first, master.data(), m.data(), v.data());
@@ -637,8 +641,8 @@ private:
         s.v.store(v.data(), /*is_second_moment=*/true, network_.stats_of(ReportKind::Moment2));
         for (int64_t e = 0; e < n; e++) {
             const int64_t at = first + e;  // in the parameter
-            if (setup_.keep_masters) split_master(master[e], &s.weight[at], &s.remainder[at]);
-            else s.weight[at] = round_stochastically(master[e], key, params_[i].flat_offset + at);
+            if (setup_.keep_masters) split_master(master[e], &s.weight_bits[at], &s.remainder[at]);
+            else s.weight_bits[at] = round_stochastically(master[e], key, params_[i].flat_offset + at);
         }
     }
 
@@ -662,9 +666,9 @@ private:
     }
 
     // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
-    float weight_of(const ParamState& s, int64_t e) const {
+    float value_for_network(const ParamState& s, int64_t e) const {
         const bool bf16 = setup_.recipe.compute == Format::BF16;
-        return bf16 ? from_bf16(s.weight[e]) : join_master(s.weight[e], s.remainder[e]);
+        return bf16 ? from_bf16(s.weight_bits[e]) : join_master(s.weight_bits[e], s.remainder[e]);
     }
 
     // --- The state by name ---
@@ -686,9 +690,9 @@ private:
         const size_t i = param_index_of(params_, name);
         const Range own = owned(setup_, params_[i]);
         ParamState& s = states_[i];
-        std::map<std::string, Memory> places = {{"", part(s.weight, own)},  {".m", whole(s.m.codes)},
-                                                {".m.max", whole(s.m.max)}, {".m.k", whole(s.m.k)},
-                                                {".v", whole(s.v.codes)},   {".v.max", whole(s.v.max)},
+        std::map<std::string, Memory> places = {{"", part(s.weight_bits, own)}, {".m", whole(s.m.elements)},
+                                                {".m.max", whole(s.m.max)},     {".m.k", whole(s.m.k)},
+                                                {".v", whole(s.v.elements)},    {".v.max", whole(s.v.max)},
                                                 {".v.k", whole(s.v.k)}};
         if (setup_.keep_masters) places[".remainder"] = part(s.remainder, own);
         if (setup_.keep_gradients && !to_write) places[".gradient"] = part(network_.gradients[i], own);
@@ -699,7 +703,7 @@ private:
             places[concat(suffix_of(o), ".scale")] = {.data = &d.scale, .bytes = sizeof d.scale};
         }
         const auto place = places.find(name.substr(params_[i].name.size()));
-        if (place == places.end()) no_such_tensor(name);
+        if (place == places.end()) throw_no_such_tensor(name);
         return place->second;
     }
 
@@ -724,15 +728,15 @@ private:
         }
     }
 
-    // Renews network_.weights[i] after an update or write() has changed states_[i]. Each rank sends the
+    // Renews network_.param_values[i] after an update or write() has changed states_[i]. Each rank sends the
     // weights that it owns to all ranks. A vector is not sent, because every rank owns the whole vector.
     void refresh_weight_on_all_ranks(size_t i) {
         const ParamState& s = states_[i];
         const Range own = owned(setup_, params_[i]);
         Floats mine(own.count);
-        for (int64_t e = 0; e < own.count; e++) mine[e] = weight_of(s, own.first + e);
+        for (int64_t e = 0; e < own.count; e++) mine[e] = value_for_network(s, own.first + e);
         const bool is_sharded = !params_[i].is_vector();
-        auto to = network_.weights[i].begin();
+        auto to = network_.param_values[i].begin();
         for (const Floats& part : is_sharded ? all_gather(mine) : std::vector<Floats>{mine})
             to = std::copy(part.begin(), part.end(), to);
     }
@@ -741,12 +745,12 @@ private:
 }  // namespace
 
 double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
-                      const std::vector<std::vector<double>>& weights, const int32_t* tokens,
+                      const std::vector<std::vector<double>>& param_values, const int32_t* tokens,
                       const int32_t* targets, std::vector<std::vector<double>>* gradients) {
     const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
     const Optimizer& optimizer = find_row(optimizers(), "fp32", "--optimizer");
     Network<double> network({config, recipe, optimizer, B, T});
-    network.weights = weights;
+    network.param_values = param_values;
     const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);
     const double loss =
         network.run_micro_batch(tokens, targets, loss_weight, gradients != nullptr) * loss_weight;

@@ -1,38 +1,34 @@
-// step.h - what the CPU and the GPU must agree on in a step, besides formats. The sections have the order of
-// the parts of reference.cpp that use them, so a section can wait for its part:
-//   1   stochastic rounding    round_stochastically()
-//   2   QuantStats             quantize(). (QuantReport can wait for model.h)
-//   3   AdamWOptions           adamw_constants()
-//   4   NO_TARGET              cross_entropy_forward_and_backward()
+// step.h - what a training step is given besides tokens and weights, and what is measured of its
+// quantization: types that operators and models share, on the CPU and on the GPU.
 #pragma once
 #include "formats.h"
 
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
-// Stochastic rounding of weights to BF16, if they have no FP32 master. (This section can wait.)
+// Targets of the loss
 
-// 64 bits that look random, from a number. Nearby numbers give unrelated bits.
-COAT_HD inline uint64_t mixed_bits(uint64_t number) {
-    uint64_t z = number * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 29);
-}
-// A rounding is bf16 = (bits of the FP32 value + 16 random bits) >> 16. Its expected value is the FP32 value.
-// So an update of less than half the spacing of BF16 values is not lost: it counts on average.
-//
-// The elements of all parameters have one order, the flat order (architecture.h, Param::flat_offset). This
-// returns the random bits of its elements 4 quad to 4 quad + 3. The lowest 16 bits are for element 4 quad.
-COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t quad) { return mixed_bits(key + quad); }
-// The key of one step. attempt: the number of the step, counting skipped ones. The lower 32 bits of the key
-// are 0. In a model of at most 2^34 elements `quad` is below 2^32, so key + quad has the key's upper 32 bits.
-// Two steps hardly ever have the same ones (on average 5 pairs in 200,000 steps).
-inline uint64_t rounding_key(uint64_t seed, int64_t attempt) {
-    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(attempt)) << 32;
-}
+// A target that does not count, for example a token of a user's question: its loss and its gradient are 0.
+// The loss of a step is the mean over the targets that count, in all micro-batches of all ranks. (A rank is
+// one of the processes of a run: model.h.)
+inline constexpr int32_t NO_TARGET = -1;
 
 // -----------------------------------------------------------------------------------------------------------
-// The statistics of quantization errors, by kind of tensor (QuantReport)
+// The settings of AdamW
+
+// What a step of AdamW is given besides parameters and gradients.
+struct AdamWOptions {
+    int64_t update_number;  // from 1, not counting skipped steps; for the bias correction
+    float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
+    // The largest norm that all gradients together may have; 0: no clipping.
+    float clip = 1.0f;
+    // How many steps before this one were skipped. Update number + skipped steps is the number of the step,
+    // by which weights without a master are rounded (architecture.h, rounding_key()).
+    int64_t skipped_steps = 0;
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// The statistics of quantization errors. (This section can wait: it is for the print-out after a run.)
 
 struct QuantStats {
     double signal = 0, noise = 0;  // sums of x^2 and of (x - dequantized x)^2
@@ -67,32 +63,5 @@ inline ReportKind report_kind(OperandKind o) {
     if (o == OperandKind::X) return ReportKind::LinearInput;
     return o == OperandKind::W ? ReportKind::Weight : ReportKind::Gradient;
 }
-
-struct QuantReport {
-    QuantStats kinds[static_cast<int>(ReportKind::Count)];
-    std::vector<float> k_m, k_v;   // k of every moment group, of first and of second moments
-    bool part_of_moments = false;  // only some of the moments of large parameters were measured
-};
-
-// -----------------------------------------------------------------------------------------------------------
-// The settings of AdamW
-
-// What a step of AdamW is given besides parameters and gradients.
-struct AdamWOptions {
-    int64_t step;  // the number of this update, for the bias correction: from 1, without skipped steps
-    float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
-    // The largest norm that all gradients together may have; 0: no clipping.
-    float clip = 1.0f;
-    // How many steps before this one were skipped. step + skipped_steps is the `attempt` of rounding_key().
-    int64_t skipped_steps = 0;
-};
-
-// -----------------------------------------------------------------------------------------------------------
-// Targets of the loss
-
-// A target that does not count, for example a token of a user's question: its loss and its gradient are 0.
-// The loss of a step is the mean over the targets that count, in all micro-batches of all ranks. (A rank is
-// one of the processes of a run: model.h.)
-inline constexpr int32_t NO_TARGET = -1;
 
 }  // namespace coat

@@ -85,7 +85,7 @@ static void write_files(const std::string& folder, Model& model, const LoopState
                         const FileContents& other_files) {
     const Setup& setup = model.setup();
     const bool writes = setup.rank == 0;
-    const std::vector<StateTensor> table = optimizer_tensors(setup);
+    const std::vector<StateTensor> table = tensors_besides_weights(setup);
     std::vector<HfTensor> tensors;
     for (const StateTensor& t : table)
         tensors.push_back({.name = t.name, .dtype = t.dtype, .shape = t.shape});
@@ -196,7 +196,7 @@ LoopState read_loop_state(const std::string& checkpoint) {
 void load_checkpoint(const std::string& checkpoint, Model& model) {
     const Setup& setup = model.setup();
     const Safetensors file(path_in(checkpoint, OPTIMIZER_FILE));
-    const std::vector<StateTensor> table = optimizer_tensors(setup);
+    const std::vector<StateTensor> table = tensors_besides_weights(setup);
     for (const StateTensor& t : table) file.find_tensor(t.name, t.shape, t.dtype);
     load_weights(checkpoint, model);
     for (const StateTensor& t : table) {

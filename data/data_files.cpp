@@ -167,7 +167,7 @@ FoundFiles find_data_files(const std::string& data, const std::vector<std::strin
         if (const auto id = id_of(path)) written_ids.insert(*id);
     FoundFiles found;
     add_files_of("--val", val, written_ids, seen, found);
-    found.held_out = found.paths.size();
+    found.held_out_count = found.paths.size();
     add_files_of("--data", data, written_ids, seen, found);
     return found;
 }

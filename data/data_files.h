@@ -17,7 +17,7 @@ std::vector<std::string> sentences_of(const std::vector<LeftOut>& left_out);
 
 struct FoundFiles {
     std::vector<std::string> paths;  // each file once, the files of a folder in the byte order of their paths
-    size_t held_out = 0;             // this many of them, the first, are those of --val
+    size_t held_out_count = 0;       // this many of them, the first, are those of --val
     std::vector<LeftOut> left_out;
 };
 // The files of --data and --val.

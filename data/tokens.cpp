@@ -181,20 +181,20 @@ static void read_texts(const FoundFiles& found, const CorpusOptions& options, Co
             const bool copied = copied_bytes + file->bytes() <= options.copied_bytes;
             if (copied) copied_bytes += file->bytes();
             const TokenStream::Source text = source_of_text(file, copied);
-            if (i < found.held_out) corpus.validation.append(text);
+            if (i < found.held_out_count) corpus.validation.append(text);
             else texts.push_back(text);
             corpus.files.push_back({path, file->bytes(), hash});
         }
     }
     const bool by_number = options.val.empty() && texts.size() >= HELD_OUT_EVERY;
     for (size_t i = 0; i < texts.size(); i++) {
-        const bool held_out = by_number && i % HELD_OUT_EVERY == HELD_OUT_EVERY / 2;
-        (held_out ? corpus.validation : corpus.train).append(texts[i]);
+        const bool is_held_out = by_number && i % HELD_OUT_EVERY == HELD_OUT_EVERY / 2;
+        (is_held_out ? corpus.validation : corpus.train).append(texts[i]);
     }
     corpus.left_out.insert(corpus.left_out.end(), copies.begin(), copies.end());
-    corpus.held_out = "every 20th file";
+    corpus.held_out_rule = "every 20th file";
     corpus.vocabulary = byte_vocabulary();
-    corpus.bytes = true;
+    corpus.tokens_are_bytes = true;
 }
 
 constexpr int64_t HEADER = 256 * 4;  // bytes
@@ -230,7 +230,7 @@ static bool is_held_out_by_name(const std::string& path) {
     return has_word(name, {"val", "valid", "validation"}) && !has_word(name, {"train", "training"});
 }
 
-static void read_token_file(const std::string& path, bool held_out, Corpus& corpus) {
+static void read_token_file(const std::string& path, bool is_held_out, Corpus& corpus) {
     const auto file = std::make_shared<const MappedFile>(path);
     int32_t header[4] = {};  // magic, version, number of tokens, --seq
     if (file->bytes() >= HEADER) std::memcpy(header, file->data(), sizeof header);
@@ -246,7 +246,7 @@ static void read_token_file(const std::string& path, bool held_out, Corpus& corp
     if (seq != corpus.seq)
         throw Error(path, " has windows of ", seq, " tokens, and other files have ", corpus.seq,
                     " (0: text); give files of one kind.");
-    TokenStream& stream = held_out ? corpus.validation : corpus.train;
+    TokenStream& stream = is_held_out ? corpus.validation : corpus.train;
     // A packed file ends with one token more than its windows, the last target, which does not count. The
     // next file begins in its place.
     if (seq && stream.size()) stream.take_end(1);
@@ -261,12 +261,12 @@ static void read_token_file(const std::string& path, bool held_out, Corpus& corp
 static void read_files(const FoundFiles& found, const CorpusOptions& options, Corpus& corpus) {
     if (std::none_of(found.paths.begin(), found.paths.end(), is_token_file))
         return read_texts(found, options, corpus);
-    corpus.held_out = "files with the word val in their names";
+    corpus.held_out_rule = "files with the word val in their names";
     const KnownFiles known(options.known);
     for (size_t i = 0; i < found.paths.size(); i++) {
         const std::string& path = found.paths[i];
-        const bool held_out = options.val.empty() ? is_held_out_by_name(path) : i < found.held_out;
-        if (known.has(path)) read_token_file(path, held_out, corpus);
+        const bool is_held_out = options.val.empty() ? is_held_out_by_name(path) : i < found.held_out_count;
+        if (known.has(path)) read_token_file(path, is_held_out, corpus);
         else corpus.left_out.push_back({path, NEW_FILE});
     }
     std::set<std::string> folders;
@@ -280,7 +280,7 @@ static void read_files(const FoundFiles& found, const CorpusOptions& options, Co
 // If by these rules no file is held out, or every file is, the last tenth of all tokens is held out.
 static void hold_out_end(Corpus& corpus) {
     if (corpus.train.size() && corpus.validation.size()) return;
-    corpus.held_out = "the last tenth";
+    corpus.held_out_rule = "the last tenth";
     corpus.train.append(corpus.validation);
     int64_t stays = corpus.train.size() - ceil_div(corpus.train.size(), 10);
     if (corpus.seq)
@@ -300,7 +300,7 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
                     "the disk (python3 data/tokenize.py), or give a part of it.");
     }
     if (options.val.empty()) hold_out_end(corpus);
-    else corpus.held_out = "--val " + options.val;
+    else corpus.held_out_rule = "--val " + options.val;
     corpus.train_facts = corpus.train.scan();
     corpus.validation_facts = corpus.validation.scan();
     if (corpus.validation.size()) return corpus;
@@ -314,8 +314,8 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
 }
 
 // The finalizer of splitmix64: it maps numbers one to one, and every bit of z changes about half of the
-// result. (mixed_bits() in step.h is cheaper. Neither replaces the other: that would change the order of
-// data or the rounding of runs that are continued.)
+// result. (mixed_bits() in architecture.h is cheaper. Neither replaces the other: that would change the order
+// of data or the rounding of runs that are continued.)
 static uint64_t splitmix64(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;

@@ -71,11 +71,11 @@ private:
 struct Corpus {
     TokenStream train, validation;
     TokenStream::Facts train_facts, validation_facts;
-    std::string held_out;         // by which rule `validation` was chosen, as it is printed
+    std::string held_out_rule;    // by which rule `validation` was chosen, as it is printed
     Vocabulary vocabulary;        // without pieces if token files come without tokenizer.bin
     std::string vocabulary_file;  // that tokenizer.bin; empty without one, and of text files
     int64_t seq = 0;              // of packed conversations; 0 for text
-    bool bytes = false;           // the tokens are the bytes of text files
+    bool tokens_are_bytes = false;  // the tokens are the bytes of text files
     std::vector<DataFile> files;  // the files that were read, in this order
     std::vector<LeftOut> left_out;
     std::string tokenizer_folder;  // the folder of token files that also has a tokenizer; empty: none

@@ -92,7 +92,7 @@ public:
     }
     // Room for a tensor in any format, in the forms that are asked for.
     Operand allocate_operand(int64_t rows, int64_t cols, const Storage& q, bool row_major, bool transposed) {
-        const int64_t bytes = q.code_bytes(rows, cols);
+        const int64_t bytes = q.bytes_without_scales(rows, cols);
         Operand out{.tensor = {.data = row_major ? take(bytes) : nullptr,
                                .rows = rows,
                                .cols = cols,

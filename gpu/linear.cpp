@@ -77,7 +77,7 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
     if (storage.granularity == PER_TENSOR)
         return {.tensor = tensor, .transposed = transposed, .delayed = context_.amax_table.delayed()};
     // The scales of rows and blocks lie right after the codes to which they belong.
-    const int64_t code_bytes = storage.code_bytes(rows, cols);
+    const int64_t code_bytes = storage.bytes_without_scales(rows, cols);
     auto scales_of = [&](void* p) {
         return p ? reinterpret_cast<float*>(static_cast<uint8_t*>(p) + code_bytes) : nullptr;
     };

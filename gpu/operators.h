@@ -64,7 +64,7 @@ struct TensorRef {
 // The rows [first, first + n) of a tensor.
 inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
     TensorRef slice = t;
-    slice.data = static_cast<uint8_t*>(t.data) + t.storage.code_bytes(first, t.cols);
+    slice.data = static_cast<uint8_t*>(t.data) + t.storage.bytes_without_scales(first, t.cols);
     slice.rows = n;
     if (t.group_scales) slice.group_scales += t.storage.scale_count(first, t.cols);
     return slice;
@@ -91,7 +91,8 @@ inline int64_t operand_scale_count(const Storage& s, int64_t rows, int64_t cols)
     return s.scale_rows(rows) * round_up(s.scale_cols(cols), s.granularity == PER_128x128 ? 4 : 1);
 }
 inline int64_t operand_bytes(const Storage& s, int64_t rows, int64_t cols) {
-    return s.code_bytes(rows, cols) + operand_scale_count(s, rows, cols) * info(s.scale_format).bytes;
+    return s.bytes_without_scales(rows, cols) +
+           operand_scale_count(s, rows, cols) * info(s.scale_format).bytes;
 }
 
 // Statistics of one input row of a norm. RMSNorm takes the mean as 0, so that rstd is 1 / rms.
@@ -292,7 +293,7 @@ struct ShardsToUpdate {
 };
 
 // Updates shards by AdamW. Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key is
-// that of this step (step.h), for weights without a master. The shards' amaxes become those of the new
+// that of this step, for weights without a master. The shards' amaxes become those of the new
 // weights. Where state->skip is set, everything stays as it was.
 void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardsToUpdate& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);

@@ -92,7 +92,7 @@ void measure_moment_errors(const Optimizer& o, const MomentRef& m, const MomentR
     const int64_t length = std::min(count, MOST_MEASURED) / pieces;                   // of a piece
     const int64_t distance = count / pieces / MOMENT_GROUP_SIZE * MOMENT_GROUP_SIZE;  // from piece to piece
     const int64_t n = pieces * length;
-    report.part_of_moments |= n < count;
+    report.moments_were_sampled |= n < count;
     // Copies the pieces of a tensor to the host. It has `bytes` bytes for each `shared_by` elements of the
     // parameter.
     auto fetch_pieces = [&](auto& to, const void* from, int64_t shared_by, int64_t bytes) {
@@ -104,7 +104,7 @@ void measure_moment_errors(const Optimizer& o, const MomentRef& m, const MomentR
     auto moment_on_host = [&](const void* data, Format f, const float* max, const float* k) {
         reference::Moment moment;
         moment.init(o, f, n);
-        fetch_pieces(moment.codes, data, 1, info(f).bytes);
+        fetch_pieces(moment.elements, data, 1, info(f).bytes);
         if (max && o.per_tensor) copy_async(moment.max.data(), max, sizeof(float), stream);
         else if (max) fetch_pieces(moment.max, max, MOMENT_GROUP_SIZE, sizeof(float));
         if (k) fetch_pieces(moment.k, k, MOMENT_GROUP_SIZE, sizeof(float));

@@ -215,7 +215,7 @@ Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, AmaxT
 
 size_t Parameters::index(const std::string& name) const {
     const auto found = indices_.find(name);
-    if (found == indices_.end()) no_such_tensor(name);
+    if (found == indices_.end()) throw_no_such_tensor(name);
     return found->second;
 }
 // In the table of parameters a bias follows right after its weight.
@@ -297,7 +297,7 @@ void Parameters::update(const AdamWOptions& options, int64_t first_bucket, int64
     sharding.all_gather(all_sums, (1 + units.count) * int64_t(sizeof(double)));
     update_gradient_state(all_sums, units.count, setup.ranks, options.clip, state, stream_);
     adamw(options, setup.optimizer, gradients, memory_.weights,
-          rounding_key(setup.seed, options.step + options.skipped_steps), state, stream_);
+          rounding_key(setup.seed, options.update_number + options.skipped_steps), state, stream_);
 }
 
 // measure_moment_errors() copies the moments to the host, without context_: it would not notice that

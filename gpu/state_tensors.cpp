@@ -53,7 +53,7 @@ void StateTensors::list_delayed_scales(size_t i) {
 
 const StateTensors::Entry& StateTensors::find(const std::string& name) const {
     const auto found = entries_.find(name);
-    if (found == entries_.end()) no_such_tensor(name);
+    if (found == entries_.end()) throw_no_such_tensor(name);
     return found->second;
 }
 

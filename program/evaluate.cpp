@@ -95,7 +95,7 @@ QuantReport measure_quantization(Run& run) {
         for (const QuantStats& theirs : run.processes.all_gather(report.kinds[int(kind)])) sum += theirs;
         report.kinds[int(kind)] = trained ? sum : QuantStats();
     }
-    report.part_of_moments = report.part_of_moments && trained;
+    report.moments_were_sampled = report.moments_were_sampled && trained;
     report.k_m = trained ? values_on_all_ranks(run, report.k_m) : std::vector<float>();
     report.k_v = trained ? values_on_all_ranks(run, report.k_v) : std::vector<float>();
     return report;

@@ -169,7 +169,7 @@ std::vector<MemoryRow> memory_plan(const Setup& s) {
     // The bytes of all tensors that this rank keeps, by the end of their names: ".m", ".m.max", ...; "": the
     // weights.
     std::map<std::string, int64_t> kept_of;
-    for (const auto& table : {weight_tensors(config), optimizer_tensors(s)})
+    for (const auto& table : {weight_tensors(config), tensors_besides_weights(s)})
         for (const StateTensor& t : table)
             kept_of[t.name.substr(t.param.name.size())] += owned(s, t).count * t.bytes;
     int64_t scaling = 0;

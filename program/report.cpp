@@ -95,9 +95,9 @@ void print_start(const Run& run) {
     if (run.flags.resumes()) print("continuing step ", run.state.step, " of ", run.weights_folder);
     if (const Corpus& text = run.corpus; text.validation.size())
         print("text: ", run.flags.data, ", ", with_commas(text.train.size()), " tokens to train on, ",
-              with_commas(text.validation.size()), " held out: ", text.held_out);
+              with_commas(text.validation.size()), " held out: ", text.held_out_rule);
     if (run.corpus.train.size() && run.flags.steps > 0) print("steps: ", steps_text(run));
-    if (run.corpus.bytes) print(text_of_bytes(run));
+    if (run.corpus.tokens_are_bytes) print(text_of_bytes(run));
     for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
     if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
     for (const ordered_json& change : run.resumed.changes) print("changed: ", change.get<std::string>());
@@ -232,7 +232,8 @@ static void print_expansion(const char* moments, std::vector<float> k) {
 void report_quantization(Run& run) {
     const QuantReport report = measure_quantization(run);
     print_kinds(report);
-    if (report.part_of_moments) std::printf("Of large parameters, a part of the moments was measured.\n");
+    if (report.moments_were_sampled)
+        std::printf("Of large parameters, a part of the moments was measured.\n");
     print_expansion("first moments", report.k_m);
     print_expansion("second moments", report.k_v);
 }

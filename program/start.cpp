@@ -178,8 +178,8 @@ static ModelConfig with_vocabulary(ModelConfig config, const Corpus& data) {
 Setup make_setup(const RunLocation& location, const Flags& flags, const ModelAndFormats& chosen,
                  const Corpus& data) {
     const std::string& folder = chosen.weights_folder;
-    if (data.bytes && !folder.empty()) require_no_tokenizer(folder, flags.data);
-    if (!data.bytes && !folder.empty() && !flags.resumes()) require_tokenizer_of(folder, data);
+    if (data.tokens_are_bytes && !folder.empty()) require_no_tokenizer(folder, flags.data);
+    if (!data.tokens_are_bytes && !folder.empty() && !flags.resumes()) require_tokenizer_of(folder, data);
     const Setup setup{
         .config = with_vocabulary(chosen.config, data),
         .recipe = chosen.recipe,
@@ -298,7 +298,8 @@ FileContents find_other_files(const std::string& weights_folder, const Corpus& c
 
 void make_loaders(Run& run) {
     const Setup& s = run.setup;
-    run.held_out_loader.emplace(run.corpus.validation, 1, s.T, 0, "held out (" + run.corpus.held_out + ")");
+    run.held_out_loader.emplace(run.corpus.validation, 1, s.T, 0,
+                                "held out (" + run.corpus.held_out_rule + ")");
     const char* const purpose =
         run.flags.val.empty() ? "to train on" : "to train on (without those of --val)";
     if (run.flags.steps > 0) run.training_loader.emplace(run.corpus.train, s.B, s.T, s.seed, purpose);

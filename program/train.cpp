@@ -112,7 +112,7 @@ static void read_step(Run& run) {
 static AdamWOptions next_update(const Run& run) {
     const Flags& flags = run.flags;
     const LoopState& state = run.state;
-    return {.step = state.updates + 1,
+    return {.update_number = state.updates + 1,
             .lr = learning_rate(flags.lr, flags.warmup, flags.steps, state.step),
             .beta1 = float(flags.beta1),
             .beta2 = float(flags.beta2),

@@ -7,7 +7,7 @@
 using namespace coat;
 using namespace coat::test;
 
-constexpr AdamWOptions STEP{.step = 3, .lr = 1e-2f};
+constexpr AdamWOptions STEP{.update_number = 3, .lr = 1e-2f};
 
 GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
     FRESH_RANDOM(rng);
@@ -79,7 +79,7 @@ GPU_TEST_CASE("measure_moment_errors: errors of the moments equal the reference'
             reference::adamw(reference::adamw_constants({1, 0.0f}, false, 0), n, run.gradient.data(),
                              weights.data(), x[0].data(), x[1].data());
             const bool in_part = n > 1 << 18;
-            CHECK(report.part_of_moments == in_part);
+            CHECK(report.moments_were_sampled == in_part);
             for (int i : {0, 1}) {
                 Floats measured;
                 const int64_t apart = n / 128 / MOMENT_GROUP_SIZE * MOMENT_GROUP_SIZE;

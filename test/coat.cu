@@ -184,8 +184,8 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_and_scale.get(), 0);
         gpu::quantize(gpu::lazy_stored(in.ref()), operand, nullptr, 0);
         reference::StoredMatrix wanted = reference::quantize(x.data(), padded, cols, q);
-        std::fill(wanted.codes.begin() + rows * cols, wanted.codes.end(), 0xFF);
-        CHECK(out.codes.read() == wanted.codes);
+        std::fill(wanted.elements.begin() + rows * cols, wanted.elements.end(), 0xFF);
+        CHECK(out.codes.read() == wanted.elements);
         CHECK(same_bytes(out.scales.read(), stored_scales(wanted)));
     }
 }
@@ -294,7 +294,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
         CHECK(out.amax() == amax);
         const reference::StoredMatrix wanted =
             reference::quantize(values.data(), rows, 2 * F, E5M2_TENSOR, nullptr, scale);
-        CHECK(same_codes(E5M2_TENSOR.format, in.codes.read(), wanted.codes));
+        CHECK(same_codes(E5M2_TENSOR.format, in.codes.read(), wanted.elements));
     }
 }
 

@@ -22,7 +22,7 @@ static reference::Moment moment_of(const Setup& s, const Param& p, const Snapsho
     const std::string name = p.name + (second ? ".v" : ".m");
     reference::Moment moment;
     moment.init(s.optimizer, p.moment_format(second ? s.optimizer.v : s.optimizer.m), p.size());
-    moment.codes = state.at(name);
+    moment.elements = state.at(name);
     if (!moment.max.empty()) moment.max = values_of<float>(state, name + ".max");
     if (!moment.k.empty()) moment.k = values_of<float>(state, name + ".k");
     return moment;
@@ -68,7 +68,7 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
                 CHECK_MESSAGE((masters(state, p.name) == first), p.name);
                 index++;
             }
-            for (const StateTensor& t : optimizer_tensors(s)) {
+            for (const StateTensor& t : tensors_besides_weights(s)) {
                 INFO(t.name);
                 if (t.name.ends_with(".k")) CHECK(values_of<float>(state, t.name) == Floats(t.size(), 1.0f));
                 else if (!t.name.ends_with(".remainder")) CHECK(norm(state.at(t.name)) == 0);
@@ -101,7 +101,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
             Update update(*t.model, before, p, t.adamw, r.grad_norm);
             const Floats& w = update.master;
             const Floats old = masters(before, p.name), got = masters(after, p.name);
-            const uint64_t key = rounding_key(s.seed, t.adamw.step + t.adamw.skipped_steps);
+            const uint64_t key = rounding_key(s.seed, t.adamw.update_number + t.adamw.skipped_steps);
             int64_t used = used_elements(s.config, p), wrong = 0, padding = 0;
             for (size_t i = 0; i < w.size(); i++) {
                 const auto rounded = reference::round_stochastically(w[i], key, p.flat_offset + int64_t(i));
@@ -116,7 +116,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
             for (int v : {0, 1}) {
                 update.store(v);
                 const reference::Moment stored = moment_of(s, p, after, v), &expected = update.moments[v];
-                if (exact) CHECK((stored.codes == expected.codes && stored.max == expected.max));
+                if (exact) CHECK((stored.elements == expected.elements && stored.max == expected.max));
                 Floats a(w.size()), b(w.size());
                 stored.load(a.data());
                 expected.load(b.data());
@@ -458,7 +458,7 @@ PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped wi
             CHECK((r.skipped && std::isfinite(r.loss) && r.grad_norm >= 0x1p62 && r.grad_norm < INFINITY));
             CHECK((snapshot(*t.model) == state));
             t.adamw.clip = 1;
-            t.adamw.step--;
+            t.adamw.update_number--;
             CHECK(!t.again().skipped);
             CHECK((snapshot(*t.model) != state));
             for (const StateTensor& tensor : state_tensors(t.setup()))
@@ -489,7 +489,8 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
                 INFO(tensor.name);
                 const bool same = after.at(tensor.name) == state.at(tensor.name);
                 if (make == make_reference_model || p.bucket <= bucket) CHECK(same);
-                else if (tensor.name == p.name + (p.role.quantized_moments ? moment : ".m")) CHECK(!same);
+                else if (tensor.name == p.name + (p.role.moments_follow_optimizer ? moment : ".m"))
+                    CHECK(!same);
             }
         }
 }
@@ -641,7 +642,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
             if (kind >= int(ReportKind::Moment1)) {
                 QuantStats expected;
                 for (const Param& p : t.params())
-                    if (p.role.quantized_moments)
+                    if (p.role.moments_follow_optimizer)
                         Update(*t.model, state, p, {1, 0.0f}, 0)
                             .store(kind == int(ReportKind::Moment2), &expected);
                 CHECK(stats.elements == expected.elements);

@@ -80,10 +80,13 @@ RANKS_PROPERTY("they write the checkpoints of one rank and fewer of them continu
                 RankTraining t(make, own);
                 if (!from.empty()) {
                     load_checkpoint(from, *t.model);
-                    for (; t.adamw.step < 2; t.adamw.step++) t.next();  // the data of the steps before
+                    for (; t.adamw.update_number < 2; t.adamw.update_number++)
+                        t.next();  // the data of the steps before
                 }
                 for (int i = 0; i < 2; i++) t.next(), t.again();
-                if (!to.empty()) save_checkpoint(folder / to, *t.model, {t.adamw.step, t.adamw.step, 0, {}});
+                if (!to.empty())
+                    save_checkpoint(folder / to, *t.model,
+                                    {t.adamw.update_number, t.adamw.update_number, 0, {}});
                 const Snapshot whole = t.whole(state_tensors(own));
                 if (own.rank == 0) state = whole;
             });

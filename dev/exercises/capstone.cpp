@@ -91,7 +91,7 @@ SmallModel first_model() {
 
 void reference_groups(int rows, int cols, const float* x, uint8_t* codes, float* scales_of_groups) {
     const reference::StoredMatrix q = reference::quantize(x, rows, cols, E4M3_1x16);
-    std::copy(q.codes.begin(), q.codes.end(), codes);
+    std::copy(q.elements.begin(), q.elements.end(), codes);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c += 16) *scales_of_groups++ = q.scale(r, c);
 }
@@ -111,7 +111,7 @@ void reference_adamw(const Step& s, int n, const float* g, float* w, Moment m, M
     reference::Moment moments[2];
     for (int j : {0, 1}) {
         moments[j].init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n);
-        std::copy_n(views[j].codes, n, moments[j].codes.begin());
+        std::copy_n(views[j].codes, n, moments[j].elements.begin());
         moments[j].max[0] = *views[j].max;
         moments[j].k[0] = *views[j].k;
         moments[j].load(values[j].data());
@@ -119,7 +119,7 @@ void reference_adamw(const Step& s, int n, const float* g, float* w, Moment m, M
     reference::adamw(factors, n, g, w, values[0].data(), values[1].data());
     for (int j : {0, 1}) {
         moments[j].store(values[j].data(), j == 1);
-        std::copy_n(moments[j].codes.begin(), n, views[j].codes);
+        std::copy_n(moments[j].elements.begin(), n, views[j].codes);
         *views[j].max = moments[j].max[0];
         *views[j].k = moments[j].k[0];
     }

@@ -153,7 +153,7 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
            {"Not all n values are looked at, or more: read x[0] to x[n - 1].", {GUARD / 448}}},
           1e-7);
         c.input = [=](size_t i) { return text("x[", i, "] = ", x[i], ", s = ", s); };
-        c("code", q.codes, codes,
+        c("code", q.elements, codes,
           {{INVERSE, each(x, [=](float v) { return code(v / s); })},
            {"This is the code of x, without the scale.", each(x, code)},
            {"Multiply by 1 / s, not by s.", each(x, [=](float v) { return code(v * s); })},
@@ -217,7 +217,7 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
             c.input = [=](size_t i) {
                 return text("x = ", x[i], ", the scale is ", expected[i / cols * groups + i % cols / 16]);
             };
-            c("code", reference::quantize(x.data(), rows, cols, E4M3_1x16).codes, codes,
+            c("code", reference::quantize(x.data(), rows, cols, E4M3_1x16).elements, codes,
               {{INVERSE, divided},
                {"Scales are right. For the codes, use the scale after it is rounded to BF16.", inexact},
                {"This is the code of x, without the scale.", unscaled}});

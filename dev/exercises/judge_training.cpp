@@ -9,7 +9,7 @@ using reference::StoredMatrix;
 
 Fp8Matrix given::quantize(const Fp8& f, const Matrix& x) {
     const StoredMatrix q = reference::quantize(x.values.data(), x.rows, x.cols, {format_of(f)});
-    return {x.rows, x.cols, f, q.scale(0, 0), q.codes};
+    return {x.rows, x.cols, f, q.scale(0, 0), q.elements};
 }
 float given::decode(const Fp8& f, uint8_t code) { return reference::decode(format_of(f), code); }
 Fp8Matrix given::transposed(const Fp8Matrix& x) {
@@ -106,7 +106,8 @@ Floats change_with(AdamWSlip slip, AdamWInputs in) {
 // Of moments that are loaded without contraction
 Floats linear_values(const reference::Moment& m) {
     Floats x;
-    for (size_t i = 0; i < m.codes.size(); i++) x.push_back(given::decode(m.codes[i]) / 448 * m.max[i / 128]);
+    for (size_t i = 0; i < m.elements.size(); i++)
+        x.push_back(given::decode(m.elements[i]) / 448 * m.max[i / 128]);
     return x;
 }
 
@@ -175,14 +176,14 @@ std::string magnitudes_of(const float* x, int n) {
 void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floats& now,
                     const reference::Moment& before, const reference::Moment& expected,
                     const reference::Moment& mine, const reference::Moment& other) {
-    Codes codes = expected.codes;
+    Codes codes = expected.elements;
     Floats outdated, linear;
     for (size_t i = 0; i < now.size(); i++) {
         const size_t group = i / 128;
         // Logarithms differ in their last bits: at a border, both codes are right.
         const float y = given::expand(now[i], mine.max[group], mine.k[group]);
         for (float near : {y * 0.995f, y * 1.005f})
-            if (mine.codes[i] == given::encode(near)) codes[i] = mine.codes[i];
+            if (mine.elements[i] == given::encode(near)) codes[i] = mine.elements[i];
         outdated.push_back(given::encode(given::expand(now[i], before.max[group], before.k[group])));
         linear.push_back(given::encode(now[i] / mine.max[group] * 448));
     }
@@ -210,7 +211,7 @@ void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floa
     c.input = [&](size_t i) {
         return text(now[i], " after the update; your max = ", mine.max[i / 128], ", k = ", mine.k[i / 128]);
     };
-    c("code" + of + " (for your max and k)", codes, mine.codes,
+    c("code" + of + " (for your max and k)", codes, mine.elements,
       {{"The codes belong to the new max and k.", outdated},
        {"Storing a moment includes its expansion: given::expand.", linear}});
 }
@@ -249,14 +250,15 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
         const AdamWInputs in = adamw_inputs(c, n, round, zeros, before);
         Floats my_w = in.w, stored[2] = {in.m, in.m};
         my_w.resize(n + GUARDS, UNDEFINED);
-        auto view = [](reference::Moment& m) { return Moment{m.codes.data(), m.max.data(), m.k.data()}; };
+        auto view = [](reference::Moment& m) { return Moment{m.elements.data(), m.max.data(), m.k.data()}; };
         for (int j : {0, 1}) {
             mine[j] = before[j];
-            mine[j].codes.resize(n + GUARDS, UNWRITTEN);
+            mine[j].elements.resize(n + GUARDS, UNWRITTEN);
         }
         adamw(in.s, n, guarded(in.g).data(), my_w.data(), view(mine[0]), view(mine[1]));
-        const bool blank = std::equal(in.w.begin(), in.w.end(), my_w.begin()) &&
-                           std::equal(before[0].codes.begin(), before[0].codes.end(), mine[0].codes.begin());
+        const bool blank =
+            std::equal(in.w.begin(), in.w.end(), my_w.begin()) &&
+            std::equal(before[0].elements.begin(), before[0].elements.end(), mine[0].elements.begin());
 
         const reference::AdamWConstants factors{.lr = in.s.lr,
                                                 .beta1 = in.s.beta1,
@@ -555,13 +557,13 @@ int judge::norm_backward(const Function<Norm>& backward) {
     const StoredMatrix q = reference::quantize(x.data(), N, C, E4M3_1x16);
     const Floats s = scales(x, N);
     Floats dx = undefined(N * C), dweight = undefined(C), expected(N * C), sum(C);
-    backward(N, C, guarded(q.codes).data(), guarded(s).data(), guarded(weight).data(), guarded(dy).data(),
+    backward(N, C, guarded(q.elements).data(), guarded(s).data(), guarded(weight).data(), guarded(dy).data(),
              dx.data(), dweight.data());
     x = dequantize(q);
     reference::norm_backward<float>(true, 1e-5f, N, C, x.data(), weight.data(), dy.data(), expected.data(),
                                     sum.data(), nullptr);
 
-    const Floats no_scale = each(q.codes, [](uint8_t code) { return given::decode(code); });
+    const Floats no_scale = each(q.elements, [](uint8_t code) { return given::decode(code); });
     Floats wrong_row = no_scale;
     for (int i = 0; i < N * C; i++) wrong_row[i] *= s[i % C / 16];
     using enum NormSlip;
@@ -650,9 +652,9 @@ int judge::swiglu_backward(const Function<SwiGLU>& backward) {
     gate_up[(N - 1) * row + 1] = -60;
     const StoredMatrix q = reference::quantize(gate_up.data(), N, row, E4M3_1x16);
     const Floats s = scales(gate_up, N);
-    backward(N, F, guarded(q.codes).data(), guarded(s).data(), guarded(dact).data(), got.data());
+    backward(N, F, guarded(q.elements).data(), guarded(s).data(), guarded(dact).data(), got.data());
     const Floats x = dequantize(q),
-                 no_scale = each(q.codes, [](uint8_t code) { return given::decode(code); });
+                 no_scale = each(q.elements, [](uint8_t code) { return given::decode(code); });
     reference::activation_backward<float>(true, N, F, x.data(), dact.data(), expected.data());
 
     Floats gate_scales = no_scale, short_rows = no_scale, first_row = no_scale;

@@ -171,7 +171,7 @@ private:
         moment.init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n_);
         const std::vector<float> all = fields_.read();
         const auto max = all.begin() + which * (n_ / SPAN), k = max + n_ / SPAN;
-        moment.codes = codes.read();
+        moment.elements = codes.read();
         moment.max.assign(max, k);
         moment.k.assign(k, k + n_ / SPAN);
         return moment;
@@ -189,7 +189,7 @@ private:
             if (!(off == 0)) continue;
             // Codes are ordered like magnitudes.
             for (int64_t i = g * SPAN; i < (g + 1) * SPAN; i++) {
-                const int by = std::abs(now.codes[i] - expected.codes[i]);
+                const int by = std::abs(now.elements[i] - expected.elements[i]);
                 d.codes += by != 0;
                 d.far += by > 1;
             }

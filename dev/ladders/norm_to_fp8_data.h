@@ -62,7 +62,7 @@ public:
         for (uint16_t b : weight_) weight.push_back(reference::from_bf16(b));
         x = reference::dequantize(reference::quantize(x.data(), rows, cols, E4M3_1x16));
         reference::norm_forward<float>(true, EPS, rows, cols, x.data(), weight.data(), nullptr, y.data());
-        const std::vector<uint8_t> expected = reference::quantize(y.data(), rows, cols, E4M3_TENSOR).codes;
+        const std::vector<uint8_t> expected = reference::quantize(y.data(), rows, cols, E4M3_TENSOR).elements;
         codes_.poison();
         const std::vector<uint8_t> before = codes_.read();
         run(rung);

@@ -40,7 +40,7 @@ public:
         std::vector<float> values;
         for (uint16_t b : bits_) values.push_back(reference::from_bf16(b));
         const std::vector<uint8_t> expected =
-            reference::quantize(values.data(), m.rows, m.cols, E5M2_TENSOR).codes;
+            reference::quantize(values.data(), m.rows, m.cols, E5M2_TENSOR).elements;
         codes_.poison();
         transposed_.poison();
         const std::vector<uint8_t> before = codes_.read();

@@ -147,7 +147,7 @@ TEST_CASE("load_corpus: what --val names is held out and all other data are trai
     for (const std::string& data : {folder / "in", folder / "in/25" + "," + folder / "in"}) {
         const Corpus corpus = load_corpus(data, {.val = folder / "in/25"});
         CHECK((text_of(corpus) == all && held_out(corpus) == "This is text number 25.\n"));
-        CHECK(corpus.held_out == "--val " + folder / "in/25");
+        CHECK(corpus.held_out_rule == "--val " + folder / "in/25");
         REQUIRE(corpus.left_out.size() == 1);  // else its text would be trained on
         CHECK(corpus.left_out[0].path == folder / "in/copy");
         CHECK((corpus.files.size() == 30 && corpus.files[0].path == folder / "in/25"));
@@ -188,7 +188,7 @@ TEST_CASE("load_corpus: what is no text is left out and named; so is what a run 
     folder.write("in/empty", "");
     folder.write("in/f", "\xFF\xFEt\x01");
     const Corpus corpus = load_corpus(folder / "in");
-    CHECK((text_of(corpus) + held_out(corpus) == "first second" && corpus.bytes));
+    CHECK((text_of(corpus) + held_out(corpus) == "first second" && corpus.tokens_are_bytes));
     std::string named;
     for (const LeftOut& file : corpus.left_out) named += fs::path(file.path).filename().string();
     CHECK(named == "bcfd");  // copies come last

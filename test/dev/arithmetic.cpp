@@ -244,11 +244,11 @@ save("groups", codes), save("decoded", dequantize_groups(codes, s))
     for (Format f : {Format::E4M3, Format::E5M2}) {
         const std::string name = info(f).name;
         const StoredMatrix q = quantize(matrix.data(), rows, cols, {f});
-        CHECK((folder.get(name + ".tensor") == floats(q.codes)));
+        CHECK((folder.get(name + ".tensor") == floats(q.elements)));
         CHECK(folder.get(name + ".scale").at(0) == q.scale(0, 0));
     }
     const StoredMatrix q = quantize(matrix.data(), rows, cols, E4M3_1x16);
-    CHECK((folder.get("groups") == floats(q.codes)));
+    CHECK((folder.get("groups") == floats(q.elements)));
     CHECK((folder.get("decoded") == dequantize(q)));
 }
 
@@ -283,7 +283,7 @@ save("new_w", new_w)
         INFO(name);
         others(folder.get(name + ".max"), expected.max, 0, 0x1p-21f);
         CHECK(others(folder.get(name + ".k"), expected.k, 1.0f / 256) <= groups / 100);
-        CHECK(others(folder.get(name + ".codes"), floats(expected.codes), 1) <= n / 1000);
+        CHECK(others(folder.get(name + ".codes"), floats(expected.elements), 1) <= n / 1000);
     };
     Floats norm = w, norm_m = m, norm_v = v;  // the weights of norms have FP32 moments and do not decay
     adamw(adamw_constants({5, 0.01f}, /*decays=*/false, 0), n, g.data(), norm.data(), norm_m.data(),

@@ -42,7 +42,7 @@ struct Operands {
     static Doubles values(const Floats& x, Shape s, Storage q, bool over_rows) {
         using reference::ReduceOver;
         const ReduceOver which = over_rows ? ReduceOver::Rows : ReduceOver::Columns;
-        return doubles(reference::fake_quantize(x, s.rows, s.cols, q, which));
+        return doubles(reference::gemm_operand(x, s.rows, s.cols, q, which));
     }
     Doubles product() const {
         Doubles c(of.M() * of.N());
@@ -60,7 +60,7 @@ void check_gemm(gpu::CublasGemms& gemms, Random& rng, const GemmCase& p, Storage
     const Floats before = normals(rng, out_format, p.M() * p.N()), bias = normals(rng, out_format, p.N());
     const Tensor device_bias(bias, out_format);
     Tensor out({p.M(), p.N()}, Storage{out_format});
-    if (accumulate) out.codes.write(reference::quantize(before.data(), p.M(), p.N(), out.storage).codes);
+    if (accumulate) out.codes.write(reference::quantize(before.data(), p.M(), p.N(), out.storage).elements);
     gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.ref(), nullptr,
               {.overwrite = !accumulate, .bias = with_bias ? device_bias.codes.get() : nullptr});
 

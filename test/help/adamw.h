@@ -28,7 +28,8 @@ inline std::vector<Group> groups(const Moment& m) {
     return all;
 }
 inline uint16_t code_of(const Moment& m, int64_t i) {
-    return info(m.format).bytes == 1 ? m.codes[i] : uint16_t(m.codes[2 * i] | m.codes[2 * i + 1] << 8);
+    return info(m.format).bytes == 1 ? m.elements[i]
+                                     : uint16_t(m.elements[2 * i] | m.elements[2 * i + 1] << 8);
 }
 
 inline Floats load(const Moment& m) {
@@ -65,7 +66,7 @@ struct DeviceMoment {
           max(int64_t(m.max.size()) * (m.per_tensor ? 2 : 1)),  // one scale per tensor: room for the new one
           k(int64_t(m.k.size())) {
         codes.zero();
-        codes.write(m.codes);
+        codes.write(m.elements);
         max.write(m.max);
         k.write(m.k);
     }
@@ -74,17 +75,18 @@ struct DeviceMoment {
     }
     Moment read() const {
         Moment m = of;
-        m.codes = codes.read();
+        m.elements = codes.read();
         m.max = max.read();
         m.k = k.read();
-        CHECK(std::none_of(m.codes.begin() + of.codes.size(), m.codes.end(), [](auto c) { return c; }));
-        m.codes.resize(of.codes.size());
+        CHECK(std::none_of(m.elements.begin() + of.elements.size(), m.elements.end(),
+                           [](auto c) { return c; }));
+        m.elements.resize(of.elements.size());
         m.max.resize(of.max.size());
         return m;
     }
 };
 inline bool same_moment(const Moment& a, const Moment& b) {
-    return a.codes == b.codes && same_bytes(a.max, b.max) && same_bytes(a.k, b.k);
+    return a.elements == b.elements && same_bytes(a.max, b.max) && same_bytes(a.k, b.k);
 }
 
 // Parameters, gradients and moments with random values, and one step of AdamW with them on the GPU.

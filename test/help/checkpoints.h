@@ -15,7 +15,7 @@ class MemoryModel : public Model {
 public:
     MemoryModel(const Setup& setup, uint64_t seed) : setup_(setup) {
         Random random(seed);
-        for (const auto& table : {weight_tensors(setup.config), optimizer_tensors(setup)})
+        for (const auto& table : {weight_tensors(setup.config), tensors_besides_weights(setup)})
             for (const StateTensor& t : table) {
                 const bool weight = t.name == t.param.name, k = t.name.ends_with(".k");
                 std::string& bytes = tensors[t.name];

@@ -144,8 +144,8 @@ public:
     // A tensor without values, for a kernel to write: all bytes are 0xFF. delayed: the scale that delayed
     // scaling gives it; 0: its scales are just-in-time.
     Tensor(Shape s, Storage q, float delayed = 0)
-        : rows(s.rows), cols(s.cols), storage(q), codes(q.code_bytes(rows, cols)),
-          transposed(transposes() ? q.code_bytes(rows, cols) : 0),
+        : rows(s.rows), cols(s.cols), storage(q), codes(q.bytes_without_scales(rows, cols)),
+          transposed(transposes() ? q.bytes_without_scales(rows, cols) : 0),
           scales(std::max(per_tensor() ? 0 : q.scale_count(rows, cols),
                           gpu::operand_scale_count(q, rows, cols)) *
                  info(q.scale_format).bytes),
@@ -158,7 +158,7 @@ public:
         for (bool transpose : {false, true}) {
             if (transpose && !transposes()) continue;
             const reference::StoredMatrix from = quantized(x, transpose);
-            (transpose ? transposed : codes).write(from.codes);
+            (transpose ? transposed : codes).write(from.elements);
             (transpose ? transposed_scales : scales).write(stored_scales(from));
             if (per_tensor()) amax_and_scale.write({AmaxAndScale{from.scale(0, 0), 0, 0, 0}});
         }
@@ -217,8 +217,8 @@ inline void check_quantized(const Tensor& out, const Floats& x, std::optional<fl
         if (transpose && !out.transposes()) continue;
         const reference::StoredMatrix wanted = out.quantized(x, transpose, delayed);
         const Bytes codes = (transpose ? out.transposed : out.codes).read();
-        CHECK((out.storage.fp8() ? same_codes(out.storage.format, codes, wanted.codes)
-                                 : codes == wanted.codes));
+        CHECK((out.storage.fp8() ? same_codes(out.storage.format, codes, wanted.elements)
+                                 : codes == wanted.elements));
         CHECK(same_bytes((transpose ? out.transposed_scales : out.scales).read(), stored_scales(wanted)));
     }
     if (!out.for_gemm()) return;

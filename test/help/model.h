@@ -190,7 +190,7 @@ inline std::vector<Floats> gradients_of(Model& model) {
 
 inline std::vector<StateTensor> state_tensors(const Setup& s) {
     std::vector<StateTensor> all = weight_tensors(s.config);
-    for (const StateTensor& t : optimizer_tensors(s)) all.push_back(t);
+    for (const StateTensor& t : tensors_besides_weights(s)) all.push_back(t);
     return all;
 }
 // The state of a model, by tensor: what this rank keeps of it.
@@ -234,7 +234,7 @@ struct Training {
     std::unique_ptr<Model> model;
     Text text;
     Tokens tokens, targets;
-    AdamWOptions adamw{.step = 0, .lr = 3e-3f};
+    AdamWOptions adamw{.update_number = 0, .lr = 3e-3f};
 
     Training(Maker make, const Setup& setup) : model(make(setup)), text(1, setup.config.V) {
         if (!setup.keep_gradients) adamw.clip = 0;
@@ -247,7 +247,7 @@ struct Training {
         return again();
     }
     StepResult again() {  // with the same batch
-        adamw.step++;
+        adamw.update_number++;
         return model->step(tokens.data(), targets.data(), adamw);
     }
     Doubles losses(int64_t steps) {

@@ -152,8 +152,7 @@ TEST_CASE("amax: the largest magnitude for any size; NaN and infinity give infin
     }
 }
 
-TEST_CASE(
-    "quantize and fake_quantize: scale and code and value of every element over columns and over rows") {
+TEST_CASE("quantize and gemm_operand: scale and code and value of every element over columns and over rows") {
     FRESH_RANDOM(rng);
     const std::pair<int64_t, int64_t> shapes[] = {{1, 1},   {1, 15},  {1, 16},  {3, 17},    {5, 33},
                                                   {2, 129}, {7, 127}, {140, 3}, {130, 131}, {129, 48}};
@@ -166,19 +165,19 @@ TEST_CASE(
                 QuantStats stats;
                 const StoredMatrix stored = quantize(x.data(), rows, cols, storage, &stats);
                 check_stats(stats, x, dequantize(stored));
-                CHECK(int64_t(stored.codes.size()) == rows * cols);
+                CHECK(int64_t(stored.elements.size()) == rows * cols);
                 CHECK(int64_t(stored.scales.size()) ==
                       storage.scale_count(rows, cols) * info(storage.scale_format).bytes);
                 for (ReduceOver over : {ReduceOver::Columns, ReduceOver::Rows}) {
                     const Floats amaxes = amaxes_of_blocks(x, cols, storage.granularity, over),
-                                 got = fake_quantize(x, rows, cols, storage, over, &stats);
+                                 got = gemm_operand(x, rows, cols, storage, over, &stats);
                     for (size_t i = 0; i < x.size(); i++) {
                         const float s = scale_by_definition(storage, amaxes[i]);
                         const int code = format.nearest(x[i] * (1.0f / s));
                         const int64_t r = int64_t(i) / cols, c = int64_t(i) % cols;
                         bool right = got[i] == float(format.value(code) * double(s));
                         if (over == ReduceOver::Columns)
-                            right &= stored.scale(r, c) == s && stored.codes[i] == code &&
+                            right &= stored.scale(r, c) == s && stored.elements[i] == code &&
                                      stored.value(r, c) == got[i];
                         if (!right) FAIL("element " << i << " = " << x[i] << " became " << got[i]);
                     }
@@ -217,9 +216,10 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
         const Floats x = {0.3f, 2 * edge, -3 * edge, edge, edge + half_step, edge + 1.01f * half_step};
         QuantStats stats;
         const StoredMatrix stored = quantize(x.data(), 2, 3, {f}, &stats, scale);
-        for (size_t i = 0; i < x.size(); i++) CHECK(stored.codes[i] == definition(f).nearest(x[i] / scale));
+        for (size_t i = 0; i < x.size(); i++)
+            CHECK(stored.elements[i] == definition(f).nearest(x[i] / scale));
         CHECK((stored.scale(1, 2) == scale && stored.value(1, 0) == edge));
-        CHECK(fake_quantize(x, 2, 3, {f}, ReduceOver::Rows, nullptr, scale) == dequantize(stored));
+        CHECK(gemm_operand(x, 2, 3, {f}, ReduceOver::Rows, nullptr, scale) == dequantize(stored));
         CHECK(stats.saturated == 3);  // not what rounds to the largest value
     }
 }

@@ -26,8 +26,8 @@ static double expansion_bound(Format f, double ratio, double k) {
 
 // Code i of a moment that has scalings.
 static int stored_code(const Moment& moment, size_t i) {
-    if (moment.format == Format::FP16) return moment.codes[2 * i] | moment.codes[2 * i + 1] << 8;
-    return moment.codes[i];
+    if (moment.format == Format::FP16) return moment.elements[2 * i] | moment.elements[2 * i + 1] << 8;
+    return moment.elements[i];
 }
 
 // Whether `got` may be read back for a positive or negative `exact` that was stored with expansion.
@@ -125,7 +125,8 @@ TEST_CASE("Moment: max and k and codes of every format with and without expansio
                     }
 }
 
-TEST_CASE("optimizer_tensors: tensors of a matrix follow formats and granularity; a vector's are FP32") {
+TEST_CASE(
+    "tensors_besides_weights: tensors of a matrix follow formats and granularity; a vector's are FP32") {
     const std::string m = ".m F8_E4M3 4096, .m.max F32 32, .m.k F32 32, ", v = ".v.max F32 32, .v.k F32 32, ";
     const std::pair<std::string, std::string> rows[] = {
         {"coat", m + ".v F8_E4M3 4096, " + v},
@@ -136,7 +137,7 @@ TEST_CASE("optimizer_tensors: tensors of a matrix follow formats and granularity
         {"fp32", ".m F32 4096, .v F32 4096, "}};
     for (const auto& [optimizer, expected] : rows) {
         std::map<std::string, std::string> all;  // tensors by parameter
-        for (const StateTensor& t : optimizer_tensors(setup_of("bf16 master moments " + optimizer)))
+        for (const StateTensor& t : tensors_besides_weights(setup_of("bf16 master moments " + optimizer)))
             all[t.param.name] +=
                 concat(t.name.substr(t.param.name.size()), " ", t.dtype, " ", t.size(), ", ");
         CHECK_MESSAGE(all["layers.0.attention_out"] == expected, optimizer);
@@ -154,8 +155,8 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
         const double gradient_norm = std::exp(rng.normal());
         const AdamWConstants f = adamw_constants(a, decays, gradient_norm);
         const double clip = a.clip > 0 && gradient_norm > double(a.clip) ? double(a.clip) / gradient_norm : 1,
-                     b1 = a.beta1, b2 = a.beta2, bias1 = 1 - std::pow(b1, double(a.step)),
-                     bias2 = 1 - std::pow(b2, double(a.step));
+                     b1 = a.beta1, b2 = a.beta2, bias1 = 1 - std::pow(b1, double(a.update_number)),
+                     bias2 = 1 - std::pow(b2, double(a.update_number));
         auto g = rng.normals<float>(100, std::exp(3 * rng.normal())), w = rng.normals<float>(100),
              m = rng.normals<float>(100), v = rng.normals<float>(100);
         if (round % 7 == 0) g[0] = m[0] = v[0] = 0, g[1] = 1e-8f, m[1] = v[1] = 0;  // eps outside of the root
@@ -169,7 +170,7 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
             const double size =
                 std::fabs(update) + std::fabs(m0[i]) / (std::sqrt(vi) + 1e-8) + std::fabs(decay);
             const double wi = w0[i] - double(a.lr) * (update + decay);
-            INFO("round ", round, " element ", i, " step ", a.step);
+            INFO("round ", round, " element ", i, " update ", a.update_number);
             REQUIRE(std::fabs(m[i] - mi) <= 0x1p-21 * (std::fabs(m0[i]) + std::fabs(x)));
             REQUIRE(std::fabs(v[i] - vi) <= 0x1p-21 * vi);
             REQUIRE(std::fabs(w[i] - wi) <= 0x1p-18 * a.lr * size / bias1 + 0x1p-23 * std::fabs(w0[i]));
@@ -177,7 +178,7 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
     }
 }
 
-TEST_CASE("round_stochastically: by the rule of step.h; exact values stay; the mean is the value") {
+TEST_CASE("round_stochastically: by the rule of architecture.h; exact values stay; the mean is the value") {
     FRESH_RANDOM(rng);
     for (int64_t i = 0; i < count(200000, 10000); i++) {
         const uint64_t key = rng.bits();

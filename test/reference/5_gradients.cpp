@@ -59,9 +59,9 @@ static GradientRun step_with(const Setup& setup, const std::vector<Doubles>& wei
         write_weights(*model, params[p].name, {weights[p].begin(), weights[p].end()});
     // Delayed scales need a step before. With a learning rate of 0 it changes nothing else.
     if (setup.recipe.scaling == Scaling::Delayed)
-        model->step(tokens.data(), targets.data(), AdamWOptions{.step = 1, .lr = 0});
+        model->step(tokens.data(), targets.data(), AdamWOptions{.update_number = 1, .lr = 0});
     const StepResult result =
-        model->step(tokens.data(), targets.data(), AdamWOptions{.step = 1, .lr = 1e-3f});
+        model->step(tokens.data(), targets.data(), AdamWOptions{.update_number = 1, .lr = 1e-3f});
     return {gradients_of(*model), result.loss};
 }
 
