@@ -1,16 +1,14 @@
 // adamw.cu - section 4 of the paper on the GPU: a step of AdamW whose moments m and v are stored in FP8, with
 // dynamic range expansion (interface: gpu/operators.h; the same on the CPU: part 3 of reference.cpp).
 //
-//   m = b1 m + (1 - b1) g
-//   v = b2 v + (1 - b2) g^2
-//   w = w - lr (m / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps) + decay w)
+// One kernel clips the gradients, decodes m and v, updates m, v and the weights in FP32, and encodes the new
+// m and v. The equations of AdamW stand in part 1 of gpu/adamw.cuh, those of the codes in part 1 here.
 //
-// g is the clipped gradient of the weight w, and t the number of the step. One kernel clips g, decodes m and
-// v, updates m, v and w in FP32, and encodes the new m and v.
-//
-// What is stored. A moment is a byte, its FP8 code. 128 consecutive moments are a moment group, and two FP32
-// values, its moment scaling, say how its codes are decoded: max, the largest magnitude in the moment group,
-// and k, the expansion exponent (part 1). The paper's scale follows from max, so it is not stored.
+// What is stored. An element of a moment is a byte, its FP8 code. 128 consecutive elements are a moment
+// group, which has two FP32 values, its moment scaling. They say how the codes are decoded:
+//   max   the largest magnitude in the moment group
+//   k     the expansion exponent (part 1)
+// The paper's scale follows from max, so it is not stored.
 //
 // Words for parts of a parameter, from small to large:
 //   span     128 consecutive elements. Their first moments are one moment group, and their second moments
@@ -26,24 +24,24 @@
 //   elements    0 - 7   8 - 15         120 - 127     0 - 7   8 - 15         120 - 127
 //
 // Each lane keeps one of the 32 fields of the bundle. It loads and stores this field alone, and passes it to
-// other lanes by shuffles. Half a warp keeps the fields of those spans that it updates itself:
+// other lanes by shuffles. Lanes 0 - 15 keep the fields of the even spans, which they update. Lanes 16 - 31
+// keep those of the odd spans:
 //
 //   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
 //   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
 //   span        0      0      0      0      2       4       6         1        3        5        7
 //
-// Which bytes move. An element takes 14.25 bytes. These are read and written: its BF16 weight (2 bytes), the
-// remainder of the FP32 master (2), m (1), v (1) and its part of the fields of its span (0.125), together
-// 2 x 6.125. The gradient is only read: 2 bytes if it is in BF16. An H200 moves these bytes at 87% of its
-// copy bandwidth.
+// Which bytes move. An update moves 14.25 bytes for each element:
+//   2 x 6.125   read and written: the BF16 weight (2), the remainder of its FP32 master (2), m (1), v (1),
+//               and the element's part of the fields of its span (0.125)
+//   2           only read: the gradient in BF16
+// An H200 moves these bytes at 87% of its copy bandwidth.
 //
-// Why bundles, and loads ahead of their use (part 4). They save 15% of the time: on an H200 this kernel
-// updates Llama-2-7B in 26.0 ms. The best of 15 kernels without the two, with blocks of 128 to 512 threads
-// and 16 to 16,384 spans each, took 30.6 ms, with the same bits.
+// Why there are bundles, and loads ahead of their use (part 4). Together they save 15% of the time: on an
+// H200 this kernel updates Llama-2-7B in 26.0 ms. 15 kernels without bundles and early loads were tried, with
+// blocks of 128 to 512 threads and 16 to 16,384 spans for each block. The best of them took 30.6 ms.
 //
-// dev/ladders/adamw.cu builds a simpler kernel up, idea by idea: for a single parameter, and without the
-// careful path of part 1. That kernel gains nothing from the two. The answer to its rung 8 says what is known
-// of the reason.
+// dev/ladders/adamw.cu builds up a simpler kernel, idea by idea.
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
@@ -65,7 +63,8 @@ template <class V> __device__ V load_global(const void* from) { return __ldca(st
 // ===========================================================================================================
 // 1. Dynamic range expansion of one moment (paper, section 4.2)
 //
-// x^y is 2^(y log2 x), with one instruction for each logarithm and exponential (gpu/device.cuh).
+// A power x^y is computed as 2^(y log2 x). Each logarithm and each exponential is one instruction
+// (gpu/device.cuh).
 
 // The moment scaling of a moment group (formats.h).
 struct MomentScaling {
@@ -74,9 +73,10 @@ struct MomentScaling {
 
 enum class MomentKind : uint8_t { First, Second };  // m has signs, v has none
 
-// How the codes of a moment are made. This is known when a kernel is compiled, so that no code branches on
-// it. Below, Traits is a MomentTraits. FMAX is the largest value of the format (448 in E4M3, 57,344 in E5M2),
-// and FMIN the smallest above zero (2^-9 in E4M3, 2^-16 in E5M2).
+// How the codes of a moment are made. It is known when a kernel is compiled, so no code branches on it.
+// Below, Traits is a MomentTraits.
+//   FMAX   the largest value of the format: 448 in E4M3, 57,344 in E5M2
+//   FMIN   the smallest value above zero: 2^-9 in E4M3, 2^-16 in E5M2
 template <MomentKind KIND, Format FORMAT, bool EXPANSION> struct MomentTraits {
     static constexpr bool E5M2 = FORMAT == Format::E5M2;
     static constexpr bool EXPANDS = EXPANSION;
@@ -87,67 +87,72 @@ template <MomentKind KIND, Format FORMAT, bool EXPANSION> struct MomentTraits {
     static constexpr float LOG2_RANGE = E5M2 ? 31.80735492f : 17.80735492f;  // log2(FMAX / FMIN)
 };
 
-// Equation 4: k = log(R) / log(R_X). R = FMAX / FMIN is the range of the format, and R_X that of the moment
-// group: its largest magnitude over its smallest that is not zero. k is rounded to a multiple of 1/256, from
-// 1/16 to 64. If all magnitudes are equal, k is 64; in a moment group of zeros k is 1.
+// Equation 4: k = log(R) / log(R_X).
+//   R     the range of the format: FMAX / FMIN
+//   R_X   the range of the moment group: its largest magnitude over its smallest that is not zero
+// k is rounded to a multiple of 1/256, from 1/16 to 64. If all magnitudes are equal, k is 64. In a moment
+// group of zeros k is 1.
 template <class Traits> __device__ float expansion_exponent(float largest, float smallest) {
-    const float log2_ratio = fmaxf(fast_log2(largest) - fast_log2(smallest), 0.0f);  // log2(R_X)
-    const float rounded = rintf(256.0f * Traits::LOG2_RANGE * fast_reciprocal(log2_ratio)) * 0x1p-8f;
+    const float log2_r_x = fmaxf(fast_log2(largest) - fast_log2(smallest), 0.0f);
+    const float rounded = rintf(256.0f * Traits::LOG2_RANGE * fast_reciprocal(log2_r_x)) * 0x1p-8f;
     const float k = fminf(fmaxf(rounded, 0.0625f), 64.0f);
     return largest == 0 ? 1.0f : k;  // a select, not a branch
 }
 
-// Expand: |y| = FMAX (|x| / max)^k, where max is that of the moment group. For x = 0 the logarithm is
-// -infinity, and y is 0. (The CPU's expand() returns y with its sign.)
+// Expand: |y| = FMAX (|x| / max)^k. For x = 0 the logarithm is -infinity, and y is 0. (The CPU's expand()
+// returns y with its sign.)
 template <class Traits> __device__ float expand_magnitude(float k, float inverse_max, float x) {
     return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), Traits::LOG2_FMAX));
 }
-// 1 / max: the fast reciprocal, and one iteration of Newton's method. For max = 0, in a moment group of
-// zeros, the result is 2^127, not infinity: so 0 * 2^127 is 0, its logarithm -infinity, and the code 0.
+// 1 / max: the fast reciprocal, and one iteration of Newton's method. For a moment group of zeros the result
+// is 2^127, not infinity. Then |x| / max is 0, as it must be, and not NaN.
 __device__ float inverse_of_max(float max) {
     const float r = fast_reciprocal(fmaxf(max, 0x1p-126f));
     return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
 }
 
-// Contract: |x| / max = (|y| / FMAX)^(1/k), where log2_y = log2(|y| / FMAX) comes from a table. (The CPU's
-// contract() takes y and returns x. Here the product with max is left to adamw_of_chunk().)
-__device__ float contract_to_ratio(float inverse_k, float log2_y) { return fast_exp2(log2_y * inverse_k); }
+// Contract: |x| / max = (|y| / FMAX)^(1/k). log2_ratio is log2(|y| / FMAX), from a table. (The CPU's
+// contract() returns x. Here adamw_of_chunk() multiplies by max.)
+__device__ float contract_to_ratio(float inverse_k, float log2_ratio) {
+    return fast_exp2(log2_ratio * inverse_k);
+}
 
 // -----------------------------------------------------------------------------------------------------------
-// The careful path is for the few moment groups that are so wide or so small that an intermediate result of
-// the equations above is not a normal number of FP32. The fast path computes these moment groups like all
-// others, so that it has no branch, and the compiler can interleave what m and v need. Then the careful path
-// computes them again, and its results replace those of the fast path. (As a function that is called, or in a
-// loop that is not unrolled, the careful path would make the fast one up to 24% slower.)
+// The careful path. A few moment groups are so wide or so small that an intermediate result of the equations
+// above is not a normal number of FP32. The fast path computes all moment groups, these among them: so it has
+// no branch, and the compiler can interleave what m and v need. Then the careful path computes these few
+// again, and its results replace those of the fast path.
+//
+// The careful path is inlined, and its loop is unrolled. Otherwise the fast path would be up to 24% slower.
 enum class Path : uint8_t { Fast, Careful };
 
-// A moment group is wide if R_X may exceed about 2^120. (log2(R_X) is LOG2_RANGE / k.) Then decoding needs
-// care, and encoding too.
+// A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X) is
+// LOG2_RANGE / k.)
 template <class Traits> __device__ bool is_wide(const MomentScaling& scaling) {
     return Traits::EXPANDS && Traits::LOG2_RANGE > 120.0f * scaling.k;
 }
-// Encoding divides by max, so it also needs care if max is very small.
+// Encoding divides by max, so it needs care also if max is very small.
 template <class Traits> __device__ bool is_wide_or_small(const MomentScaling& scaling) {
     const bool normal = scaling.max >= 0x1p-100f || scaling.max == 0;
     return Traits::EXPANDS && (is_wide<Traits>(scaling) || !normal);
 }
-// The equations of above, computed so that intermediate results stay normal. expand_carefully() takes the
-// difference of two logarithms, not the logarithm of a ratio.
+// expand_magnitude() with intermediate results that stay normal: the difference of two logarithms takes the
+// place of the logarithm of a ratio.
 template <class Traits> __device__ float expand_carefully(const MomentScaling& scaling, float x) {
     return Traits::FMAX * fast_exp2(scaling.k * (log2f(fabsf(x)) - log2f(scaling.max)));
 }
-// contract_carefully() returns |x|, not |x| / max: the power alone may underflow where its product with max
-// does not.
-__device__ float contract_carefully(const MomentScaling& scaling, float inverse_k, float log2_y) {
-    const float root = exp2f(0.5f * (log2_y * inverse_k));
+// Returns |x|, not |x| / max as contract_to_ratio() does: the power alone may underflow where its product
+// with max does not.
+__device__ float contract_carefully(const MomentScaling& scaling, float inverse_k, float log2_ratio) {
+    const float root = exp2f(0.5f * (log2_ratio * inverse_k));
     return root * scaling.max * root;
 }
 
 // ===========================================================================================================
-// 2. The eight moments of a thread
+// 2. A thread's eight elements of m, and its eight of v
 
-// A second moment above zero must stay above zero, because the update divides by its root. y: the magnitude
-// that is encoded for x.
+// y, the magnitude that is encoded for x; but at least FMIN for an element of v above zero. Such an element
+// must stay above zero, because the update divides by its root.
 template <class Traits> __device__ float at_least_fmin(float y, float x) {
     return !Traits::SIGNED && x > 0 && y < Traits::FMIN ? Traits::FMIN : y;
 }
@@ -157,13 +162,14 @@ template <class Traits> __device__ uint2 encode_with_signs(ChunkValues& y, const
     return encode(Traits::E5M2, y, 1.0f);
 }
 
-// The codes of eight moments x. With expansion, the fast path needs no at_least_fmin(), because the smallest
-// moment of a moment group, max / R_X, gets the code of FMIN anyway:
-//   - With the exact k of equation 4 it becomes FMAX (1 / R_X)^k = FMIN.
-//   - k is rounded to a multiple of 1/256, so it may be 1/512 larger than that: then it becomes FMIN
-//     R_X^(-1/512).
+// The codes of eight elements x of a moment.
+//
+// With expansion, the fast path needs no at_least_fmin(), because the smallest element of a moment group,
+// max / R_X, gets the code of FMIN anyway:
+//   - With the exact k of equation 4, y would be FMAX (1 / R_X)^k = FMIN.
+//   - k is rounded to a multiple of 1/256, so k may be larger by 1/512. Then y is FMIN R_X^(-1/512).
 //   - On the fast path R_X is at most about 2^120, so R_X^(-1/512) is at least 2^(-120/512) = 0.85.
-//   - 0.85 FMIN is nearer to FMIN than to 0, so it is rounded to FMIN.
+//   - 0.85 FMIN is nearer to FMIN than to 0, so y is rounded to FMIN.
 template <class Traits, Path PATH>
 __device__ uint2 encode_moments(const MomentScaling& scaling, const ChunkValues& x) {
     const float inverse_max = inverse_of_max(scaling.max);
@@ -182,9 +188,9 @@ __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
     return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu;
 }
 
-// Tables in shared memory, one for the codes of m and one for those of v. The entry for a code without its
-// sign, whose value is y, is log2(y / FMAX); or y where nothing is expanded. The tables save a thread 16
-// logarithms for each span, one for each of its eight m and eight v.
+// Tables in shared memory, one for the codes of m and one for those of v. The entry for a code of the value
+// y, without its sign, is log2(y / FMAX). (Without expansion it is y.) The tables save a thread 16 logarithms
+// for each span.
 constexpr int MAGNITUDES = 128;  // codes without a sign
 struct Tables {
     float m[MAGNITUDES], v[MAGNITUDES];
@@ -196,13 +202,15 @@ template <class Traits> __device__ void fill_table(float (&table)[MAGNITUDES]) {
     }
 }
 
-// The magnitude, with the sign of its FP8 code: the code's sign bit is moved to where FP32 has its sign bit.
+// The magnitude with the sign of its FP8 code, whose sign bit is moved to where FP32 has its sign bit.
 template <class Traits> __device__ float with_sign(float magnitude, uint32_t code) {
     return Traits::SIGNED ? copysignf(magnitude, __uint_as_float(code << 24)) : magnitude;
 }
 
-// Decodes eight moments. (FactoredMoments, gpu/adamw.cuh, says why there is a factor.) With expansion the
-// factor is max on the fast path, and 1 on the careful one. Without expansion it is the scale, max / FMAX.
+// Decodes eight elements of a moment. FactoredMoments (gpu/adamw.cuh) says why there is a factor. It is
+//   max          with expansion, on the fast path
+//   1            with expansion, on the careful path
+//   max / FMAX   without expansion: the scale
 template <class Traits, Path PATH>
 __device__ FactoredMoments decode_moments(const MomentScaling& scaling, uint2 codes,
                                           const float (&table)[MAGNITUDES]) {
@@ -221,13 +229,13 @@ __device__ FactoredMoments decode_moments(const MomentScaling& scaling, uint2 co
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Both moments of a span: a thread's eight m and eight v. First the fast path computes both, without a
-// branch. Then the careful path replaces those that need care.
+// Both moments of a span. First the fast path computes both, without a branch. Then the careful path replaces
+// what needs care.
 
 struct SpanFields {  // the four fields of a span
     MomentScaling m, v;
 };
-struct Codes {  // of the thread's eight m, and of its eight v
+struct Codes {  // of the thread's eight elements of m, and of its eight of v
     uint2 m, v;
 };
 struct DecodedMoments {
@@ -254,9 +262,9 @@ __device__ Codes encode_both(const SpanFields& fields, const NewMoments& moments
 // ===========================================================================================================
 // 3. New moment scalings, and how a warp keeps the fields of a bundle
 
-// The moment scaling of a moment group, from its new moments in 16 lanes. Magnitudes are compared as bits: as
-// integers the bits have the same order. For a zero, bits - 1 is the largest integer, so that the minimum
-// leaves it out. (In a moment group of zeros both magnitudes become 0.)
+// The moment scaling of a moment group, from its new elements x in 16 lanes. Magnitudes are compared by their
+// bits, which have the same order as integers. For a zero, bits - 1 is the largest integer, so the minimum
+// leaves zeros out. (In a moment group of zeros `largest` and `smallest` are 0.)
 template <class Traits> __device__ MomentScaling scaling_of_new_moments(const ChunkValues& x) {
     uint32_t largest_bits = 0, smallest_bits_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
@@ -274,9 +282,9 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Ch
     return {.max = largest, .k = Traits::EXPANDS ? expansion_exponent<Traits>(largest, smallest) : 1.0f};
 }
 
-// Which field of a bundle this lane keeps (the second drawing), and where it is in memory. (A Shard,
-// gpu/operators.h, is what this rank has of one parameter.) Spans are numbered from the beginning of the
-// shard, and bundle_begin is the number of a bundle's first span.
+// Which field of a bundle this lane keeps (the second drawing), and where this field is in memory. A Shard
+// (gpu/operators.h) is a parameter; with several ranks, what this rank has of it. Spans are numbered from the
+// beginning of the shard. bundle_begin is the number of a bundle's first span.
 struct FieldOfLane {
     bool is_of_v, is_k;
     int pair_in_bundle;      // the number of the field's pair, 0 to 3
@@ -303,15 +311,15 @@ struct FieldOfLane {
         if (fields_in_shard && bundle_begin + span_in_bundle < shard_spans)
             store_at_once(fields_in_shard + bundle_begin + span_in_bundle, value);
     }
-    // This one of the four fields of a span.
+    // The field of a span that this lane keeps.
     __device__ float choose_from(const SpanFields& fields) const {
         const MomentScaling scaling = is_of_v ? fields.v : fields.m;
         return is_k ? scaling.k : scaling.max;
     }
 };
 
-// The four fields of the span that this half of the warp updates in a pair, from the lanes that keep them.
-// kept: the field that this lane keeps.
+// The four fields of the span that this half of the warp updates in a pair. They come from the lanes that
+// keep them. kept: the field that this lane keeps.
 __device__ SpanFields fields_from_lanes(float kept, int pair) {
     auto from_lane = [&](int lane) {
         return __shfl_sync(ALL_LANES, kept, pair * FIELDS_PER_SPAN + lane, LANES_PER_SPAN);
@@ -337,13 +345,13 @@ template <class W> struct LoadedElements {
     Bf16OrFp32::LoadedChunk g;
 };
 
-// A thread's eight elements of each span of a shard: where they are, and the numbers with which all of them
-// are updated. Elements are counted in four ways:
+// A thread's eight elements of each span of a shard: where they are, and the numbers with which they are
+// updated. Elements are counted in four ways:
 //   from the shard's first element           the codes of m and v
 //   in the rank's order                      weights and remainders
 //   from the first element of this update    gradients
 //   in the flat order of all parameters      the random bits of rounding
-// The distance from a span to the next is the same in all of them.
+// From a span to the next, all four counts go on by 128.
 template <class W> struct ElementsOfThread {
     const AdamWArguments& arguments;
     const Shard& shard;
@@ -384,8 +392,10 @@ template <class W> struct ElementsOfThread {
     }
 };
 
-// Updates a thread's eight elements of a span, from what was loaded of them and from the old fields of the
-// span, and stores them. Returns the new fields of the span. largest_bits: of the new weights so far.
+// Updates a thread's eight elements of a span, and stores them. Returns the new fields of the span.
+//   loaded         what was loaded of these elements
+//   old_fields     of the span
+//   largest_bits   is raised: the bits of the largest magnitude of the thread's new weights
 template <class W, class M, class V>
 __device__ SpanFields update_span(const ElementsOfThread<W>& elements, int span,
                                   const LoadedElements<W>& loaded, const SpanFields& old_fields,
@@ -405,12 +415,13 @@ __device__ SpanFields update_span(const ElementsOfThread<W>& elements, int span,
 }
 
 // A warp updates bundles of a shard: the one that begins with span `begin`, and from there on every
-// WARPS_PER_BLOCK-th bundle that begins before span `end`. If the last span of the shard has no partner in
-// its pair, the second half of the warp computes the last span, too, and stores nothing. Returns the bits of
-// the largest magnitude of this lane's new weights.
+// WARPS_PER_BLOCK-th bundle that begins before span `end`. Returns the bits of the largest magnitude of this
+// lane's new weights.
 //
-// Loads are issued before the update that precedes their use, and arrive meanwhile. For a bundle of four
-// pairs:
+// If the number of spans is odd, the last span has no partner in its pair. Then the second half of the warp
+// computes the last span, too, and stores nothing.
+//
+// While a pair is updated, the loads of the next pair are already on their way. For a bundle of four pairs:
 //
 //   load      fields, pair 0 | next bundle's fields, pair 1 | pair 2 | pair 3 | next bundle's pair 0
 //   update                   | pair 0                       | pair 1 | pair 2 | pair 3
@@ -476,9 +487,9 @@ __device__ SpanRange spans_of_shard(const Shard& shard) {
     return {.begin = begin, .end = begin + ceil_div(shard.size, MOMENT_GROUP_SIZE)};
 }
 
-// A block goes through the shards to which its spans belong. In each of them warp 0 takes the first bundle,
-// warp 1 the second, and so on; after the last warp, warp 0 takes the next. A bundle that lies in two blocks
-// belongs to the block in which it begins.
+// A block goes through the shards to which its spans belong. In each shard warp 0 takes the first bundle,
+// warp 1 the second, and so on; after the last warp, warp 0 takes the next bundle. A bundle that lies in two
+// blocks belongs to the block in which it begins.
 template <class W, class M, class V>
 __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_kernel(const AdamWArguments a) {
     __shared__ Tables tables;
@@ -509,10 +520,13 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_ker
 // If a block has this many spans, its start and its end take little of its time.
 constexpr int64_t LEAST_SPANS_PER_BLOCK = 16384;
 
-// The number of blocks: those that the GPU runs at once; or several times as many, if each block still has
-// LEAST_SPANS_PER_BLOCK spans. Spans that take the careful path are slow, and they are neighbours: the
-// embeddings of tokens that no longer occur. More blocks share them out better. A small update has a block
-// for each bundle, because a bundle keeps one warp busy, wherever that warp is.
+// The number of blocks:
+//   - as many as the GPU runs at once;
+//   - several times as many, if each block still has LEAST_SPANS_PER_BLOCK spans. Spans that take the careful
+//     path are slow, and they are neighbours: the embeddings of tokens that no longer occur. More blocks
+//     share out the slow spans better;
+//   - fewer, one for each bundle, if the update is small. A bundle is the work of one warp, so a block for
+//     each bundle spreads the bundles over all multiprocessors.
 unsigned adamw_blocks(int64_t spans) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, spans / (at_once * LEAST_SPANS_PER_BLOCK));

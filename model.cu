@@ -8,11 +8,10 @@
 // This is a step. The functions of Network stand in its order:
 //
 //   GpuModel::step()
-//     begin_step_or_evaluation()     clears the StepOutcome, copies 1 / the number of targets to the GPU,
-//                                    and makes the cached FP8 weights
+//     begin_step_or_evaluation()     clears what the last step has found out
 //     run_micro_batch()              for each micro-batch of the step
 //       Network::forward_and_backward()
-//         forward()                  clears the amaxes of operands; the embedding; then for each layer:
+//         forward()                  the embedding; then for each layer:
 //           attention_block_forward()  norm 1 -> q, k, v -> attention -> output projection -> residual sum
 //           mlp_block_forward()        norm 2 -> gate, up -> activation -> down projection -> residual sum
 //         loss_and_head_backward()   final norm -> logits -> loss; gradients of these, in the opposite order
@@ -22,30 +21,12 @@
 //       Network::add_embedding_gradients()  from the gradient of the residual stream
 //     Parameters::update()           AdamW (gpu/state.cpp)
 //
-// With delayed scaling (te): begin_step_or_evaluation() clears the amaxes of operands, not forward(). With
-// --gradients none: the weights are updated within backward, bucket by bucket (finish_bucket()).
-//
-// Linear layers have their own file, gpu/linear.h, which also says when operands are quantized. A function
-// stands after the first one that calls it. Only these sections of Network stand before the functions that
-// call theirs: "Where tensors are" and "Arguments of kernels" before forward(), and "The gradients of a
-// bucket" before the head.
-//
 // README's table of files comes here twice. The first time, read the list above and mlp_block_forward(), and
-// no more. The second time, README says what to read; of the members of Network read only
-// dgate_up_in_place_: where it is true, the gradient of gate and up overwrites the saved gate and up. What is
-// called in other files can wait. (sharding_ is the interface to the other GPUs. With one GPU its functions
-// do nothing, or return what this GPU has: Unsharded in gpu/sharding.cpp.)
+// no more. The second time, README says what to read.
 //
-// Three rules:
-//   - A Pass says what runs: it is given to every function that depends on it.
-//   - Memory is one allocation, the arena (gpu/state.h has its map). What lasts for the run is allocated at
-//     the beginning. What a step needs besides is allocated where it is used, and given back when the
-//     Arena::Scope around it ends. A Scope with the name until_x holds what is needed until x is computed.
-//     What must outlive a Scope is allocated before it, because memory is a stack.
-//   - What is saved for backward is the list saved_per_layer() in architecture.h. Outputs of norms and
-//     activation functions are not in it: they are stored only as the operand of a GEMM. A LazyTensor
-//     (gpu/operators.h) says what they are computed from, and the kernel that makes the operand computes
-//     them.
+// A function stands after the first one that calls it. Only these sections of Network stand before: "Where
+// tensors are", "Arguments of kernels", and "The gradients of a bucket". Linear layers have their own file,
+// gpu/linear.h.
 #include "gpu/attention.h"
 #include "gpu/gpu_model.h"  // declares the two functions at the end of this file
 #include "gpu/layers.h"
@@ -63,30 +44,32 @@ using namespace gpu;
 
 // A layer of the transformer.
 struct Layer {
-    // The weights of its norms, as indices into Parameters::params (gpu/state.h).
+    // The weights of the norms, as indices into Parameters::params (gpu/state.h).
     size_t norm1_index, norm2_index;
-    std::optional<size_t> qk_norm_index;  // Qwen3 has norms of the heads of q and k
-    LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;  // each has its weight's name + _proj
+    std::optional<size_t> qk_norm_index;  // only Qwen3 has norms of the heads of q and k
+    LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;  // named after the weight, + _proj
     std::vector<TensorRef> saved_tensors;  // by SavedKind (architecture.h), with the rows of a micro-batch
 };
 
-// A norm of the residual stream, and the linear layer that reads its output.
+// A norm of the residual stream.
 struct ResidualNorm {
-    Norm norm;            // as kernels are given it; norm.in is its saved input
-    size_t weight_index;  // the index of its weight in Parameters::params
-    LinearLayer* reader;  // null for the final norm, whose output is not quantized: the head reads it
+    Norm norm;            // as kernels are given it; norm.in is the norm's saved input
+    size_t weight_index;  // the index of the norm's weight in Parameters::params
+    // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
+    LinearLayer* reader;
 
     bool saves_groups() const { return norm.in.storage.fp8(); }
     AmaxAndScale* place_for_output_amax() const { return reader ? reader->place_for_x_amax() : nullptr; }
 };
 
-// The residual stream (N, C) in forward. Each sum is stored twice: in groups, as the saved input of the norm
-// that reads the stream next; and in the compute dtype, in a buffer, for the next sum. Recipes that save no
-// groups: a sum is stored once, as the saved input of that norm, and there is no buffer.
+// The residual stream (N, C) in forward. Each residual sum is stored twice: in groups, as the saved input of
+// the norm that reads the stream next; and in the compute dtype, in a buffer, for the next sum.
+//
+// Recipes that save no groups store each sum once, as the saved input of that norm. They have no buffer.
 struct ResidualStream {
     TensorRef buffer;  // (N, C), or no tensor
 
-    // Where the stream goes that the norm `next` is to read.
+    // Where a residual sum goes that the norm `next` is to read.
     ResidualOutput output_for(const ResidualNorm& next) const {
         return {.x_out = next.saves_groups() ? buffer : TensorRef{},
                 .next_norm = next.norm,
@@ -96,17 +79,19 @@ struct ResidualStream {
     TensorRef before(const ResidualNorm& n) const { return n.saves_groups() ? buffer : n.norm.in; }
 };
 
-// What runs: B sequences of T tokens, which are a micro-batch of a step or of an evaluation, or a prompt.
+// What runs: B sequences of T tokens, which are a micro-batch of a step or of an evaluation, or a prompt. A
+// Pass is given to every function that depends on it.
 struct Pass {
     int64_t B, T;
     int64_t N = B * T;  // tokens
 
     // The rest is for backward.
     bool first_micro_batch = true;  // of the step, on this rank
-    // Whether GEMMs overwrite gradients. Otherwise they add to those of the micro-batches before. With
-    // several ranks: they always overwrite, because gradients are sent, and the sums lie elsewhere.
+    // Whether GEMMs overwrite gradients: in the first micro-batch. In later ones they add to the gradients.
+    // With several ranks they always overwrite: backward writes to a buffer, from which the gradients are
+    // sent, and the sums of the step lie elsewhere.
     bool overwrites_gradients = true;
-    // With --gradients none: the settings of the update, which finish_bucket() does. Otherwise null.
+    // The settings of the update, if finish_bucket() does it (--gradients none). Otherwise null.
     const AdamWOptions* update_in_backward = nullptr;
 };
 
@@ -114,9 +99,18 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 
 // ===========================================================================================================
 // 1. Forward and backward of a micro-batch
+//
+// Two rules:
+//   - Memory is one allocation, the arena, which is a stack. (gpu/state.h has its map.) What lasts for the
+//     run is allocated at the beginning. What a step needs besides is allocated where it is used, and given
+//     back when the Arena::Scope around it ends. A Scope with the name until_x holds what is needed until x
+//     is computed. What must outlive a Scope is allocated before the Scope begins.
+//   - saved_per_layer() in architecture.h lists what is saved for backward. Outputs of norms and of
+//     activation functions are not saved, and exist only as operands of GEMMs. A LazyTensor (gpu/operators.h)
+//     says what such an output is computed from. The kernel that makes the operand computes it.
 
 class Network {
-    // Each member may use those above it.
+    // Each member may use the members above it.
     GpuContext& context_;  // this rank's GPU: settings, stream and arena
     const Setup& setup_ = context_.setup;
     const ModelConfig& config_ = setup_.config;
@@ -126,7 +120,9 @@ class Network {
     const MemoryMap& memory_;  // where everything is that lasts for the run
     AmaxTable& amax_table_;    // the amaxes and scales of operands
     Parameters& parameters_;   // weights, gradients, moments of this rank
-    Sharding& sharding_;       // whole weights and gradients, of all ranks
+    // The interface to the other GPUs. With one GPU its functions do nothing, or return what this GPU has:
+    // see the class Unsharded at the beginning of gpu/sharding.cpp.
+    Sharding& sharding_;
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     LinearContext linear_context_;  // what the linear layers share
     std::vector<Layer> layers_;
@@ -136,26 +132,23 @@ class Network {
     const size_t final_norm_index_ = parameters_.index("final_norm.weight");
     const size_t head_index_ = parameters_.index(config_.tied ? "embedding" : "head");
 
-    // What kind of model it is: with RoPE (GPT-2 has learned positions); with SiLU(gate) x up (GPT-2 has
-    // GELU); with norms of the heads of q and k (Qwen3).
-    const bool rotary_ = config_.arch.rope;
-    const bool gated_ = config_.arch.gated;
-    const bool qk_norms_ = config_.arch.qk_norm;
+    // What kind of model it is.
+    const bool rotary_ = config_.arch.rope;       // RoPE; GPT-2 has learned positions
+    const bool gated_ = config_.arch.gated;       // SiLU(gate) x up; GPT-2 has GELU
+    const bool qk_norms_ = config_.arch.qk_norm;  // norms of the heads of q and k; only Qwen3
 
-    // Whether the codes of dgate_up overwrite the saved gate and up: if elements have as many bytes in both,
-    // and dgate_up has no scales beside its elements: it has one scale per tensor, or none.
-    // mlp_block_backward() says why.
+    // Whether the codes of dgate_up overwrite the saved gate and up: true for coat. mlp_block_backward() says
+    // when it is possible.
     const bool dgate_up_in_place_ =
         info(linear_context_.formats.g.format).bytes == info(recipe_.saved_inputs.format).bytes &&
         linear_context_.formats.g.granularity == PER_TENSOR;
-    // Whether dqkv then takes the same place: if its rows are not longer than those of gate and up, whose
-    // scales count, too. (In Llama-2-7B a row of dqkv has 24,576 bytes, and a row of gate and up 22,016 bytes
-    // of codes and 2,752 of scales.)
+    // Whether dqkv, later in backward, overwrites the same place: if a row of dqkv fits into the bytes of a
+    // row of gate and up, codes and scales together. (In Llama-2-7B a row of dqkv has 24,576 bytes. A row of
+    // gate and up has 22,016 bytes of codes and 2,752 bytes of scales.)
     const bool dqkv_in_place_ = Storage{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
                                 recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
 
-    // add_embedding_gradients() copies from it to the GPU, so it must stay until the host waits for the GPU
-    // again.
+    // What add_embedding_gradients() copies to the GPU. It must stay until the host waits for the GPU again.
     EmbeddingOrder embedding_order_;
     bool cached_weights_are_valid_ = false;
 
@@ -175,7 +168,7 @@ public:
     }
 
 private:
-    // Layer l: its parameters, its linear layers, and the places of what it saves.
+    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves.
     Layer make_layer(int64_t l) {
         const int64_t N = padded_tokens(setup_);
         auto index = [&](const char* param) { return parameters_.index(concat("layers.", l, ".", param)); };
@@ -218,16 +211,15 @@ public:
         }
     }
 
-    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step does this before
-    // Parameters::update(), which reads memory_.outcome()->loss_or_nan and updates no weight if it is NaN.
+    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step writes it to
+    // memory_.outcome()->loss_or_nan. If it is NaN, Parameters::update() updates no weight.
     void write_loss_or_nan(double* loss_or_nan) {
         gpu::write_loss_or_nan(amax_table_.all(), amax_table_.count(), &memory_.outcome()->loss, loss_or_nan,
                                stream_);
     }
 
-    // If weights are cached: makes the FP8 copies of all weights, unless they are up to date. While
-    // quantization is measured they are made in any case, because their errors are measured while they are
-    // made.
+    // If weights are cached: makes the FP8 codes of all weights, unless they are up to date. While
+    // quantization is measured, the codes are made in any case, because making them measures their errors.
     void write_cached_weights() {
         if (!linear_context_.caches_weights) return;
         if (cached_weights_are_valid_ && !context_.quant_stats) return;
@@ -243,23 +235,22 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Where tensors are: what layers save, the norms, the residual stream, and q, k, v
     //
-    // Some tensors replace each other in one place, from left to right in the order of a step; "-" means that
+    // Some tensors replace each other in one place, from left to right in the order of a step. "-" means that
     // the place is not touched:
     //
     //   place                forward              head                 backward, layer by layer
     //   dresidual            the final norm's     the gradient of      the gradient of the residual stream
     //                        input                this input
-    //   gate and up of a     gate and up          -                    dgate_up, the gradient of gate and up,
-    //   layer                                                          as an operand; then dqkv (each if it
-    //                                                                  fits: dgate_up_in_place_ and
-    //                                                                  dqkv_in_place_)
-    //   activations of       what forward saves   -                    gradients of weights, where these lie
-    //   later layers                                                   over activations (gpu/state.h)
+    //   gate and up of a     gate and up          -                    the operand of dgate_up, if
+    //   layer                                                          dgate_up_in_place_; then dqkv, if
+    //                                                                  dqkv_in_place_
+    //   activations of       what forward saves   -                    gradients of weights, in most runs
+    //   later layers                                                   (gpu/state.h)
     //   logits               -                    logits, then their   -
     //                                             gradients
 
-    // (n, cols) in the compute dtype, in memory that is allocated now: for as many rows as an FP8 GEMM may
-    // write.
+    // A tensor (n, cols) in the compute dtype, in memory that is allocated now. There is memory for a
+    // multiple of 16 rows, because an FP8 GEMM writes so many.
     TensorRef allocate_tensor(int64_t n, int64_t cols) {
         const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
         return tensor_at(arena_.allocate(elements * info(recipe_.compute).bytes), n, cols);
@@ -298,19 +289,20 @@ private:
     TensorRef final_norm_input(const Pass& pass) const {
         return tensor_at(memory_.dresidual, pass.N, config_.C);
     }
-    // The gradient of the residual stream (N, C) in the compute dtype, in backward. It has the memory of
-    // final_norm_input(): norm_backward() of the final norm overwrites its input with this gradient.
+    // The gradient of the residual stream (N, C) in the compute dtype, in backward. It begins in the memory
+    // of final_norm_input(), which norm_backward() of the final norm overwrites.
     TensorRef dresidual(const Pass& pass) const { return tensor_at(memory_.dresidual, pass.N, config_.C); }
 
-    // Attention reads and writes tensors in the compute dtype: the saved q, k, v and output themselves. With
-    // --attention groups: these are saved in groups, so attention has a buffer for each. Before a buffer is
-    // read, save_and_reload() writes to it what the groups hold, rounded to BF16: so the saved log-sum-exp
-    // fits what backward will read.
+    // Attention reads and writes the saved q, k, v and output themselves, which are in the compute dtype.
+    //
+    // With --attention groups, they are saved in groups, and attention has a buffer for each. Before
+    // attention reads a buffer, save_and_reload() writes to it what the groups hold. So forward reads what
+    // backward will read, and the saved log-sum-exp fits both.
     TensorRef attention_buffer(const TensorRef& saved) {
         return saved.storage.fp8() ? allocate_tensor(saved.rows, saved.cols) : saved;
     }
-    // Saves what is in a buffer. Afterwards the buffer holds what was saved. (If it is `saved` itself, there
-    // is nothing to do.)
+    // Saves what is in a buffer, and reloads the buffer. If the buffer is `saved` itself, there is nothing to
+    // do.
     void save_and_reload(const TensorRef& buffer, const TensorRef& saved) {
         if (!saved.storage.fp8()) return;
         quantize_groups(buffer, saved, /*write_back=*/true, context_.quant_stats_of(ReportKind::Attention),
@@ -321,11 +313,12 @@ private:
         if (saved.storage.fp8()) store_values(lazy_stored(saved), buffer, stream_);
         return buffer;
     }
-    // q, k, v as attention reads them. qkv: as they are saved. The two are the same: forward applies RoPE
-    // right after the q, k, v projection, and saves q and k with it. Qwen3: norms of the heads come before
-    // RoPE, and their backward needs their inputs. So q, k, v are saved as the projection writes them, and
-    // norms and RoPE follow here, in backward again. (In reference_model.cpp this is qkv_for_attention(), and
-    // rope_at_projection() belongs to qkv_to_save().)
+    // q, k, v as attention reads them: as they are saved, because forward applies RoPE right after the q, k,
+    // v projection. (In reference_model.cpp this is qkv_for_attention(), and rope_at_projection() belongs to
+    // qkv_to_save().)
+    //
+    // Qwen3: before RoPE come norms of the heads, whose backward pass needs their inputs. So q, k, v are
+    // saved as the projection writes them. The norms and RoPE follow here, in forward and again in backward.
     TensorRef attention_input(const Pass& pass, const Layer& layer, const TensorRef& qkv) {
         if (!qk_norms_) return qkv;
         const TensorRef normed_and_rotated = allocate_tensor(pass.N, qkv.cols);
@@ -375,13 +368,11 @@ private:
     //                         activation            groups
     //   each w                the weight            the last update
     //
-    // Three exceptions:
-    //   - With --attention groups: for attention_out_proj.x it is a pass over the groups of attention's
-    //     output, compute_x_amax_if_needed().
-    //   - Recipes that save no groups (tensorwise, colossal, te): for down_proj.x it is a pass over the
-    //     activation's output, compute_x_amax_if_needed().
-    //   - With delayed scaling (te): amaxes are needed only while a history of amaxes is empty. For each w it
-    //     is then a pass over the weight, LinearLayer::compute_w_amax_if_needed().
+    // That is the recipe coat. In other runs a pass of its own computes some amaxes,
+    // compute_x_amax_if_needed():
+    //   - down_proj.x, if gate and up are not saved in groups
+    //   - attention_out_proj.x, with --attention groups
+    // Delayed scaling (te) needs amaxes before the operands only while a history of amaxes is empty.
 
 public:
     // The embedding and all layers, up to the input of the final norm.
@@ -389,10 +380,10 @@ public:
         const Arena::Scope scope(arena_);
         ResidualStream residual{};
         if (recipe_.saved_inputs.fp8()) residual.buffer = allocate_tensor(pass.N, config_.C);
-        // If scaling is just in time, the amaxes of each micro-batch are its own
+        // Each micro-batch has its own amaxes. (Delayed scaling: begin_delayed_scaling() clears them)
         if (!amax_table_.delayed()) amax_table_.clear_operand_amaxes();
-        // embedding: a row of the weight for each token, and in GPT-2 a row for its position. It saves the
-        // input of the first norm 1
+        // embedding: a row of the weight for each token, and in GPT-2 a row for its position. The sum is
+        // saved as the input of the first norm 1
         sharding_.gather_weights(Sharding::EMBEDDING_MODULE, Direction::Forward);
         const TensorRef positions = rotary_ ? TensorRef{} : sharding_.weight(parameters_.index("positions"));
         const ResidualNorm first_norm = norm1_of(pass, layers_[0]);
@@ -408,8 +399,7 @@ public:
     }
 
 private:
-    // The first half of a layer. attention_forward() (gpu/attention.h), which is called in the middle, is
-    // attention alone.
+    // The first half of a layer.
     void attention_block_forward(const Pass& pass, Layer& layer, const ResidualStream& residual) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(pass, layer);
@@ -417,11 +407,11 @@ private:
         const TensorRef saved_attention_output = saved_tensor(pass, layer, SavedKind::AttentionOutput);
         const TensorRef qkv = attention_buffer(saved_qkv);
         const TensorRef attention_output = attention_buffer(saved_attention_output);
-        // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). x is not computed yet: fprop() does
-        // it, while it makes x's codes
+        // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). lazy_norm() computes nothing yet:
+        // fprop() computes x while it makes the codes of x
         const LazyTensor x = lazy_norm(norm1.norm);
         layer.qkv_proj.fprop(x, qkv);
-        // rotary positions. Qwen3: they come later, in attention_input()
+        // rotary positions. (Qwen3: in attention_input())
         if (rope_at_projection())
             rope(rope_args(pass), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
         save_and_reload(qkv, saved_qkv);
@@ -447,40 +437,41 @@ private:
         const Arena::Scope scope(arena_);
         const ResidualNorm norm2 = norm2_of(pass, layer);
         const TensorRef gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
-        // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. x is not computed yet:
-        // fprop() does it, while it makes x's codes
+        // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. lazy_norm() computes
+        // nothing yet: fprop() computes x while it makes the codes of x
         const LazyTensor x = lazy_norm(norm2.norm);
-        // Both cases compute gate and up, save them, and store the amax of the activation's output, which is
-        // down_proj's x
+        // Both cases save gate and up. If down_proj needs the amax of its x, the output of the activation,
+        // they compute it, too
         if (gate_up.storage.fp8()) {
-            // In coat the projection's output exists only until its groups are saved: it is the widest tensor
-            // of a layer
+            // coat: the projection's output is the widest tensor of a layer. It exists only until its groups
+            // are saved
             const Arena::Scope until_saved(arena_);
             const TensorRef before_groups = allocate_tensor(pass.N, gate_up.cols);
             layer.gate_up_proj.fprop(x, before_groups);
             quantize_activation_input(gated_, before_groups, gate_up, layer.down_proj.place_for_x_amax(),
                                       context_.quant_stats_of(ReportKind::ActivationInput), stream_);
         } else {
-            // Recipes that save no groups: the projection writes what is saved
+            // Recipes that save no groups: the projection's output is saved as it is
             layer.gate_up_proj.fprop(x, gate_up);
             layer.down_proj.compute_x_amax_if_needed(lazy_activation(gated_, gate_up));
         }
-        // SiLU(gate) x up, or GELU, which fprop() computes; down projection: (N, F) -> (N, C)
+        // activation, which fprop() computes, and down projection: (N, F) -> (N, C)
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
         layer.down_proj.fprop(lazy_activation(gated_, gate_up), branch);
         // residual sum, which saves the input of the next norm
         add_branch_and_save(residual, norm2, branch, next);
     }
 
-    // The residual sum at the end of half a layer: the stream that own_norm, the norm of this half, has read,
-    // plus branch. Saves it as the input of the norm `next`, and leaves the amax of that norm's output.
+    // The residual sum at the end of half a layer: adds `branch` to the residual stream, and saves the sum as
+    // the input of the norm `next`. Also computes the amax of this norm's output. own_norm: the norm of this
+    // half, which has read the residual stream before.
     void add_branch_and_save(const ResidualStream& residual, const ResidualNorm& own_norm,
                              const TensorRef& branch, const ResidualNorm& next) {
         residual_add(residual.before(own_norm), branch, residual.output_for(next), stream_);
         measure_norm_input_errors(residual, next);
     }
-    // The groups of a norm's input are made of the sum in FP32; the error is measured against the sum in
-    // BF16, which is stored.
+    // For the quantization report. The groups of a norm's input were made of the sum in FP32. Their error is
+    // measured against the sum in BF16, which is in the buffer.
     void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
             measure_quant_errors(lazy_stored(residual.buffer), {next.norm.in},
@@ -490,15 +481,15 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // The gradients of a bucket (gpu/operators.h)
 
-    // To be called before the first kernel that adds to the gradients of a bucket. (For the head's bucket,
-    // the head itself waits, before its GEMMs.)
+    // To be called before the first kernel that adds to the gradients of a bucket. (The GEMMs of the head run
+    // earlier: loss_and_head_backward().)
     void begin_bucket(const Pass& pass, int64_t bucket) {
         sharding_.wait_for_gradient_buffer(bucket);
         if (pass.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
     }
-    // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to theirs: so
-    // these begin at zero. The gradient of the head's weight does not: a GEMM has written it before, even if
-    // the weight is a tied embedding.
+    // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to gradients, so
+    // these gradients begin at zero. The gradient of the head's weight is left out: a GEMM has written it
+    // before, even if the weight is a tied embedding.
     void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
         const BucketRange& range = parameters_.buckets[bucket];
         for (size_t i = range.first_param; i < range.end_param; i++) {
@@ -509,10 +500,11 @@ private:
         }
     }
     // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
-    // that reads its weights. In a step with one rank nothing follows: the gradients are where they must be.
-    //   - In measure_quantization(): the gradients serve only to measure what storing the moments would lose.
-    //   - With several ranks: each rank sends the gradients to those that own them, where they are added.
-    //   - With --gradients none: the weights of the bucket are updated.
+    // that reads the weights of the bucket. Usually, with one rank, there is nothing to do: the gradients are
+    // where they must be. Otherwise:
+    //   - With several ranks, each rank sends the gradients to those that own them, where they are added.
+    //   - With --gradients none, the weights of the bucket are updated.
+    //   - In measure_quantization(), what storing the moments would lose is measured.
     void finish_bucket(const Pass& pass, int64_t bucket) {
         if (context_.quant_report) {
             parameters_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
@@ -527,34 +519,34 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Head and loss. The logits of all tokens would be the largest tensor of a step: they exist for a slice
-    // of HEAD_SLICE_TOKENS tokens at a time.
+    // Head and loss. The logits of all tokens would be the largest tensor of a step. So they are computed for
+    // a slice of HEAD_SLICE_TOKENS tokens at a time.
 
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
     void loss_and_head_backward(const Pass& pass) {
         const Arena::Scope scope(arena_);
         const TensorRef dweight = sharding_.gradient_to_write(head_index_);
         const TensorRef dy = allocate_tensor(pass.N, config_.C);  // y: the final norm's output
-        // Where BF16 would be rounded too often, the slices add to an FP32 sum (gpu/memory_layout.h)
+        // If the gradient in BF16 would be rounded too often, the slices add to an FP32 sum
         const bool sums_in_fp32 = head_sum_in_fp32(setup_);
         TensorRef dweight_sum = dweight;
         if (sums_in_fp32) {
             dweight_sum.data = arena_.allocate<float>(dweight.rows * dweight.cols);
             dweight_sum.storage = PLAIN_FP32;
         }
-        // Direction::Backward: the weights that are gathered ahead are those of the last layer
+        // With several ranks: gathers the head, and begins to gather the last layer, where backward goes next
         sharding_.gather_weights(sharding_.head_module(), Direction::Backward);
-        // The GEMMs of the slices run before begin_bucket(), so wait here for the place of this gradient
+        // begin_bucket() comes too late for this gradient, which the GEMMs of the slices write
         sharding_.wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
-        // Earlier micro-batches have added to the gradient: the sum begins with what they left
+        // A later micro-batch begins the sum with the gradient of the earlier ones
         if (sums_in_fp32 && !pass.overwrites_gradients)
             store_values(lazy_stored(dweight), dweight_sum, stream_);
         for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS)
             head_slice_backward(pass, first, dy, dweight_sum);
         add_up_losses(pass);
         if (sums_in_fp32) store_values(lazy_stored(dweight_sum), dweight, stream_);
-        // final norm: the gradient of the residual stream begins. If the head is not tied, it shares this
-        // bucket, and its gradient is complete
+        // final norm: the gradient of the residual stream begins here. An untied head is in the final norm's
+        // bucket, too, and its gradient is complete
         const int64_t bucket = parameters_.params[final_norm_index_].bucket;
         begin_bucket(pass, bucket);
         residual_norm_backward(pass, final_norm(pass), dy, /*dresidual_in=*/TensorRef{},
@@ -562,7 +554,7 @@ private:
         finish_bucket(pass, bucket);
     }
     // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
-    // gradient of the head's weight. (The first slice overwrites dweight, if the pass overwrites gradients.)
+    // gradient of the head's weight. (If the pass overwrites gradients, the first slice overwrites dweight.)
     void head_slice_backward(const Pass& pass, int64_t first, const TensorRef& dy, const TensorRef& dweight) {
         const Arena::Scope scope(arena_);
         const TensorRef y = allocate_tensor(slice_tokens(pass, first), config_.C);
@@ -576,14 +568,14 @@ private:
                    stream_);
     }
 
-    // Computes the logits (n, padded_V) of n tokens, from number `first` on, and returns them in memory of
-    // the caller's scope. It writes the final norm's output to y (n, C).
+    // Computes the final norm's output y (n, C) of n tokens, from number `first` on, and the logits
+    // (n, padded_V). Returns the logits, in memory of the caller's scope.
     TensorRef compute_logits(const Pass& pass, int64_t first, const TensorRef& y) {
         const TensorRef logits = allocate_tensor(y.rows, config_.padded_V());
         Norm norm_of_slice = final_norm(pass).norm;
         norm_of_slice.in = row_slice(norm_of_slice.in, first, y.rows);
         norm_of_slice.row_statistics += first;
-        // y = the norm in the compute dtype, in which the head is in all recipes
+        // y is in the compute dtype: no recipe quantizes the head
         store_values(lazy_norm(norm_of_slice), y, stream_);
         gemms_.run(GemmKind::Fprop, {y}, {sharding_.weight(head_index_)}, logits, stream_);
         return logits;
@@ -599,17 +591,17 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Backward. dX is the gradient of X. The gradient of a linear layer's output is g; what its GEMMs read in
-    // place of g is g_operand.
+    // Backward. dX is the gradient of X. The gradient of a linear layer's output is g, and g_operand is what
+    // the GEMMs of this linear layer read in place of g.
     //
-    // The gradient of the residual stream, dresidual(), goes through the layers in place: each norm adds its
-    // part. Between two norms it is the g of the linear layer to which backward comes next. The argument
-    // dresidual_amax_out is where the norm leaves its amax for that linear layer.
+    // The gradient of the residual stream, dresidual(), stays in one place: each norm adds its part there.
+    // Between two norms, dresidual() is the g of the linear layer to which backward comes next. So the norm
+    // writes the amax of dresidual() to place_for_g_amax() of this linear layer. In the functions below the
+    // argument dresidual_amax_out is this place.
     //
     // Gradients of parameters are computed by bucket, between begin_bucket() and finish_bucket().
     //
-    // Memory is given back as early as possible, which can be in the middle of a bucket: there a Scope is
-    // ended by end().
+    // Where memory is given back in the middle of a function, the Scope is ended by end().
     //
     // Who computes the amaxes of the operands, if they are needed before the operands are made:
     //
@@ -620,21 +612,20 @@ private:
     //   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
     //   qkv_proj.g            dqkv                       attention_backward()
     //
-    // Qwen3: qk_norm_backward() changes dqkv after attention_backward(), so the amax of dqkv takes a pass in
-    // make_g_operand_and_add_dbias().
+    // That holds for coat. Qwen3: qk_norm_backward() changes dqkv after attention_backward(), so the amax of
+    // dqkv takes a pass in make_g_operand_and_add_dbias().
 
     // From the gradient of the residual stream after a layer to that before norm 2.
     void mlp_block_backward(const Pass& pass, Layer& layer) {
         const Arena::Scope scope(arena_);
         const TensorRef gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
-        // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
-        // and outlives it, so its memory is allocated first. Its row-major codes may overwrite the saved gate
-        // and up (dgate_up_in_place_) under two conditions:
-        //   - Elements have as many bytes in both. Then quantize(), or store_values(), may write over its
-        //     input.
-        //   - dgate_up has one scale per tensor, which lies elsewhere, or none. The scales of rows or
-        //     blocks would lie right after the codes (LinearLayer::allocate_operand()): there they would
-        //     overwrite the scales of the groups of gate and up, which are still needed
+        // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. This operand is computed
+        // from dact and outlives dact, so its memory is allocated first. Its row-major codes may overwrite
+        // the saved gate and up (dgate_up_in_place_) if
+        //   - elements have as many bytes in both. Then the kernel may write over its input; and
+        //   - dgate_up has one scale per tensor, or none. Scales of rows or blocks would lie right after the
+        //     codes. There they would overwrite the scales of the groups of gate and up, which the kernel
+        //     still reads
         const Operand dgate_up_operand =
             layer.gate_up_proj.allocate_g_operand(pass.N, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
@@ -663,16 +654,15 @@ private:
         return dact;
     }
 
-    // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax_out: where
-    // the amax of the latter goes: place_for_g_amax() of the down projection of the layer before; null at the
-    // first layer.
+    // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax_out: for
+    // the down projection of the layer before; null at the first layer.
     void attention_block_backward(const Pass& pass, Layer& layer, AmaxAndScale* dresidual_amax_out) {
         const Arena::Scope scope(arena_);
         void* const place_of_gate_up = saved_tensor(pass, layer, SavedKind::GateUp).data;
-        // dqkv takes the place of the layer's gate and up, if it fits: nobody reads that place any more
+        // dqkv takes the place of the layer's gate and up, which nobody needs any more, if it fits there
         const TensorRef dqkv = dqkv_in_place_ ? tensor_at(place_of_gate_up, pass.N, config_.qkv_cols())
                                               : allocate_tensor(pass.N, config_.qkv_cols());
-        Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from: dattention_output, q, k, v, ...
+        Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from
         // attention output projection: wgrad and dgrad -> dattention_output (N, q_cols)
         const TensorRef dattention_output = allocate_tensor(pass.N, config_.q_cols());
         begin_bucket(pass, layer.attention_out_proj.bucket());
@@ -699,8 +689,8 @@ private:
                                        pass.overwrites_gradients);
         layer.attention_out_proj.dgrad(g_operand, dattention_output);
     }
-    // dattention_output -> dqkv, the gradient of what the q, k, v projection has written; and its amax.
-    // Qwen3: without the amax, because norms of heads follow, which change dqkv.
+    // dattention_output -> dqkv, the gradient of what the q, k, v projection has written; and the amax of
+    // dqkv. (Qwen3: without the amax, because norms of heads follow, which change dqkv.)
     void core_attention_backward(const Pass& pass, Layer& layer, const TensorRef& dattention_output,
                                  const TensorRef& dqkv) {
         const TensorRef qkv = load_saved(saved_tensor(pass, layer, SavedKind::Qkv));
@@ -725,8 +715,8 @@ private:
                          stream_);
     }
 
-    // A norm and the linear layer that reads its output: dgrad computes dy, the gradient of the norm's
-    // output; the norm's backward pass uses dy; wgrad reads the norm's output.
+    // A norm and the linear layer that reads its output. dgrad computes dy, the gradient of the norm's
+    // output; the norm's backward pass reads dy; wgrad reads the norm's output.
     void linear_and_norm_backward(const Pass& pass, const ResidualNorm& n, const Operand& g_operand,
                                   AmaxAndScale* dresidual_amax_out) {
         Arena::Scope until_dresidual(arena_);  // for dy
@@ -734,12 +724,13 @@ private:
         n.reader->dgrad(g_operand, dy);
         residual_norm_backward(pass, n, dy, /*dresidual_in=*/dresidual(pass), dresidual_amax_out);
         until_dresidual.end();
-        // The norm's output is computed from the row statistics that its backward pass has just written.
+        // lazy_norm() reads the row statistics that the norm's backward pass has just written.
         n.reader->wgrad(g_operand, lazy_norm(n.norm), pass.overwrites_gradients);
     }
     // The backward pass of a norm of the residual stream: dresidual() = dresidual_in + the gradient of the
-    // norm's input. dy: the gradient of the norm's output. dresidual_in: dresidual(), too; no tensor at the
-    // head, where the residual stream ends.
+    // norm's input.
+    //   dy             the gradient of the norm's output
+    //   dresidual_in   dresidual(); no tensor at the head, where the residual stream ends
     void residual_norm_backward(const Pass& pass, const ResidualNorm& n, const TensorRef& dy,
                                 const TensorRef& dresidual_in, AmaxAndScale* dresidual_amax_out) {
         const TensorRef dweight = sharding_.gradient_to_write(n.weight_index);
@@ -758,8 +749,7 @@ private:
 
 public:
     // The gradient of the embedding, and in GPT-2 of the positions. Rows of dresidual() that belong to the
-    // same token are added in a fixed order, for which the host sorts the tokens while the GPU computes. Then
-    // wait_then_start_copy_to_gpu() waits for the GPU.
+    // same token are added in a fixed order, for which the host sorts the tokens while the GPU computes.
     void add_embedding_gradients(const Pass& pass, const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, pass.N);
         const int64_t distinct_tokens = static_cast<int64_t>(embedding_order_.tokens.size());
@@ -797,8 +787,8 @@ public:
         }
         add_up_losses(pass);
     }
-    // The logits (V) of the last token, in FP32, on the GPU: in the scratch memory of GEMMs, which is free
-    // between them.
+    // The logits (V) of the last token, in FP32, on the GPU. They are in the scratch memory of GEMMs, which
+    // is free between GEMMs.
     const float* last_logits(const Pass& pass) {
         const Arena::Scope scope(arena_);
         sharding_.gather_weights(sharding_.head_module(), Direction::Forward);
@@ -815,23 +805,23 @@ public:
 // 2. A step, and what else one asks of a model
 
 class GpuModel final : public Model {
-    // The first members of Network say what these are.
+    // The first members of Network have comments on most of these.
     GpuContext context_;
     const Setup& setup_ = context_.setup;
     const cudaStream_t stream_ = context_.stream;
     const MemoryMap memory_ = allocate_memory(context_);
     AmaxTable amax_table_{context_, memory_};
     Parameters parameters_{context_, memory_, amax_table_};
-    StateTensors state_tensors_{context_, memory_, parameters_,
-                                amax_table_};  // all of these, for checkpoints
+    // All of these, for checkpoints.
+    StateTensors state_tensors_{context_, memory_, parameters_, amax_table_};
     const std::unique_ptr<Sharding> sharding_;
     Network network_;
 
-    // It is copied to the GPU, so it must stay until the host waits for the GPU again.
+    // What begin_step_or_evaluation() copies to the GPU. It must stay until the host waits for the GPU again.
     double loss_weight_ = 0;
 
-    // Network::forward_and_backward(), recorded: for the first micro-batch of a step, and for later ones,
-    // which add to gradients where the first one overwrites them.
+    // Network::forward_and_backward(), recorded: for the first micro-batch of a step, which overwrites
+    // gradients, and for later ones, which add to gradients.
     CudaGraph first_micro_batch_graph_, later_micro_batch_graph_;
     bool first_step_done_ = false;
 
@@ -857,8 +847,8 @@ public:
                             .overwrites_gradients = i == 0 || sharding_->sends_gradients(),
                             .update_in_backward = setup_.keep_gradients ? nullptr : &adamw};
             run_micro_batch(pass, tokens + i * pass.N, targets + i * pass.N);
-            // Look now, because the next micro-batch may clear the amaxes: they alone show whether FP8 codes
-            // hide infinity or NaN
+            // Only the amaxes show whether FP8 codes hide infinity or NaN, and the next micro-batch clears
+            // the amaxes. So look now
             if (setup_.keep_gradients) network_.write_loss_or_nan(&memory_.outcome()->loss_or_nan);
         }
         sharding_->wait_for_transfers();
@@ -892,10 +882,10 @@ private:
         return outcome;
     }
 
-    // step(), evaluate(), next_logits() and measure_quantization() begin with this call: it clears the
-    // StepOutcome, copies 1 / target_count to the GPU, and makes the cached FP8 weights. target_count: how
-    // many targets count. report: the quantization report that this evaluation is to fill; null if nothing is
-    // measured.
+    // step(), evaluate(), next_logits() and measure_quantization() begin with this call. It clears the
+    // StepOutcome, copies 1 / target_count to the GPU, and makes the FP8 weights if they are cached.
+    //   target_count   how many targets count
+    //   report         the quantization report that is to be filled; null if nothing is measured
     void begin_step_or_evaluation(double target_count, QuantReport* report = nullptr) {
         loss_weight_ = 1.0 / target_count;
         context_.wait_then_start_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
@@ -905,7 +895,7 @@ private:
         if (amax_table_.delayed()) begin_delayed_scaling();
         network_.write_cached_weights();
     }
-    // Delayed scaling: this step collects the amaxes of all operands for the histories.
+    // Delayed scaling (te): this step collects the amaxes of all operands for the histories.
     void begin_delayed_scaling() {
         amax_table_.clear_operand_amaxes();
         network_.forget_cached_weights();      // they are made again, which computes their amaxes
@@ -917,8 +907,8 @@ private:
         sharding_->combine_amaxes_of_ranks();
     }
 
-    // Forward and backward of one micro-batch. The gradient of the embedding comes last, outside of what a
-    // CUDA graph replays: its launch depends on the tokens.
+    // Forward and backward of one micro-batch. The gradient of the embedding is outside of what a CUDA graph
+    // replays, because its launch depends on the tokens.
     void run_micro_batch(const Pass& pass, const int32_t* tokens, const int32_t* targets) {
         load_tokens(pass, tokens);
         load_targets(pass, targets);
@@ -936,10 +926,10 @@ private:
         if (context_.quant_report) return false;
         // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
         if (sharding_->sends_gradients() || pass.update_in_backward) return false;
-        // As long as an operand may lack its delayed scale, amaxes are computed that are not needed later
+        // Delayed scaling: as long as a history may be empty, amaxes are computed that are not needed later
         return !amax_table_.any_empty_history;
     }
-    // Copy tokens or targets (B, T) to the GPU, when the pass before has run.
+    // Copy tokens and targets (B, T) to the GPU, when the pass before has run.
     void load_tokens(const Pass& pass, const int32_t* tokens) {
         context_.wait_then_start_copy_to_gpu(memory_.tokens, tokens, pass.N * INT32_BYTES);
     }

@@ -26,9 +26,9 @@ struct AdamWKernelConstants {
     float root_factor, scaled_eps;
 };
 
-// Eight old moments, decoded in two parts: moment j is factor * ratios[j]. The factor (the max of a moment
-// group, the scale of codes, or 1) is the same for all eight, so it is multiplied by b1 or b2 once. Then one
-// multiplication decodes an old moment and lets it decay.
+// Eight old elements of a moment, decoded in two parts: element j is factor * ratios[j]. The factor is the
+// same for all eight. (In a moment group of COAT it is max.) So the product of the factor and b1, or b2, is
+// computed once. Then one multiplication decodes an old element and lets it decay.
 struct FactoredMoments {
     float factor;
     ChunkValues ratios;
@@ -37,8 +37,11 @@ struct NewMoments {
     ChunkValues m, v;
 };
 
-// Updates eight elements: w are their weights, and g their gradients, which are clipped here. decay is
-// weight_decay, or 0 for a parameter that does not decay.
+// Updates eight elements.
+//   clip_factor   clips the gradients: GradientState::clip_factor
+//   decay         weight_decay, or 0 for a parameter that does not decay
+//   g             the gradients
+//   w             the weights, which are replaced by the new ones
 inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constants, float clip_factor,
                                             float decay, const ChunkValues& g, const FactoredMoments& old_m,
                                             const FactoredMoments& old_v, ChunkValues& w) {
@@ -63,16 +66,19 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
 // 2. Eight weights in registers, and how they are rounded when they are stored
 //
 // A kernel is compiled for each kind of weights: Bf16Weights<true> with masters, Bf16Weights<false> without,
-// and Fp32Weights. An object of these classes counts elements from `first`, the element of the rank's order
-// for which it is constructed. store() rounds eight weights, writes them if they are live, and raises
-// largest_bits, the bits of the largest magnitude so far. The random bits follow from key, the rounding_key()
-// of the step, and from element, the first element's number in the flat order.
+// and Fp32Weights. All have these functions:
+//   constructor       `first` is a position in the rank's order, from which i counts below
+//   load(), unpack()  eight weights, from position first + i on
+//   store()           rounds eight weights and, if they are live, writes them. It raises largest_bits, the
+//                     bits of the largest magnitude so far. Random bits follow from `key`, the rounding_key()
+//                     of the step, and from `element`, the number of the first of these weights in the flat
+//                     order
 
-// BF16 weights. A number is added to the bits of an FP32 value, and the upper half of the sum is the weight.
-// With a master the number is 0x8000, which rounds to nearest, and ties away from zero, so that the remainder
-// fits in 16 bits. The remainder is what the weight lacks: bits = (weight << 16) + signed remainder. Without
-// a master, rounding to nearest would lose every update below half the distance to the next BF16 value: 16
-// random bits are added instead, so that the update is kept on average.
+// BF16 weights. A number is added to the bits of an FP32 value, and the upper half of the sum is the weight:
+//   with a master      the number is 0x8000, which rounds to nearest, and ties away from zero. Then what the
+//                      weight lacks fits in 16 bits, the remainder: bits = (weight << 16) + signed remainder
+//   without a master   the number is 16 random bits, so that an update is kept on average. Rounding to
+//                      nearest would lose every update below half the distance to the next BF16 value
 template <bool MASTER> struct Bf16Weights {
     struct LoadedChunk {
         Plain<bf16>::LoadedChunk weights, remainders;  // 16 bits each
@@ -159,11 +165,11 @@ template <class F> void with_weights(const Weights& w, F f) {
 // ===========================================================================================================
 // 3. The arguments of the kernels
 
-// How the optimizer stores moments, which decides which kernel updates them. (Norm weights and biases have
+// How an optimizer scales its moments, which decides which kernel updates them. (Norm weights and biases have
 // FP32 moments with every optimizer.)
 enum class MomentScalingKind : uint8_t {
-    NoScales,         // in FP32 or BF16: other_optimizers.cu
-    OneScale,         // in FP8 or FP16, with one scale for a parameter's whole moment: other_optimizers.cu
+    NoScales,  // moments in FP32 or BF16: other_optimizers.cu
+    OneScale,  // in FP8 or FP16, with one scale for the whole moment of a parameter: other_optimizers.cu
     Fp8MomentGroups,  // in FP8, with a moment scaling for each 128 elements: adamw.cu
 };
 
@@ -179,15 +185,15 @@ struct AdamWArguments {
     Bf16OrFp32 gradients;  // the gradients of these shards, from elements.first on
     const GradientState* state;
 
-    // v is in moment groups where m is (formats.h, Optimizer::has_fp8_moment_groups).
+    // Only m is looked at: where m is in moment groups, v is, too (Optimizer::has_fp8_moment_groups()).
     __device__ bool in_fp8_moment_groups(const Shard& shard) const {
         return moment_scaling_kind == MomentScalingKind::Fp8MomentGroups &&
                moments_need_scaling(shard.m.format);
     }
 };
 
-// Updates the shards whose moments are not in FP8 moment groups (other_optimizers.cu): with an optimizer that
-// has FP8 moment groups these are norm weights and biases, with any other optimizer all.
+// Updates the shards whose moments are not in FP8 moment groups (other_optimizers.cu). With the optimizer
+// coat these are norm weights and biases.
 void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t stream);
 
 }  // namespace coat::gpu

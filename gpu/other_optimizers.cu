@@ -2,9 +2,9 @@
 // one scale per tensor, as FP8-LM has them. With the optimizer `coat` it updates only norms and biases, whose
 // moments are in FP32. (The kernel for FP8 moment groups is in adamw.cu.)
 //
-// A scale per tensor needs the largest new moment before any is encoded. So there are two passes, which both
-// compute the new moments. The first only finds the maxima and writes them to max[1], while max[0] still
-// decodes the old moments. The second stores the new moments.
+// A scale per tensor needs the largest new element of a moment before any is encoded. So there are two
+// passes, which both compute the new moments. The first pass only finds the maxima and writes them to max[1],
+// while max[0] still decodes the old moments. The second pass stores the new moments.
 #include "adamw.cuh"
 
 namespace coat::gpu {
@@ -42,8 +42,8 @@ static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, C
     store_at_once(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(fp16));
 }
 
-// One pass over the shards; blockIdx.y is the number of the shard. find_maxima says that this is the first of
-// two passes.
+// One pass over the shards. blockIdx.y is the number of the shard. find_maxima: this is the first of two
+// passes.
 constexpr int ADAMW_THREADS = 256;
 template <class W>
 static __global__ void __launch_bounds__(ADAMW_THREADS)
