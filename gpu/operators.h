@@ -11,7 +11,8 @@
 //   - The number of columns is a multiple of 16. So is the number of rows where transposed codes are made.
 //     Pointers are 16-byte aligned.
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16; in the recipe fp32, FP32.
-//   - A parameter's gradient is added to what is there, in BF16 or FP32 (gradient_format() of model.h).
+//   - An operator adds to a parameter's gradient, which is in BF16 or FP32 (gradient_format() of model.h).
+//     (A GEMM can also overwrite it: gpu/gemm.h.)
 //   - An argument whose name ends with amax_out says where an amax is wanted: the operator raises the field
 //     `amax` of this AmaxAndScale to the largest |x| that it has seen. Null means that nobody needs it.
 //   - `workspace` is temporary memory, which the caller provides. Afterwards it may be used for anything.
@@ -283,7 +284,7 @@ struct GradientState {
     uint32_t skip;
 };
 
-// Whole shards, with their gradients: all shards of this rank, or those of a bucket.
+// Whole shards, and their gradients: all shards of this rank, or those of a bucket.
 struct ShardsToUpdate {
     const Shard* shards;  // (count), on the device
     int count;
