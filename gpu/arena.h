@@ -1,14 +1,14 @@
 // gpu/arena.h - the one allocation of GPU memory that a training run makes, and a stack in it. (The comment
-// above MemoryMap in gpu/state.h says what lies where in the allocation. The functions are in gpu/state.cpp.)
+// above MemoryMap in gpu/state.h says what lies where in the allocation.)
 #pragma once
 #include "cuda.h"
 
 namespace coat::gpu {
 
-// The allocation of a run, and a stack in it: allocate() takes the next bytes, and a Scope, when it ends,
-// gives back what was allocated in it. Every step allocates the same sizes in the same order, so it gets the
-// same addresses: those that a CUDA graph has recorded stay right. How much memory a run needs is found out
-// by a dry run (gpu/cuda.h), whose addresses are never used.
+// The allocation of a run, and a stack in it. allocate() takes the next bytes. When a Scope ends, it gives
+// back what was allocated in it. Every step allocates the same sizes in the same order, so it gets the same
+// addresses, and a CUDA graph can record them. A dry run (gpu/cuda.h), whose addresses are never used, finds
+// out how much memory a run needs.
 class Arena {
 public:
     explicit Arena(int64_t bytes);  // the size of the allocation; 0: a dry run

@@ -5,9 +5,9 @@
 // dimension that is reduced; dimensions are multiples of 16; scales are 16-byte aligned and on the device;
 // the operands are not both in E5M2. An Operand has its scales in the layouts that cuBLAS wants.
 //
-// cuBLAS is column-major: it takes a row-major matrix of this program for the transpose of that matrix. So in
-// place of out = left right it is asked for out^T = right^T left^T: its operand A is our right one, its B our
-// left one.
+// cuBLAS is column-major: it takes a row-major matrix of this program for the transpose of that matrix. So it
+// is not asked for out = left right, but for out^T = right^T left^T. A of cuBLAS is our right operand, and B
+// is our left one.
 #include "gemm.h"
 
 #include <algorithm>
@@ -199,11 +199,11 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
         return status == CUBLAS_STATUS_SUCCESS;
     };
     const Key key{.kind = kind,
-                  .a = a.format,
-                  .b = b.format,
+                  .cublas_a = a.format,
+                  .cublas_b = b.format,
                   .out = out.storage.format,
-                  .a_scales = a.scale_mode,
-                  .b_scales = b.scale_mode,
+                  .cublas_a_scales = a.scale_mode,
+                  .cublas_b_scales = b.scale_mode,
                   .rows = out.rows,
                   .cols = out.cols,
                   .depth = depth,

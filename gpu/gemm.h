@@ -28,8 +28,14 @@ public:
     ~CublasGemms();
     CublasGemms(const CublasGemms&) = delete;
 
-    // Launches a GEMM. left and right are x and w for Fprop, g and w for Dgrad, g and x for Wgrad. out is in
-    // FP32 or BF16. If cuBLASLt has no GEMM for a combination of formats, that is an Error.
+    // Launches a GEMM:
+    //
+    //   kind    out                  left   right
+    //   Fprop   y = x w^T + bias     x      w
+    //   Dgrad   dx = g w             g      w
+    //   Wgrad   dw = g^T x           g      x
+    //
+    // out is in FP32 or BF16. If cuBLASLt has no GEMM for a combination of formats, that is an Error.
     void run(GemmKind kind, const Operand& left, const Operand& right, const TensorRef& out,
              cudaStream_t stream, const GemmOptions& options = {});
 
@@ -37,10 +43,11 @@ private:
     // What the choice of an algorithm depends on. The algorithm is chosen once for each Key.
     struct Key {
         GemmKind kind;
-        Format a, b, out;
-        int32_t a_scales, b_scales;  // cuBLASLt's scale modes
-        int64_t rows, cols;          // the shape of `out`
-        int64_t depth;               // the length of the dimension that is reduced
+        // A and B of cuBLAS: A is `right`, and B is `left` (gemm.cpp says why)
+        Format cublas_a, cublas_b, out;
+        int32_t cublas_a_scales, cublas_b_scales;  // cuBLASLt's scale modes
+        int64_t rows, cols;                        // the shape of `out`
+        int64_t depth;                             // the length of the dimension that is reduced
         bool biased;
         auto operator<=>(const Key&) const = default;
     };

@@ -16,10 +16,9 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
     if (context_.caches_weights) cached_w_operand_ = allocate_operand(OperandKind::W, out_, Form::Both);
 }
 
-// The rows of the operand of x, and of y. FP8 GEMMs want a multiple of 16. With FP8 operands a micro-batch
-// has a multiple of 16 tokens (else linear_formats() of formats.h falls back to the compute dtype). But a
-// prompt may have any number: then the operand and y have more rows than x, and nobody reads what these
-// further rows hold.
+// The rows of the operand of x, and of y: a multiple of 16 for an FP8 GEMM. A micro-batch has a multiple of
+// 16 tokens anyway (linear_formats() of formats.h). But a prompt may have any number. Then the operand and y
+// have more rows than x, and nobody reads what these further rows hold.
 static int64_t rows_of_gemm(const Storage& storage, int64_t rows) {
     return storage.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
 }
@@ -60,7 +59,7 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
 static bool is_stored_plain(const LazyTensor& x) { return x.op == LazyOp::Stored && !x.input.storage.fp8(); }
 
 // needed_rows: the operand's rows, before they are rounded up for an FP8 GEMM. codes: where the row-major
-// codes go; if null, memory for them is allocated, too.
+// codes go; if null, memory is allocated for them, too.
 Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, Form form, void* codes) const {
     const Storage& storage = storage_of(context_.formats, kind);
     const int64_t rows = rows_of_gemm(storage, needed_rows);
@@ -98,8 +97,8 @@ Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, Ge
 }
 
 // The operand of w in the form that `gemm` reads: from the cache, if weights are cached; else it is made here
-// from the weight. With several ranks: other GPUs may have sent row-major codes, which only have to be
-// transposed for dgrad.
+// from the weight. (With several ranks, other GPUs may have sent row-major codes. Then these only have to be
+// transposed for dgrad.)
 Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     if (context_.caches_weights) return cached_w_operand_;
     const TensorRef w = context_.sharding.weight(weight_index_);
@@ -135,21 +134,17 @@ Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom 
     return g_operand;
 }
 
-// The passes over g, by the format of its operand. In FP8 dbias is the sum of g before it is rounded to
-// codes; in BF16 it is the sum of the values that were stored.
+// The passes over g. In FP8, dbias is the sum of g before g is rounded to codes:
 //
-//   format                     bias   amax of g           first pass          second pass
-//   FP8                        no     known or unneeded   operand
-//   FP8                        no     to be computed      amax                operand
-//   FP8                        yes    to be computed      amax and dbias      operand
-//   FP8, COAT and its like     yes    known               operand and dbias
-//   FP8, other scales          yes    known or unneeded   dbias               operand
-//   BF16                       no     unneeded            operand
-//   BF16                       yes    unneeded            operand             dbias
+//   bias   amax of g        first pass          second pass
+//   no     known            operand
+//   no     to be computed   amax                operand
+//   yes    known            operand and dbias
+//   yes    to be computed   amax and dbias      operand
 //
-// "COAT and its like" are the recipes with one scale for the tensor, taken just in time. Other scales are
-// delayed (te), or smaller than a tensor (rowwise, deepseek). write_operand_and_add_column_sums() (coat.cu)
-// decides between one pass and two.
+// That is COAT. In the recipes whose scales are delayed (te) or belong to rows or blocks (rowwise, deepseek),
+// "operand and dbias" takes two passes, first dbias: write_operand_and_add_column_sums() (coat.cu) decides.
+// In BF16 the operand is made first, and then dbias, as the sum of the values that were stored.
 void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from,
                                                 const Operand& g_operand) {
     const bool fp8 = context_.formats.g.fp8();
@@ -182,9 +177,9 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
     if (AmaxAndScale* const place = place_for_x_amax()) compute_amax(x, place, stream());
 }
 
-// There is nothing to do: the update has left the amax of the weight in the parameter's entry
-// (AmaxTable::of_parameter()). With delayed scaling (te): the operand w has an entry of its own. As long as
-// some history of amaxes is empty, its amax is computed here.
+// Usually there is nothing to do: the update has left the amax of the weight in the entry of the parameter.
+// With delayed scaling the operand w has an entry of its own. As long as some history of amaxes is empty,
+// this amax is computed here.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (context_.amax_table.delayed() && context_.needs_amax_before_codes())
         compute_amax(lazy_stored(context_.sharding.weight(weight_index_)), w_amax_and_scale_, stream());

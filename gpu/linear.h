@@ -10,40 +10,37 @@
 // How long the operands live:
 //   x_operand   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x. From
 //               these two, wgrad makes the operand again.
-//   w_operand   for one GEMM; or, in a cache, for a step.
+//   w_operand   for one GEMM. (With several micro-batches on one GPU: for a step, in a cache.)
 //   g_operand   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
 //
 // Memory comes from the Arena (gpu/arena.h), which is a stack. A function whose name begins with allocate_
 // takes memory, one with write_ writes the codes there, and one with make_ does both. An operand lives until
 // the innermost Arena::Scope ends that was open when its memory was taken.
 //
-// Amaxes. If a tensor has one scale, and scaling is just in time, its amax must be known before its codes are
-// made. Often an earlier kernel has the values at hand: it is given place_for_x_amax() or place_for_g_amax()
-// of the linear layer that will read the tensor, and stores the amax there. If no earlier kernel has the
-// values, a pass over the tensor computes the amax just before the codes are made. Who computes which amax
-// stands in model.cu, at the head of its sections on forward and on backward. Recipes that need no amaxes:
-// both functions return null.
+// Amaxes. In coat a tensor has one scale, so its amax must be known before its codes are made. Usually an
+// earlier kernel has the values at hand: it is given place_for_x_amax() or place_for_g_amax() of the linear
+// layer that will read the tensor, and stores the amax there. If no earlier kernel has the values, a pass
+// over the tensor computes the amax just before the codes are made. model.cu says who computes which amax, at
+// the head of its sections on forward and on backward. (In recipes that need no amaxes both functions return
+// null.)
 //
-// Forward quantizes x and w, for fprop. Backward quantizes g once, for dgrad and wgrad; w again, for dgrad;
-// and x again, for wgrad, with the amax from forward.
+// What is quantized when:
+//   forward    x and w, for fprop
+//   backward   g once, for dgrad and wgrad; w again, for dgrad; and x again, for wgrad, with the amax from
+//              forward
 //
-// What a linear layer uses of other files, besides the kernels of gpu/operators.h. Sharding is the interface
-// to the other GPUs; the table says what its functions do if there are none:
+// What a linear layer uses of other files, besides the kernels of gpu/operators.h:
 //
 //   GpuContext              the settings of the run, the stream, and the arena (gpu/state.h)
 //   Parameters              (gpu/state.h)
 //     params                the list of all parameters; a weight is known by its index in it
 //     bias_index()          the index of the bias that belongs to a weight, if there is one
 //     linear_layer_index()  the number of a linear layer in the order of forward
-//   AmaxTable               an amax and a scale for each operand (gpu/state.h); delayed() and
-//                           any_empty_history concern delayed scaling alone
+//   AmaxTable               an amax and a scale for each operand (gpu/state.h)
 //   quant_stats_of()        null, unless quantization is measured
-//   transpose_codes()       only for weights that other GPUs send (gpu/sharding_kernels.h)
 //   FP8_GEMM_MULTIPLE       16 rows (gpu/memory_layout.h)
-//   Sharding
-//     weight()              the weight itself, as it is stored; no codes arrive from elsewhere
-//     gradient_to_write()   the gradient itself
-//     gather_weights()      does nothing; so its arguments, module() and a Direction, can wait
+//   Sharding                weights and gradients. With one GPU they are those of Parameters: see the class
+//                           Unsharded at the beginning of gpu/sharding.cpp
 #pragma once
 #include <optional>
 
@@ -64,7 +61,8 @@ struct LinearContext {
     const LinearFormats formats = linear_formats(gpu_context.setup);
 
     // Whether the amax of an operand must be known before its codes are made: in FP8 with one scale per
-    // tensor. With delayed scaling (te): only as long as some history of amaxes is empty.
+    // tensor. In every recipe either x, w and g are all stored so, or none of them is. (With delayed scaling
+    // the answer is yes only as long as some history of amaxes is empty.)
     bool needs_amax_before_codes() const {
         const bool per_tensor = formats.x.fp8() && formats.x.granularity == PER_TENSOR;
         return per_tensor && (!amax_table.delayed() || amax_table.any_empty_history);
@@ -84,21 +82,21 @@ public:
     // dw = g^T x; or, if `overwrite` is false, dw += g^T x.
     void wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite);
 
-    // --- The operand of g; and dbias, the gradient of the bias, to which the column sums of g are added
-    // while g is at hand
-    // Where the amax of g comes from, if it is needed. EarlierKernel: one that was given place_for_g_amax()
-    // has left it there. OwnPass: a pass over g computes it first.
+    // --- The operand of g; and dbias, the gradient of the bias
+    // Where the amax of g comes from, if it is needed:
+    //   EarlierKernel   an earlier kernel has left it at place_for_g_amax()
+    //   OwnPass         a pass over g computes it first
     enum class AmaxFrom : uint8_t { EarlierKernel, OwnPass };
-    // Makes the operand of g, and adds to dbias. In recipes without FP8 a stored g is its own operand: no
-    // memory is allocated.
+    // Makes the operand of g, and adds the column sums of g to dbias. (In recipes without FP8 a stored g is
+    // its own operand: no memory is allocated.)
     Operand make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from);
-    // The two parts of make_g_operand_and_add_dbias(), for dgate_up (model.cu) alone: dgate_up outlives dact,
-    // from which it is computed, so its memory must be allocated before that of dact. codes: where the
-    // row-major codes go; if null, memory for them is allocated, too.
+    // The two parts of make_g_operand_and_add_dbias(). Only dgate_up (model.cu) needs them: its memory must
+    // be allocated before that of dact, from which it is computed. codes: where the row-major codes go; if
+    // null, memory is allocated for them, too.
     Operand allocate_g_operand(int64_t N, void* codes) const;
     void write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand);
 
-    // --- The operand of w, if weights are cached (only with one rank, so there is nothing to gather)
+    // --- The operand of w, if weights are cached
     void write_cached_w_operand();
 
     // --- Amaxes
@@ -109,7 +107,8 @@ public:
     AmaxAndScale* place_for_g_amax() const {
         return context_.needs_amax_before_codes() ? g_amax_and_scale_ : nullptr;
     }
-    // A pass over x that raises its amax, if the amax is needed. For an x that no earlier kernel had at hand.
+    // Computes the amax of x by a pass over x, if the amax is needed: for an x that no earlier kernel had at
+    // hand.
     void compute_x_amax_if_needed(const LazyTensor& x) const;
 
     // The bucket to which the gradients of w and of the bias belong.
@@ -123,8 +122,8 @@ private:
     const std::optional<size_t> bias_index_;  // the index of the bias (out), if there is one
     const int64_t out_, in_;
     const int64_t linear_layer_index_;  // the number of this layer in the order of forward
-    // The amax of each operand, and its scale, one for the tensor. Other granularities: the scales are
-    // elsewhere, and the amax serves only to notice infinity and NaN.
+    // The amax of each operand, and its one scale. (If rows or blocks have scales, these lie elsewhere, and
+    // the amax serves only to notice infinity and NaN.)
     AmaxAndScale* const x_amax_and_scale_;
     AmaxAndScale* const w_amax_and_scale_;
     AmaxAndScale* const g_amax_and_scale_;

@@ -41,7 +41,8 @@ ReceivedBytes received_bytes(const Setup& s) {
     const std::vector<Param> params = parameters(s.config);
     for (const BucketRange& b : bucket_ranges(params)) {
         int64_t elements = 0;  // the most that a rank owns of the bucket
-        // A module's matrices are in one bucket; here its vectors count, too, which are small
+        // A module's matrices are in one bucket. The vectors of the bucket count here, too, but they are
+        // small
         int64_t gathered = 0;
         for (size_t i = b.first_param; i < b.end_param; i++) {
             const int64_t most_units = ceil_div(ceil_div(params[i].size(), SHARD_UNIT), s.ranks);
@@ -61,10 +62,10 @@ int64_t saved_layer_bytes(const Setup& s) {
     return bytes;
 }
 
-// How many layers' activations backward still needs when it writes the gradient of the parameter p. If p
-// belongs to layer l, these are the layers 0 to l. The gradients of head and final norm are written first,
-// when all layers are needed, and the gradient of a tied embedding is begun there. The gradients of an
-// embedding that is not tied, and of positions, are written last.
+// How many layers' activations backward still needs when it begins to write the gradient of the parameter p:
+//   of layer l                                 l + 1, the layers 0 to l
+//   head and final norm; a tied embedding      all layers: their gradients are begun first
+//   positions; an embedding that is not tied   none: their gradients are written last
 static int64_t layers_alive(const ModelConfig& config, const Param& p) {
     if (p.layer >= 0) return p.layer + 1;
     const bool written_last = p.name == "positions" || (p.name == "embedding" && !config.tied);

@@ -13,7 +13,7 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. First values
 
-// The arguments of initialize() that are not in Param (architecture.h, initial_value()).
+// What initial_value() (architecture.h) needs besides a Param.
 struct InitializeArguments {
     Range owned;           // the elements of the parameter that this rank owns
     uint64_t param_index;  // the number of the parameter
@@ -28,11 +28,11 @@ void initialize(const Weights& w, int64_t rank_offset, const Param& p, const Ini
 // ===========================================================================================================
 // 2. The norm of all gradients, and steps that are skipped
 
-// Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (model.h). Added in a
-// fixed order, they give the same norm for any number of ranks. sums (1 + shard_units.count):
-//   sums[0]       *loss, or 0 if loss is null. It travels with the squares, so that a loss that is not finite
-//                 on one rank skips the step on all.
+// Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (model.h). Their sum,
+// in a fixed order, is the same for any number of ranks. sums (1 + shard_units.count):
+//   sums[0]       *loss, or 0 if loss is null
 //   sums[1 + u]   the sum of squares of the shard unit shard_units.first + u, or 0 if another rank owns it
+// The loss is among the sums, so that a loss that is not finite on one rank skips the step on all ranks.
 void compute_gradient_squares(const ShardsToUpdate& g, const Range& shard_units, const double* loss,
                               double* sums, cudaStream_t stream);
 // Completes the state from the sums of all ranks, (ranks, 1 + shard_units): adds up the squares, and
@@ -52,7 +52,7 @@ void compute_gradient_squares(const ShardsToUpdate& g, const Range& shard_units,
 void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip_limit,
                            GradientState* state, cudaStream_t stream);
 
-// *loss_or_nan = *loss, or NaN if one of n amaxes is not finite, because FP8 codes would hide such values.
+// *loss_or_nan = *loss, or NaN if one of n amaxes is not finite: FP8 codes hide values that are not finite.
 // Once *loss_or_nan is NaN, it stays NaN for the rest of the step.
 void write_loss_or_nan(const AmaxAndScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream);

@@ -80,7 +80,7 @@ public:
     // Each rank gets the gradients of what it owns from all others, and adds them to its sums.
     void reduce_gradients(int64_t bucket, bool first_micro_batch) override {
         const BucketRange& b = parameters_.buckets[bucket];
-        const int64_t me = setup_.rank, each = parameters_.gradient_bytes;
+        const int64_t me = setup_.rank, element_bytes = parameters_.gradient_bytes;
         std::vector<Transfer> transfers;
         for (size_t i = b.first_param; i < b.end_param; i++)
             for (int64_t other = 0; other < setup_.ranks; other++)
@@ -88,9 +88,9 @@ public:
                     transfers.push_back({.with = other,
                                          .send = gradient_at(i, owned_by(i, other).first),
                                          .there = place_of_received(i, me, other),
-                                         .send_bytes = padded_count(owned_by(i, other)) * each,
+                                         .send_bytes = padded_count(owned_by(i, other)) * element_bytes,
                                          .receive = place_of_received(i, other, me),
-                                         .receive_bytes = padded_count(owned_by(i, me)) * each});
+                                         .receive_bytes = padded_count(owned_by(i, me)) * element_bytes});
         wait_for_compute();
         send(transfers);
         for (size_t i = b.first_param; i < b.end_param; i++)
@@ -130,8 +130,8 @@ private:
     const std::shared_ptr<Transport> transport_;  // null in a dry run: nothing travels
     std::vector<std::vector<size_t>> matrices_;   // by module: the parameters that it gathers
     std::vector<TensorRef> gathered_;             // by parameter: a matrix, as it was gathered last
-    // Whether weights of linear layers can travel as FP8 codes: if they have one scale per tensor, every rank
-    // knows it before it has the whole weight.
+    // Whether weights of linear layers can travel as FP8 codes: if they have one scale per tensor, which
+    // every rank knows before it has the whole weight.
     const bool codes_travel_ = linear_formats(setup_).w.fp8() && setup_.recipe.w.granularity == PER_TENSOR;
     Event launched_so_far_, sent_so_far_;
     Event is_sent_[3];      // by buffer of gradients: its gradients are sent, so it may be written again
@@ -230,10 +230,11 @@ private:
         const Storage storage = codes ? setup_.recipe.w : parameters_.weight_storage;
         AmaxAndScale* const scale =
             codes ? amax_table_.of_weight(i, parameters_.linear_layer_index(i)) : nullptr;
-        const int64_t each = info(storage.format).bytes;
+        const int64_t element_bytes = info(storage.format).bytes;
         const auto part_of = [&](int64_t rank) {
             const Range elements = owned_by(i, rank);
-            return Range{.first = elements.first * each, .count = padded_count(elements) * each};
+            return Range{.first = elements.first * element_bytes,
+                         .count = padded_count(elements) * element_bytes};
         };
         const Range mine = part_of(setup_.rank);
         const TensorRef weight = parameters_.owned_weight(i);

@@ -1,15 +1,18 @@
 // gpu/sharding.h - what the other GPUs of a run do in a step. Sharding is the interface that a step calls: it
-// gathers weights, reduces gradients and exchanges small values. sharding.cpp implements it twice: Unsharded
-// is for one GPU, where nothing travels, and Zero3Sharding for several (step by step: dev/WALK2.md), with
-// these promises:
+// gathers weights, reduces gradients and exchanges small values. gpu/sharding.cpp implements it twice:
+// Unsharded is for one GPU, where nothing travels, and Zero3Sharding for several (step by step:
+// dev/WALK2.md).
+//
+// Zero3Sharding promises:
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
-//               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once. So
-//               R ranks with a micro-batch each get the same bits as one GPU with R micro-batches, if sums
-//               are in FP32 and a micro-batch adds to each once. (To a tied embedding, and to the head of
-//               many tokens, it adds more often.)
-//   weights     while one module computes, the matrices of the module that comes next in this direction are
-//               gathered. Each of the two modules has a buffer.
+//               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once.
+//   weights     while one module computes, the matrices of the module that comes next are gathered, in
+//               another buffer.
+//
+// So R ranks with a micro-batch each get the same bits as one GPU with R micro-batches, if two things hold:
+// sums are in FP32, and a micro-batch adds to each gradient once. (It adds more often to a tied embedding,
+// and to the head if there are many tokens.)
 //
 // gpu/operators.h says what a bucket is, and gpu/memory_layout.h what a module is. How bytes travel has a
 // file of its own, gpu/transport.h.
@@ -35,32 +38,32 @@ public:
     int64_t head_module() const { return module_of(parameters_.linear_layer_count()); }
 
     // --- Weights
-    // Call it before you launch what reads the weights of a module. It makes the computation's stream wait
-    // until they are gathered, and begins to gather those of the next module: in forward the module after
-    // this one, in backward the module before it.
+    // To be called before the launch of what reads the weights of a module. Makes the computation's stream
+    // wait until these weights are gathered, and begins to gather those of the next module: in forward the
+    // module after this one, in backward the module before it.
     virtual void gather_weights(int64_t module, Direction direction) = 0;
-    // The whole of the weight that is parameter i, (rows, cols), whoever owns it: as it is stored, or as FP8
-    // codes. With several ranks a matrix must have been gathered.
+    // The whole weight that is parameter i, (rows, cols). With several ranks a matrix must have been
+    // gathered, and is FP8 codes if it has travelled as codes.
     virtual TensorRef weight(size_t i) const = 0;
     // To be called after the weights have changed, or before the scale of their codes changes: what was
     // gathered before is gathered again when it is needed.
     virtual void forget_gathered_weights() = 0;
-    // To be called after the weights have changed. Each rank has updated a part of a weight: the amaxes of
-    // the parts become one, from which the scale of the weight's codes follows. With delayed scaling the
-    // amaxes of the operands of the step become one, too.
+    // To be called after the weights have changed. Each rank has updated a part of a weight. The largest of
+    // the amaxes of the parts becomes the amax of the weight, from which the scale of its codes follows.
+    // (With delayed scaling the same is done for the operands of the step.)
     virtual void combine_amaxes_of_ranks() = 0;
 
     // --- Gradients
     // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
     virtual TensorRef gradient_to_write(size_t i) const = 0;
-    // Makes the computation's stream wait until the gradients of a bucket may be written there.
+    // Makes the computation's stream wait until the gradients of a bucket may be written to their places.
     virtual void wait_for_gradient_buffer(int64_t bucket) = 0;
     // To be called when backward has launched all that writes the gradients of a bucket in one micro-batch.
     // Adds the gradients of all ranks to the sums of the step, each on the rank that owns it. The first
     // micro-batch begins the sums.
     virtual void reduce_gradients(int64_t bucket, bool first_micro_batch) = 0;
-    // Whether the sums of a step lie apart from what backward writes, so that reduce_gradients() must send
-    // and add. With one rank they do not: gradient_to_write() is the sum, to which the next micro-batch adds.
+    // Whether reduce_gradients() must send and add, because the sums of a step lie apart from what backward
+    // writes. False with one rank: there gradient_to_write() is the sum, to which the next micro-batch adds.
     virtual bool sends_gradients() const = 0;
     // Makes the computation's stream wait for all transfers that were launched so far.
     virtual void wait_for_transfers() = 0;

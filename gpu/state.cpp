@@ -11,20 +11,6 @@ namespace coat::gpu {
 // -----------------------------------------------------------------------------------------------------------
 // Memory
 
-Arena::Arena(int64_t bytes) : limit_(bytes ? bytes : INT64_MAX) {
-    if (bytes == 0) return;
-    check(cudaMalloc(&allocated_.handle, bytes), "Allocating the GPU's memory failed");
-    memory_ = static_cast<uint8_t*>(allocated_.handle);
-}
-
-uint8_t* Arena::allocate_bytes(int64_t bytes) {
-    uint8_t* const here = memory_ + used_;
-    used_ += round_up(bytes, GPU_ALIGNMENT);
-    peak_ = std::max(peak_, used_);
-    if (used_ > limit_) throw Error("A step on the GPU needs more memory than its dry run found.");
-    return here;
-}
-
 void GpuContext::wait(const char* what) const {
     enqueue(stream, [&] {
         if (setup.communicator)
@@ -42,8 +28,8 @@ void GpuContext::copy_to_host(void* to_host, const void* from_gpu, int64_t bytes
     wait();
 }
 
-// Allocates the moments of what this rank owns. If they have one scale per tensor, there is room for two:
-// while the update encodes with the new scale, the old one still decodes.
+// Allocates the moments of what this rank owns. (If a moment has one scale per tensor, there is room for two:
+// while the update encodes with the new scale, the old one still decodes.)
 static void allocate_moments(MemoryMap& m, GpuContext& context, const std::vector<ShardPlace>& places) {
     Arena& arena = context.arena;
     const Optimizer& o = context.setup.optimizer;
@@ -67,18 +53,17 @@ static void allocate_moments(MemoryMap& m, GpuContext& context, const std::vecto
     m.moments_bytes = arena.allocate(0) - static_cast<uint8_t*>(m.moments_begin);
 }
 
-// Buffers for gradients that do not stay where backward writes them: one that all buckets use in turn, or
-// two, for even and odd buckets. The bucket of a tied embedding has another one of its own. Returns the
-// buffer of each bucket.
+// Buffers of gradients, for --gradients none and for several ranks: one that all buckets use in turn, or two,
+// for even and odd buckets; and one for the bucket of a tied embedding. Returns the buffer of each bucket.
 static std::vector<uint8_t*> allocate_gradient_buffers(const Setup& s, Arena& arena, size_t buckets,
                                                        bool two) {
     const GradientBufferSizes elements = gradient_buffer_sizes(s);
-    const int64_t each = info(gradient_format(s)).bytes;
-    uint8_t* const even = arena.allocate(elements.largest * each);
-    uint8_t* const odd = two ? arena.allocate(elements.largest * each) : even;
+    const int64_t element_bytes = info(gradient_format(s)).bytes;
+    uint8_t* const even = arena.allocate(elements.largest * element_bytes);
+    uint8_t* const odd = two ? arena.allocate(elements.largest * element_bytes) : even;
     std::vector<uint8_t*> by_bucket(buckets);
     for (size_t b = 0; b < buckets; b++) by_bucket[b] = b % 2 ? odd : even;
-    if (s.config.tied) by_bucket[0] = arena.allocate(elements.embedding * each);
+    if (s.config.tied) by_bucket[0] = arena.allocate(elements.embedding * element_bytes);
     return by_bucket;
 }
 
@@ -90,19 +75,19 @@ static void allocate_activations_and_gradients(MemoryMap& m, GpuContext& context
     const std::vector<BucketRange> buckets = bucket_ranges(context.params);
     const int64_t activation_bytes = s.config.L * saved_layer_bytes(s);
     if (!s.keep_gradients) {
-        // --gradients none, with one rank: the update reads a bucket where backward has written it
+        // --gradients none: the update reads a bucket where backward has written it
         m.saved_activations = arena.allocate(activation_bytes);
         m.gradients_to_write = allocate_gradient_buffers(s, arena, buckets.size(), /*two=*/false);
         m.owned_gradient_sums = m.gradients_to_write;
         return;
     }
     // The sums of a step lie over the activations or after them, as gradients_offset() says
-    const int64_t offset = gradients_offset(s), each = info(gradient_format(s)).bytes;
+    const int64_t offset = gradients_offset(s), element_bytes = info(gradient_format(s)).bytes;
     m.saved_activations =
-        arena.allocate(std::max(activation_bytes, offset + places.back().rank_offset * each));
+        arena.allocate(std::max(activation_bytes, offset + places.back().rank_offset * element_bytes));
     for (const BucketRange& bucket : buckets)
         m.owned_gradient_sums.push_back(m.saved_activations + offset +
-                                        places[bucket.first_param].rank_offset * each);
+                                        places[bucket.first_param].rank_offset * element_bytes);
     if (s.ranks == 1) m.gradients_to_write = m.owned_gradient_sums;
     else m.gradients_to_write = allocate_gradient_buffers(s, arena, buckets.size(), /*two=*/true);
 }
@@ -244,9 +229,10 @@ void Parameters::upload_shard_table() {
     context_.wait("Copying the table of parameters failed");
 }
 
-// Gives the state of a new run its values: initial_value() (architecture.h) for weights, whose amaxes are
-// computed; zero for moments, which means max = 0 and k = 1 in every moment group; no scales, and empty
-// histories.
+// Gives the state of a new run its values:
+//   weights   initial_value() of architecture.h; and their amaxes
+//   moments   zero, which means max = 0 and k = 1 in every moment group
+//   scales    none, and empty histories
 void Parameters::initialize_state() {
     amax_table_.clear();
     clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
@@ -273,8 +259,8 @@ uint8_t* Parameters::owned_gradient_sum(size_t i) const {
     return memory_.owned_gradient_sums[bucket] + in_bucket * gradient_bytes;
 }
 
-// Clipping needs the norm of the gradients of all ranks. So each rank adds up the squares of what it owns, by
-// shard unit. These sums travel after the loss: 1 + units.count numbers from each rank.
+// Clipping needs the norm of all gradients, whose squares are added up by shard unit. With several ranks,
+// each rank adds up the squares of what it owns. It sends 1 + units.count numbers: its loss, then these sums.
 void Parameters::update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket,
                         Sharding& sharding) {
     const size_t first_param = buckets[first_bucket].first_param;

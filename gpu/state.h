@@ -15,8 +15,8 @@
 //   gpu/memory_layout.h  two tables: ShardPlace, by parameter, and BucketRange, by bucket; and
 //                        gradients_offset()
 //
-// With one rank, a shard is a whole parameter, and the rank's order is that of the parameters. What is said
-// of other ranks can wait.
+// With one rank, a shard is a whole parameter, and the rank's order is the order of the parameters. What is
+// said of other ranks can wait.
 #pragma once
 #include <map>
 #include <memory>
@@ -35,18 +35,17 @@ class Sharding;
 // -----------------------------------------------------------------------------------------------------------
 // Memory
 
-// What a step finds out. It is on the device. The host clears it before the step and fetches it at the end.
+// What a step finds out, on the device. The host clears it before the step and fetches it at the end.
 struct StepOutcome {
     double loss;         // the sum of the losses so far, times Scalars::loss_weight
-    double loss_or_nan;  // the loss, or NaN if FP8 codes have hidden a value that is not finite
+    double loss_or_nan;  // `loss`; or NaN, if FP8 codes have hidden a value that is not finite
     GradientState gradient_state;
     uint32_t empty_histories;  // delayed scaling: how many operands have had no amax yet
 };
 // The few numbers that the host and the GPU exchange in a step, on the device.
 struct Scalars {
     StepOutcome outcome;
-    // From the host: 1 / the number of targets that count. With this weight each target's loss enters the
-    // loss of the step, which is a mean.
+    // From the host: 1 / the number of targets that count, because the loss of a step is a mean.
     double loss_weight;
     // The errors of quantization, while they are measured: one for each ReportKind that comes before moments.
     QuantStats quant_stats[int(ReportKind::Moment1)];
@@ -62,17 +61,8 @@ struct Scalars {
 // After that comes what a step allocates where it uses it (Arena::Scope): the operands of one linear layer,
 // gradients of activations, logits.
 //
-// Gradients of weights. With one rank, backward writes them where the update reads them:
-//
-//   where                           in which runs
-//   over saved activations          in all but the following
-//   after the saved activations     with several micro-batches a rank: sums outlive the next forward
-//                                   with a tied embedding: its gradient is the first in the order of the
-//                                   parameters, but the head writes to it before all others
-//   in a buffer that all buckets    with --gradients none: a bucket is updated as soon as its gradients are
-//   use in turn                     complete
-//
-// In the first case:
+// Gradients of weights. Backward writes them where the update reads them. Usually they lie over the saved
+// activations:
 //
 //     forward writes the layers from left to right, backward needs them from right to left
 //   +---------+---------+-- ... --+-----------+
@@ -80,26 +70,34 @@ struct Scalars {
 //   +---------+---------+-- ... --+-----------+
 //             | embedding | layer 0 | layer 1 | ... | layer L-1 | head |  gradients
 //             +-----------+---------+---------+-----+-----------+------+
-//             ^ gradients_offset(): as far left as possible, such that the gradients of layer l begin after
-//               the activations of the layers 0 to l, which backward still needs when it writes these
-//               gradients; and those of the head after all activations
+//             ^ gradients_offset()
 //
-// With several ranks: there lie the sums over the step, of the part that this rank owns. Backward writes to
-// two buffers apart from them, one for even and one for odd buckets: while one bucket travels, the next is
-// computed.
+// The gradients begin as far left as possible. Two conditions limit this: the gradients of layer l begin
+// after the activations of the layers 0 to l, which backward still needs when it writes these gradients; and
+// those of the head begin after all activations.
 //
-// Where there are buffers, the gradient of a tied embedding has one of its own, because the head writes it
+// In other runs:
+//   several micro-batches a rank   all gradients lie after the activations, because their sums outlive the
+//                                  next forward
+//   a tied embedding               all gradients lie after the activations: the gradient of the embedding is
+//                                  the first of them, but the head writes to it before all others
+//   --gradients none               there is one buffer, which all buckets use in turn: a bucket is updated as
+//                                  soon as its gradients are complete
+//   several ranks                  where gradients lie with one rank, the sums of the step lie, of what this
+//                                  rank owns. Backward writes to two buffers, one for even and one for odd
+//                                  buckets: while one bucket travels, the next is computed
+// If there are buffers, the gradient of a tied embedding has one of its own, because the head writes it
 // before all others.
 struct MemoryMap {
     Scalars* scalars;
     StepOutcome* outcome() const { return &scalars->outcome; }  // on the device
     void* gemm_scratch;                                         // CublasGemms::SCRATCH bytes
 
-    // For the norm of gradients, (ranks, 1 + shard units): a rank's row has its loss, and then the sums of
-    // squares of what it owns. Each rank sends its row to the others.
+    // For the norm of gradients, (ranks, 1 + shard units): the row of a rank has the rank's loss, and then
+    // the sums of squares of what the rank owns.
     double* loss_and_squares;
-    // What else other ranks write here, if there are several. These places, and loss_and_squares, are equally
-    // far from the beginning of the allocation on all ranks.
+    // What else other ranks write here, if there are several. (They find these places and loss_and_squares,
+    // because on all ranks they are equally far from the beginning of the allocation.)
     struct Received {
         uint32_t* flags;       // two for each rank (gpu/transport.h)
         uint8_t* gradients;    // the other ranks' gradients of the part of a bucket that this rank owns
@@ -149,13 +147,12 @@ struct GpuContext {
     // bytes: the size of the allocation; 0: a dry run, in which the stream is DRY_RUN.
     GpuContext(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
 
-    // Waits until the stream has run all that was put on it. If some of this work waits for another rank, and
-    // that rank has ended, this process ends too. what: how the Error begins if something has failed.
+    // Waits until the stream has run all that was put on it. what: how the Error begins if something has
+    // failed. (With several ranks: if another rank has ended, this process ends too.)
     void wait(const char* what = "The GPU failed") const;
-    // Copies between the host and this GPU. Both functions call wait() before they copy: CUDA's copy may wait
-    // for the stream anyway, but would not notice that a rank has ended. wait_then_start_copy_to_gpu() only
-    // starts its copy, so what it reads must stay until the next wait(). copy_to_host() returns when its copy
-    // is complete.
+    // Copies between the host and this GPU. Both functions first call wait().
+    // wait_then_start_copy_to_gpu() only starts its copy, so what it reads must stay until the next wait().
+    // copy_to_host() returns when its copy is complete.
     void wait_then_start_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
     void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
 
@@ -168,14 +165,16 @@ struct GpuContext {
 MemoryMap allocate_memory(GpuContext& context);
 
 // -----------------------------------------------------------------------------------------------------------
-// The amaxes of the weights and operands of linear layers: a table on the device, in which each amax has
-// beside it the scale that follows from it (AmaxAndScale). The table has an entry for
+// The amaxes of the weights and operands of linear layers: a table on the device. An entry has an amax, and
+// the scale that follows from this amax (AmaxAndScale). The table has an entry for
 //
 //   each parameter | the operand x of each linear layer | the operand w of each | the operand g of each
 //
-// The amax of a linear layer's weight is in the entry of this parameter, where the update leaves it. Only
-// with delayed scaling, where scales follow from a history of amaxes, it is in the entry of the operand w.
-// (The entries of other parameters than these weights are not used.)
+// The amax of a linear layer's weight is in the entry of this parameter, where the update leaves it. Only the
+// weights of linear layers have amaxes: the entries of other parameters are not used.
+//
+// With delayed scaling (te), scales follow from histories of amaxes. Then the amax of a weight is in the
+// entry of the operand w, which is not used otherwise.
 
 class AmaxTable {
 public:
@@ -183,8 +182,8 @@ public:
 
     const int64_t param_count;
     const int64_t linear_layer_count;
-    // Whether a history of amaxes may still be empty. An operand whose history is empty is scaled just in
-    // time. A step that was not skipped sets it to false if it has found no empty history (StepOutcome).
+    // Delayed scaling: whether a history of amaxes may still be empty. An operand whose history is empty is
+    // scaled just in time. After a step that has found no empty history and was not skipped, this is false.
     bool any_empty_history = false;
 
     int64_t count() const { return count_; }
@@ -204,14 +203,14 @@ public:
 
     // Clears amaxes, scales and histories, for a run that begins.
     void clear();
-    // Clears the amaxes of operands: before each micro-batch if scaling is just in time, and before each step
-    // if it is delayed. (The amaxes of parameters stay.)
+    // Clears the amaxes of operands: before each micro-batch, or before each step if scaling is delayed. (The
+    // amaxes of parameters stay.)
     void clear_operand_amaxes() const;
     // To be called after the state has been initialized or written: histories may be empty now.
     void expect_empty_histories();
     // Delayed scaling: the amaxes of the step enter the histories, from which the scales of the next step
-    // follow; and the empty histories are counted. If the linear layers of this run are not in FP8, there are
-    // no amaxes, and histories and scales stay as they are. outcome: on the device.
+    // follow, and the empty histories are counted in outcome, which is on the device. In other runs, and if
+    // linear layers are not in FP8, this does nothing.
     void update_histories(StepOutcome* outcome) const;
 
 private:
@@ -228,8 +227,11 @@ private:
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// Weights, gradients and moments, by parameter. Here `i` is the index of a parameter in params, which is the
-// table of architecture.h, in the order of forward.
+// Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, which is the table
+// of architecture.h, in the order of forward. The class has three jobs:
+//   - It gives a new run its first values.
+//   - It finds what belongs to a parameter: index(), owned_weight(), owned_gradient_sum(), ...
+//   - It updates parameters: update().
 
 class Parameters {
 public:
@@ -240,7 +242,7 @@ public:
     const Setup& setup;
     const std::vector<Param>& params;
     const std::vector<BucketRange> buckets;
-    // By parameter: what this rank owns, and where. One more entry follows, where the last parameter ends.
+    // By parameter: what this rank owns, and where. One more entry says where the last parameter ends.
     const std::vector<ShardPlace> places;
     const Storage weight_storage, gradient_storage;
     const int64_t weight_bytes, gradient_bytes;  // the bytes of one element
@@ -258,36 +260,37 @@ public:
     uint8_t* owned_weight_data(size_t i) const {
         return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
     }
-    // The whole parameter, (rows, cols). Only with one rank, or of a vector: this rank owns only a part of
-    // any other parameter, and Sharding::weight() has the whole.
+    // The whole parameter, (rows, cols). With several ranks only for a vector: of a matrix this rank owns a
+    // part, and Sharding::weight() has the whole.
     TensorRef whole_weight(size_t i) const {
         return {owned_weight_data(i), params[i].rows, params[i].cols, weight_storage};
     }
-    // The part of the weight of a linear layer that this rank owns. It need not be whole rows, so this tensor
-    // has MOMENT_GROUP_SIZE columns, of which the size of such a part is a multiple. (Of other parameters the
-    // last elements would be missing.)
+    // What this rank owns of the weight of a linear layer. With several ranks that may not be whole rows, so
+    // the tensor has MOMENT_GROUP_SIZE columns. (The size of such a part is a multiple of MOMENT_GROUP_SIZE.
+    // Other parameters have other sizes: of these the last elements would be missing.)
     TensorRef owned_weight(size_t i) const {
         return {owned_weight_data(i), places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
                 weight_storage};
     }
-    // Where the sums of gradients begin that the update reads for this rank's part of parameter i.
+    // The sums of the gradients of this rank's part of parameter i, which the update reads.
     uint8_t* owned_gradient_sum(size_t i) const;
-    // The whole gradient, (rows, cols). Only with one rank, or of a vector, as for whole_weight().
+    // The whole gradient, (rows, cols). With several ranks only for a vector, as whole_weight().
     TensorRef whole_gradient(size_t i) const {
         return {owned_gradient_sum(i), params[i].rows, params[i].cols, gradient_storage};
     }
 
-    // Updates the buckets [first_bucket, end_bucket), whose gradients are complete: exchanges sums of
-    // squares with the other ranks, computes the norm, decides whether the step is skipped (GradientState),
-    // and, if it is not, runs AdamW, which leaves the amaxes of the new weights. Before that,
-    // StepOutcome::loss_or_nan must have been written.
+    // Updates the buckets [first_bucket, end_bucket), whose gradients are complete. StepOutcome::loss_or_nan
+    // must have been written. The function
+    //   - computes the norm of the gradients, for which several ranks exchange sums of squares;
+    //   - decides whether the step is skipped (GradientState);
+    //   - if it is not skipped, runs AdamW, which leaves the amaxes of the new weights.
     void update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket, Sharding& sharding);
     // Computes the amax of the weight that is parameter i, after other values than those of update() were
     // written to it.
     void compute_weight_amax(size_t i) const;
 
     // For the quantization report: the errors of storing the moments of a bucket; and the expansion exponents
-    // of all moment groups of these moments, which are MemoryMap::first_moments or second_moments.
+    // of all moment groups of `moments`, which are MemoryMap::first_moments or second_moments.
     void measure_moment_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
     std::vector<float> expansion_exponents(const std::vector<MomentRef>& moments) const;
 
