@@ -79,8 +79,8 @@ struct ModelConfig {
 // and of the activation function. It computes these outputs again from the saved inputs, which costs little.
 enum class SavedKind : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 
-// A saved tensor has the shape (N, cols). Only the log-sum-exp has the shape (B, NH, T), with N * cols
-// elements, too.
+// A saved tensor (N, cols). The log-sum-exp has the shape (B, NH, T), which is as many elements: its `cols`
+// is NH.
 struct SavedTensor {
     SavedKind kind;
     const char* name;
@@ -116,7 +116,7 @@ struct Role {
     // It is the weight of a linear layer whose GEMMs read quantized operands (Recipe::x, w and g). The weight
     // of the head is not: the GEMMs of the head are in the compute dtype.
     bool quantized_linear = false;
-    bool starts_at_one = false;  // it starts at 1; else at random values, or at 0 (init_std)
+    bool starts_at_one = false;  // its initial values are 1
 };
 // The embedding, learned positions and the head: no GEMM reads them quantized, but their moments are.
 inline constexpr Role EMBEDDING_OR_HEAD{.decays = true, .moments_follow_optimizer = true};
@@ -129,14 +129,15 @@ struct Param {
     std::string name;  // "layers.3.qkv", "layers.3.qkv.bias", "embedding", ...
     Role role;
     int64_t rows, cols;  // a vector of n elements is (1, n)
-    float init_std;      // standard deviation of the initial values; 0: they are all 0, or 1 by the role
-    // (flat_offset and bucket can wait.) The place of the first element in the flat order, which has all
-    // parameters one after the other, each padded to a multiple of 128 elements. The GPU stores the gradients
-    // of a bucket in the flat order. Stochastic rounding finds the random bits of an element by its place.
+    // Unless role.starts_at_one: the standard deviation of the random initial values. If it is 0, they are 0.
+    float init_std;
+    // (flat_offset and bucket can wait.) The flat order has the elements of all parameters one after the
+    // other, with each parameter padded to a multiple of 128 elements. This is the place of the first element
+    // in the flat order. A GPU stores gradients in the flat order, and stochastic rounding takes the random
+    // bits of an element by its place.
     int64_t flat_offset;
-    // The number of its bucket, in the order of the forward pass. A bucket is the parameters whose gradients
-    // backward completes at the same time. The GPU sends the gradients of a bucket, or updates its
-    // parameters, while backward goes on.
+    // A bucket is the parameters whose gradients backward completes at the same time. This is the number of
+    // the parameter's bucket, in the order of the forward pass.
     int64_t bucket;
     int64_t layer;  // the number of its layer, counted from 0; -1: it belongs to no layer
 
@@ -144,7 +145,7 @@ struct Param {
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP_SIZE); }
     // The format in which this parameter's first or second moments are stored. of_optimizer: Optimizer::m or
-    // v. Moments of vectors are in FP32 instead.
+    // v.
     Format moment_format(Format of_optimizer) const {
         return role.moments_follow_optimizer ? of_optimizer : Format::FP32;
     }

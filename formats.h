@@ -93,7 +93,7 @@ struct Granularity {
     int rows, cols;
     constexpr bool operator==(const Granularity&) const = default;
     // Whether a matrix and its transpose are cut into the same scale blocks: true for a whole tensor and for
-    // 128x128, false for a row and for 1x128. If it is true, the two have the same codes.
+    // 128x128, false for a row and for 1x128. With the same scale blocks, they have the same codes.
     constexpr bool transpose_has_same_blocks() const { return rows == cols; }
 };
 inline constexpr Granularity PER_TENSOR{.rows = 0, .cols = 0};
@@ -107,7 +107,8 @@ COAT_HD inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b 
 inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 // How a matrix is stored: the format of its elements and, in FP8, its scale blocks and the format of the
-// scales. The scales of a (rows, cols) matrix form a row-major (scale_rows, scale_cols) matrix.
+// scales. The scales of a (rows, cols) matrix form a row-major (scale_rows, scale_cols) matrix. Formats other
+// than FP8 have no scales, and the granularity PER_TENSOR.
 struct Storage {
     Format format;
     Granularity granularity = PER_TENSOR;
@@ -123,7 +124,7 @@ struct Storage {
     int64_t bytes_without_scales(int64_t rows, int64_t cols) const {
         return rows * cols * info(format).bytes;
     }
-    int64_t bytes(int64_t rows, int64_t cols) const {  // of the codes and the scales
+    int64_t bytes(int64_t rows, int64_t cols) const {  // with the scales
         return bytes_without_scales(rows, cols) + scale_count(rows, cols) * info(scale_format).bytes;
     }
     std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
@@ -161,20 +162,21 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // this sum by the scales. The multiplication by the scales interrupts the tensor cores. With groups of 1x16
 // it would interrupt them too often, so no GEMM reads groups.
 //
-// Hopper's FP8 GEMM reads both operands along the dimension that it sums over. The elements of this dimension
-// must be neighbours in memory. In a row-major matrix they are if the dimension is that of the columns. Each
-// operand is read by two GEMMs. One sums over the operand's columns and reads the operand as it is. The other
-// sums over the operand's rows and reads the transpose, which is quantized for this GEMM.
+// Which form of an operand a GEMM reads (this can wait for linear_backward() in reference_model.cpp). Each
+// operand is read by two GEMMs. One sums over the operand's columns, and reads the operand as it is. The
+// other sums over the operand's rows, and reads the operand's transpose: Hopper's FP8 GEMM needs the elements
+// that it adds up to be neighbours in memory.
 //
 //   operand   summed over its   summed over its rows   codes are made
 //             columns by        (transposed) by
-//   x         fprop             wgrad                  twice: in forward for fprop, in backward for wgrad
+//   x         fprop             wgrad                  in forward for fprop, and again in backward for wgrad,
+//                                                      because the codes of fprop are not kept
 //   w         fprop             dgrad                  for each GEMM. A GPU may keep them for a whole step
-//   g         dgrad             wgrad                  once for both GEMMs if the transpose has the same
-//                                                      scale blocks, else twice
+//   g         dgrad             wgrad                  once in backward, if the transpose has the same scale
+//                                                      blocks; else for each GEMM
 //
-// The Granularity of an operand, in recipes() below, describes the matrix as its GEMM reads it: the GEMM sums
-// over columns. For example, a scale block of x with the granularity 1x128 is
+// The Granularity of an operand, in recipes() below, describes the form that the GEMM reads, whose columns
+// are summed over. For example, a scale block of x with the granularity 1x128 is
 //   in fprop, which reads x (N, in):      128 features of one token
 //   in wgrad, which reads x^T (in, N):    128 tokens of one feature
 

@@ -1,7 +1,7 @@
 // model.h - a training run: its settings, and the interface Model, which program/train.cpp drives.
 // reference_model.cpp implements it on the CPU and model.cu on the GPU, independently, so that each checks
-// the other. After Model come the parts that matter with several ranks, or to a checkpoint: what a rank owns,
-// how ranks exchange values (this section can wait), and the names of all tensors of a run.
+// the other. The sections after Model can wait: they matter with several ranks, or to a checkpoint. They say
+// what a rank owns, how ranks exchange values, and how the tensors of a run are called.
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -73,11 +73,8 @@ inline void require_supported(const Setup& s) {
 // embedding that is also the head. For example, in a model with such an embedding:
 //   2 micro-batches   4 gradients   BF16
 //   3 micro-batches   6 gradients   FP32
-// The micro-batches of all ranks count. So a step of so many micro-batches has the same format on any number
-// of ranks.
-//
-// On a GPU the head adds a gradient for each slice of a micro-batch. So its sum has a rule of its own:
-// head_sum_in_fp32() in gpu/memory_layout.h.
+// The micro-batches of all ranks count, so the format does not depend on the number of ranks. (On a GPU the
+// sum of the head has a rule of its own: head_sum_in_fp32() in gpu/memory_layout.h.)
 inline Format gradient_format(const Setup& s) {
     return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute;
 }
@@ -92,8 +89,8 @@ struct StepResult {
     //   - the loss, a gradient or a tensor that was quantized to FP8 was not finite;
     //   - the norm after clipping was 2^62 or more;
     //   - no target counts.
-    // Then nothing was updated. Only without keep_gradients a GPU may have updated some buckets before it
-    // noticed the reason.
+    // In all three cases nothing was updated. (With --gradients none a GPU may have updated a part of the
+    // parameters before it noticed the reason.)
     bool skipped;
     int64_t target_count = 0;  // targets that count, in all micro-batches of all ranks
 };
@@ -114,9 +111,11 @@ inline double divisor_of_mean(const int32_t* targets, int64_t n) {
     return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
 }
 
+// Tokens are in [0, V), targets in [0, V) or NO_TARGET; the caller has checked this. An unknown name of a
+// tensor is an Error.
+//
 // With several ranks, every rank calls step(), evaluate(), next_logits(), measure_quantization() and write()
-// at the same time. Tokens are in [0, V), targets in [0, V) or NO_TARGET; the caller has checked this. An
-// unknown name of a tensor is an Error.
+// at the same time.
 class Model {
 public:
     virtual ~Model() = default;
@@ -124,7 +123,7 @@ public:
     // this rank. The result is that of all ranks.
     virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) = 0;
     // The mean loss of one micro-batch (B, T) of this rank, in nats per token, without gradients. It is 0 if
-    // no target counts, and NaN if a tensor that was quantized to FP8 was not finite.
+    // no target counts, and NaN if the loss or a tensor that was quantized to FP8 was not finite.
     virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;
     // The logits (V) of the token that follows the first n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
@@ -178,8 +177,8 @@ struct Range {  // consecutive elements
 inline Range owned(const Param& p, int64_t rank, int64_t ranks) {
     if (p.is_vector()) return {.first = 0, .count = p.size()};
     const int64_t units = ceil_div(p.size(), SHARD_UNIT);
-    const int64_t begin = std::min(p.size(), units * rank / ranks * SHARD_UNIT);
-    const int64_t end = std::min(p.size(), units * (rank + 1) / ranks * SHARD_UNIT);
+    const int64_t begin = std::min(p.size(), (units * rank / ranks) * SHARD_UNIT);
+    const int64_t end = std::min(p.size(), (units * (rank + 1) / ranks) * SHARD_UNIT);
     return {.first = begin, .count = end - begin};
 }
 inline Range owned(const Setup& s, const Param& p) { return owned(p, s.rank, s.ranks); }
@@ -228,7 +227,8 @@ template <class Value> std::vector<Value> Communicator::all_gather(const Value& 
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// State: all tensors that a run needs to resume, by name. CPU and GPU have the same tensors.
+// State: all tensors that a run needs to resume, by name. CPU and GPU have the same tensors. (This section
+// can wait: the names are for checkpoints.)
 
 struct StateTensor {
     // The weight has the name of its parameter. The other tensors of the parameter have this name and a
@@ -300,9 +300,8 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& confi
     return table;
 }
 
-// The state besides the weights: the remainders of the masters, the codes and moment scalings of the moments,
-// and the state of delayed scaling. A BF16 weight and its signed 16-bit remainder are the FP32 master
-// (reference.cpp, split_master).
+// The remainders of the masters, the moments with their moment scalings, and the state of delayed scaling. A
+// BF16 weight and its signed 16-bit remainder are the FP32 master (reference.cpp, split_master).
 inline std::vector<StateTensor> tensors_besides_weights(const Setup& s) {
     std::vector<StateTensor> table;
     for (const Param& p : parameters(s.config)) {

@@ -23,9 +23,6 @@ namespace coat::reference {
 
 using Floats = std::vector<float>;
 
-// Loops over fewer elements run on one thread: starting the others would take longer.
-constexpr int64_t MIN_PARALLEL = 1 << 14;
-
 // ===========================================================================================================
 // 1. Formats (paper, preliminaries)
 //
@@ -55,7 +52,7 @@ static float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 uint16_t encode(Format f, float x) {
     const int M = info(f).mantissa_bits;
     const int bias = exponent_bias(f);
-    // NaN becomes fmax here; its code is replaced below.
+    // If x is NaN, std::min() returns fmax: NaN is not less. The code of NaN is chosen below.
     const float magnitude = std::min(info(f).fmax, std::abs(x));
     const int e = std::max(int(std::bit_cast<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
     const float steps = magnitude * power_of_two(M - e);  // |x| / 2^(e - M)
@@ -65,8 +62,9 @@ uint16_t encode(Format f, float x) {
     return uint16_t((std::isnan(x) ? nan : code) | sign);
 }
 
-// The value of a code of FP8 or FP16. FP32 has the same fields, but at other places and with another bias.
-// E4M3 has no infinity. Its largest exponent has values, too, and only the code above that of FMAX is NaN.
+// The value of a code of FP8 or FP16. FP32 has the same fields, but at other places and with another bias. A
+// code above that of FMAX gets FP32's largest exponent, with which a mantissa of 0 is infinity, and any other
+// NaN. In E4M3 only one code lies above that of FMAX. Its mantissa is 7, so it is NaN: E4M3 has no infinity.
 float decode(Format f, uint16_t code) {
     const int M = info(f).mantissa_bits;
     const uint32_t magnitude = code & (sign_bit(f) - 1);
@@ -85,7 +83,7 @@ uint16_t to_bf16(float x) {
     return uint16_t((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
 }
 float from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t(bits) << 16); }
-// In FP32 x stays as it is. FP8 and FP16 need a scale: quantize() rounds to them.
+// In FP32 x stays as it is. FP8 and FP16 need a scale: quantize() and Moment::store() round to them.
 float round_to(Format f, float x) {
     if (f == Format::BF16) return from_bf16(to_bf16(x));
     assert(f == Format::FP32);
@@ -130,18 +128,19 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // 2. Quantizers (paper, preliminaries; granularity: paper, section 5.1; group scaling: paper, section 5.2)
 //
 // For each scale block of a matrix (formats.h says what these words mean):
-//   s = amax / FMAX,   code = encode(x / s),   x = decode(code) * s
+//   s = amax / FMAX,   code = encode(x / s),   x' = decode(code) * s
+// x' is the value that is read back.
 
-// The scale of a scale block with this amax; 1 for a block of zeros. A scale that is stored in BF16 is
-// rounded to the nearest BF16 value, so it may be too small by a factor of 1 + 2^-8. In E4M3 amax / s is then
-// at most 448 (1 + 2^-8) = 449.75. encode() saturates amax / s at 448, which is the E4M3 value nearest to it.
-// So there is no more error than rounding makes.
+// The scale of a scale block with this amax; 1 for a block of zeros.
+//
+// A scale in BF16 may be rounded down. Then amax / s is above 448 in E4M3, but at most 448 (1 + 2^-8) =
+// 449.75. Its nearest value in steps of 32 is 448, so that saturating makes no other error than rounding.
 //
 // If amax is not finite, the step must be skipped. But codes saturate, and would hide the infinity.
-//   a whole tensor         has the scale 1. The caller has noted its amax (note_whether_finite() in
-//                          reference_model.cpp)
-//   a smaller scale block  has the scale NaN, which reaches the loss or a gradient. So a GPU need not look at
-//                          the amaxes of groups
+//   a smaller scale block  gets the scale NaN. It reaches the loss or a gradient, so nobody need look at the
+//                          amaxes of groups
+//   a whole tensor         gets the scale 1, which hides the infinity, too. The caller looks at the amax
+//                          (note_whether_finite() in reference_model.cpp)
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -149,8 +148,8 @@ float scale_of(const Storage& storage, float amax) {
     return round_to(storage.scale_format, s);
 }
 
-// The largest |x| of n neighbours; infinity if one is NaN. It compares bits, not floats, because a maximum of
-// floats could lose a NaN. The bits of |x| have the order of the magnitudes, with NaN above infinity.
+// The largest |x| of n neighbours; infinity if one is NaN. A maximum of floats could lose a NaN, so bits are
+// compared. The bits of |x| have the order of the magnitudes, with NaN above infinity.
 static float amax_of_neighbours(const float* x, int64_t n) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFFu);
@@ -181,7 +180,7 @@ float StoredMatrix::value(int64_t row, int64_t col) const {
     return read_element(storage.format, elements.data(), row * cols + col) * scale(row, col);
 }
 
-// Adds the error of one value to statistics. A NaN is not counted as flushed, whatever is read back for it.
+// Adds the error of one value to statistics. NaN is not counted as flushed: |NaN| > 0 is false.
 static void add_error(QuantStats& stats, float x, float dequantized) {
     const double error = double(x) - double(dequantized);
     stats.signal += double(x) * x;
@@ -222,7 +221,8 @@ template <class Convert> static void for_each_row_part(const StoredMatrix& store
         }
 }
 
-// Sets stored.elements: code = encode(x / s) for all elements of x (rows, cols).
+// Sets stored.elements: encode(x / s) for all elements of x (rows, cols). In FP32 and BF16 s is 1, and an
+// element is x rounded to the format.
 static void compute_codes(const float* x, StoredMatrix& stored) {
     const Format format = stored.storage.format;
     uint8_t* const elements = stored.elements.data();
@@ -233,8 +233,8 @@ static void compute_codes(const float* x, StoredMatrix& stored) {
     });
 }
 
-// Adds the errors of all elements of x (rows, cols) to statistics. Values are saturated if they exceed FMAX s
-// by more than rounding does, which is half the spacing of values at FMAX. In E4M3 the spacing at 448 is 32:
+// Adds the errors of all elements of x (rows, cols) to statistics. A value is saturated if it lies above
+// FMAX s by more than half the spacing of values at FMAX. In E4M3 the spacing at 448 is 32:
 //   |x| up to 464 s   is rounded to 448 s, as any value is rounded to its neighbour
 //   |x| beyond 464 s  is saturated
 static void measure_quant_errors(const float* x, const StoredMatrix& stored, QuantStats& stats) {
@@ -247,7 +247,7 @@ static void measure_quant_errors(const float* x, const StoredMatrix& stored, Qua
     }
 }
 
-// Quantizes x (rows, cols): the codes of all elements and the scales of all scale blocks.
+// First the scales of all scale blocks, then all elements.
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage, QuantStats* stats,
                       std::optional<float> scale) {
     StoredMatrix stored{.elements = {}, .scales = {}, .rows = rows, .cols = cols, .storage = storage};
@@ -264,7 +264,7 @@ StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage&
     return stored;
 }
 
-// The values (rows, cols) of a quantized tensor: x = decode(code) * s.
+// x' = decode(code) * s for all elements. In FP32 and BF16 elements are values.
 Floats dequantize(const StoredMatrix& stored) {
     Floats x(stored.rows * stored.cols);
     if (!stored.storage.fp8()) {
@@ -291,12 +291,12 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
     return transpose;
 }
 
-// A GEMM operand x (rows, cols) with the rounding of FP8: quantized and dequantized again. Tensor cores
-// multiply codes and scale the result. Here the GEMM is in FP32, and its operands are the decoded values.
+// Tensor cores multiply codes, and scale the result. Here the GEMM is in FP32 and reads decoded values. (This
+// is called fake quantization.)
 //
-// The columns of a granularity run along the reduction (formats.h, Recipes). So for a reduction over rows the
-// transpose is quantized. If the transpose has the same scale blocks, it would get the same values. Then x
-// itself is quantized.
+// A Granularity describes a matrix whose columns are summed over (formats.h, Recipes). So if the GEMM sums
+// over the rows of x, the transpose of x is quantized. If the transpose has the same scale blocks, x itself
+// gives the same values.
 Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const Storage& storage, ReduceOver over,
                     QuantStats* stats, std::optional<float> scale) {
     if (over == ReduceOver::Columns || storage.granularity.transpose_has_same_blocks())
@@ -306,14 +306,11 @@ Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const Storage& 
     return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
-// While the history has no amax, the scale comes from the largest amax of the step so far.
 float DelayedScale::note_amax_and_get_scale(const Storage& storage, float tensor_amax) {
     amax = std::max(amax, tensor_amax);
     return scale > 0 ? scale : scale_of(storage, amax);
 }
 
-// The amax of the step replaces the oldest of the history. Then scale = max(history) / FMAX of format f. If
-// max(history) is 0 or not finite, the scale stays as it is.
 void DelayedScale::update_history_and_scale(Format f) {
     std::rotate(history.begin(), history.end() - 1, history.end());  // forgets the oldest
     history.front() = amax;
@@ -335,12 +332,13 @@ void DelayedScale::update_history_and_scale(Format f) {
 //   contract:  x = f^-1(decode(code) * s)
 // f(x) / s = sign(x) FMAX (|x| / max)^k, so the codes and the moment scaling (max, k) are all that is stored.
 
-// k = log(R) / log(R_X), rounded to a multiple of 1/256 from 1/16 to 64.
+// k = log(R) / log(R_X), rounded to a multiple of 1/256, and limited to [1/16, 64].
 //   - Rounding: logarithms of CPU and GPU differ in their last bits. After rounding, most k are the same on
 //     both. (The released code rounds down to a multiple of 1/16, which costs precision.)
-//   - The lower limit changes no k. The widest R_X of FP32 is 2^277, and in E4M3 its k is 16/256.
 //   - The upper limit: if all magnitudes are equal, log(R_X) is 0, and k is 64. Here every k is exact: all
 //     codes are those of FMAX or -FMAX, and contract() gives max or -max.
+//   - The lower limit only states which k can occur: the widest R_X of FP32 is 2^277, and its k in E4M3 is
+//     16/256.
 float expansion_exponent(Format f, float max, float min_nonzero) {
     const float k_max = 64.0f;
     const float log_range = std::log2(info(f).fmax) - std::log2(info(f).fmin);  // log R
@@ -366,8 +364,8 @@ float contract(Format f, float y, float max, float k) {
     return std::copysign(std::max(max * root * root, 0x1p-149f), y);
 }
 
-// Without expansion: the scale of a moment group whose amax is max. It is never NaN: a step is skipped if the
-// norm of its gradients is 2^62 or more after clipping. So moments and their amaxes are finite.
+// Without expansion: the scale of a moment group whose amax is max. Moments are finite, because a step with
+// too large gradients is skipped (StepResult in model.h).
 static float moment_scale(Format f, float max) { return scale_of(Storage{.format = f}, max); }
 
 void Moment::init(const Optimizer& optimizer, Format f, int64_t count) {
@@ -417,7 +415,7 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
     const float group_k = expanded && largest > 0 ? expansion_exponent(format, largest, smallest) : 1.0f;
     max[moment_group] = largest;
     if (expanded) k[moment_group] = group_k;
-    const float reciprocal = 1.0f / moment_scale(format, largest);  // only for moments without expansion
+    const float reciprocal = 1.0f / moment_scale(format, largest);  // used without expansion only
     for (int64_t i = first; i < end; i++) {
         const float y = expanded ? expand(format, x[i], largest, group_k) : x[i] * reciprocal;
         write_element(format, elements.data(), i, y);
@@ -500,7 +498,7 @@ static RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const R
     return {.mean = mean, .rstd = 1 / std::sqrt(sum_of_squares / Real(C) + eps)};
 }
 
-// RMSNorm or LayerNorm of each row of x (N, C):
+// RMSNorm or LayerNorm of each row of x (N, C). RMSNorm has mean = 0 and no bias:
 //   xhat = (x - mean) * rstd
 //   y = xhat * weight + bias
 template <class Real>

@@ -2,8 +2,8 @@
 // in reference_matmul.cpp. Training uses them through make_reference_model() (model.h). The last function,
 // loss_in_double(), is for tests.
 //
-// Here are shapes, units and special cases. The equations, their reasons, and what each function does step by
-// step are in reference.cpp. So read a section of this file, then the part of reference.cpp with its number.
+// Here are arguments, results and shapes. Equations, special cases and reasons are in reference.cpp. So read
+// a section of this file, then the part of reference.cpp with its number.
 //
 // All pointers are to row-major arrays, with shapes such as (rows, cols). The template parameter Real is
 // float. It is double only where tests compare gradients with finite differences. That is the only reason for
@@ -15,6 +15,9 @@
 #include "step.h"
 
 namespace coat::reference {
+
+// Loops over fewer elements run on one thread: starting the others would take longer.
+inline constexpr int64_t MIN_PARALLEL = 1 << 14;
 
 // --- 1. Formats: rounding is to nearest, ties to even; NaN stays NaN ---
 uint16_t encode(Format f, float x);     // FP32 to FP8 or FP16; saturates, never infinity
@@ -31,8 +34,8 @@ float join_master(uint16_t weight, int16_t remainder);
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
 // --- 2. Quantizers (paper, preliminaries and section 5) ---
-// A matrix (rows, cols) as a Storage says (formats.h). value() is a code's value times its scale. In FP32 and
-// BF16 there are no scales.
+// A matrix (rows, cols), stored as its Storage says (formats.h). In FP8 an element is a code, and value() is
+// the value of the code times its scale. In FP32 and BF16 there are no scales.
 struct StoredMatrix {
     std::vector<uint8_t> elements;  // rows * cols elements of storage.format
     std::vector<uint8_t> scales;  // one for each scale block, of storage.scale_format
@@ -47,37 +50,41 @@ struct StoredMatrix {
 };
 
 float scale_of(const Storage& storage, float amax);  // the scale of a scale block with this amax
-float compute_amax(const float* x, int64_t n);       // the largest |x| of n values; infinity if one is NaN
+float compute_amax(const float* x, int64_t n);       // the amax of n values
 
-// Quantizes x (rows, cols). Scales are just-in-time, unless `scale` is given, which only a tensor with a
-// single scale can use: then values beyond FMAX * scale saturate. If storage is FP8, the errors are added
-// to *stats.
+// Stores x (rows, cols) as `storage` says.
+//   stats   null, or where the errors are added if the format is FP8
+//   scale   used in place of the just-in-time scale; for one scale per tensor only (DelayedScale)
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage,
                       QuantStats* stats = nullptr, std::optional<float> scale = {});
 std::vector<float> dequantize(const StoredMatrix& stored);  // (rows, cols)
 
-// x (rows, cols), quantized and decoded again. Columns: for a GEMM that sums over the columns of x, as fprop
-// does. Rows: for a GEMM that sums over the rows of x, as wgrad does.
+// x (rows, cols) as a GEMM reads it: quantized, and decoded again. over: whether the GEMM sums over the
+// columns of x, as fprop does, or over its rows, as wgrad does. stats, scale: as for quantize().
 enum class ReduceOver : uint8_t { Columns, Rows };
 std::vector<float> gemm_operand(const std::vector<float>& x, int64_t rows, int64_t cols,
                                 const Storage& storage, ReduceOver over, QuantStats* stats = nullptr,
                                 std::optional<float> scale = {});
 
-// Delayed scaling (formats.h, Scaling; recipe te) of one operand of a linear layer.
+// Delayed scaling (formats.h, Scaling; recipe te) of one operand of a linear layer. The scale is known before
+// the tensor is, so values beyond FMAX * scale saturate.
 struct DelayedScale {
     // The amaxes of the last recipe.history_steps steps, the newest first; 0 for steps before the first. The
     // vector is empty if this operand has no delayed scaling.
     std::vector<float> history;
     float scale = 0;  // the scale in the current step, from the history; 0: the history has no amax yet
     float amax = 0;   // the largest amax of the current step so far, over its micro-batches
-    // Raises amax to that of a tensor of the current step. Returns the scale to quantize this tensor with.
+    // Raises amax to that of a tensor of the current step. Returns the scale to quantize this tensor with. If
+    // the history has no amax yet, this scale comes from `amax`.
     float note_amax_and_get_scale(const Storage& storage, float tensor_amax);
-    // After a step: `amax` goes into the history, and the history gives the scale of the next step.
+    // After a step: `amax` replaces the oldest of the history, and the scale of the next step is
+    // max(history) / FMAX. If max(history) is 0 or not finite, the scale stays as it is.
     void update_history_and_scale(Format f);
 };
 
 // --- 3. FP8 optimizer with dynamic range expansion (paper, section 4) ---
-// The format f of all three is E4M3 or E5M2.
+// The format f of the next three functions is E4M3 or E5M2.
+
 // k of a moment group whose nonzero magnitudes lie between min_nonzero and max.
 float expansion_exponent(Format f, float max, float min_nonzero);
 float expand(Format f, float x, float max, float k);    // with the sign of x; the magnitude is at most FMAX
@@ -85,8 +92,10 @@ float contract(Format f, float y, float max, float k);  // the inverse of expand
 
 // One moment (n) of one parameter, in any format. The elements of a moment group share a moment scaling (max,
 // k). The last moment group may be short. A moment group of zeros has max = 0 and k = 1.
-//   with expansion:  code = encode(expand(x)),  x = contract(decode(code))
-//   else:            code = encode(x / s),      x = decode(code) * s,       with s = scale_of(max), and no k
+// x' is the value that is read back:
+//   with expansion:  code = encode(expand(x)),  x' = contract(decode(code))
+//   else:            code = encode(x / s),      x' = decode(code) * s,       with s = scale_of(max), and no k
+// FP32 and BF16 moments have no moment scalings, and their elements are values.
 struct Moment {
     Format format = Format::FP32;
     bool expanded = false;
@@ -99,8 +108,7 @@ struct Moment {
     // A moment of `count` zeros. f: Param::moment_format().
     void init(const Optimizer& optimizer, Format f, int64_t count);
     void load(float* x) const;  // x: (n)
-    // Stores x (n). If the format is scaled, the errors are added to *stats. In a moment group of 128 a
-    // positive second moment gets at least the smallest positive code.
+    // Stores x (n). stats: null, or where the errors are added if the format is scaled.
     void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
     int64_t moment_group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP_SIZE; }
@@ -147,8 +155,7 @@ template <class Real>
 void matmul(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real> b, Real* c);
 
 // x, y, dy, dx: (N, C). weight, bias, dweight, dbias: (C).
-// RMSNorm: y = x / rms(x) * weight; bias is null, and dbias may be null.
-// LayerNorm: y = (x - mean) / std * weight + bias.
+// RMSNorm if rms, else LayerNorm. RMSNorm has a null bias, and its dbias may be null.
 template <class Real>
 void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                   const Real* bias, Real* y);
@@ -165,8 +172,7 @@ template <class Real>
 void qk_norm_backward(const ModelConfig& config, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
                       Real* dweight);
 
-// gated: gate_up (N, 2F) = [gate | up], act (N, F) = silu(gate) * up. Else act = gelu(gate_up), both (N, F).
-// dact and dgate_up have the shapes of act and gate_up.
+// gate_up, dgate_up: (N, 2F) = [gate | up] if gated, else (N, F). act, dact: (N, F).
 template <class Real>
 void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, Real* act);
 template <class Real>

@@ -5,8 +5,7 @@
 
 namespace coat::reference {
 
-// Loops over fewer elements, and GEMMs with fewer products, run on one thread: to start others takes longer.
-constexpr int64_t MIN_PARALLEL = 1 << 14, MIN_PARALLEL_PRODUCTS = 1 << 16;
+constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 16;  // GEMMs with fewer products run on one thread
 
 // Copies a matrix (rows, depth) to panels of `width` rows, panel[depth][row], with zeros beyond the last row.
 // Elements of the matrix are `row_stride` and `col_stride` apart.

@@ -20,22 +20,27 @@ using Floats = std::vector<float>;
 // ===========================================================================================================
 // 5. The precision flow (paper, section 5): which tensor has which format
 //
-// A tensor that is stored is quantized, or in the recipe's compute dtype (BF16). Only attention's log-sum-exp
-// and the sums of more than four gradients (gradient_format) are in FP32. In the recipe coat:
+// The formats of the recipe coat:
 //   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
 //   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
 //     of the activation
-//   all other tensors             BF16: attention, residual stream, final norm, embedding, head
-// Some tensors go to the quantizer directly from FP32: on a GPU one kernel computes and quantizes them.
+//   log-sum-exp of attention      FP32
+//   everything else               BF16: attention, final norm, embedding, head, gradients of weights (FP32 if
+//                                 more than four are summed: gradient_format())
+//
+// A residual sum is FP32 only inside the kernel that makes it. It is stored twice: in BF16 for the next sum,
+// and in E4M3 groups for the norm. Here the FP32 sum is passed on, and each reader rounds or quantizes it.
+//
+// Some tensors are quantized from FP32, because on a GPU one kernel computes and quantizes them:
 //   residual sums                           residual_sum and sum_after_attention in layer_forward()
 //   outputs of norms                        apply_norm()
 //   output of the activation function       apply_activation()
 //   gradient of the activation's input      dgate_up in layer_backward()
 //   attention's output                      only with --attention groups, when it is loaded from its groups
-// All other tensors are rounded to BF16 before they are quantized.
+// A tensor that is not in this list is rounded to BF16 before it is quantized.
 //
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Forward
-// has computed them from the same quantized values, so backward takes each derivative where forward was.
+// has computed with the same saved values, so backward takes each derivative at the values of forward.
 // Backward treats rounding as the identity.
 
 namespace {
@@ -52,7 +57,7 @@ public:
     const std::vector<Param> params = parameters(setup.config);
     std::vector<Tensor> param_values;  // by parameter (rows, cols), in the compute dtype
     std::vector<Tensor> gradients;  // by parameter (rows, cols), in gradient_format()
-    // By parameter and OperandKind. Only linear layers in a recipe with delayed scaling have histories.
+    // By parameter and OperandKind; for recipes with delayed scaling only.
     std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
     QuantStats* stats = nullptr;  // one element for each ReportKind; null: errors are not measured
     bool finite = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
@@ -68,8 +73,9 @@ public:
     }
 
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses. Backward adds the gradients of loss_weight * this sum to `gradients`. With loss_weight =
-    // 1 / (targets of the step that count), all micro-batches together give the gradients of the mean loss.
+    // of the losses. Backward adds the gradients of loss_weight * (sum of the losses) to `gradients`. With
+    // loss_weight = 1 / (targets of the step that count), all micro-batches of the step together give the
+    // gradients of the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
         const Tensor x = forward(tokens, setup.B, setup.T);     // (N, C)
         const Tensor y = rounded(apply_norm("final_norm", x));  // (N, C)
@@ -149,8 +155,8 @@ private:
 
     // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
-    // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C). Both are sums in FP32.
-    // The next norm reads such a sum from its FP8 groups; the next residual add reads it in BF16.
+    // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C), both FP32 sums. A norm
+    // reads a residual sum from its groups, and the next sum reads it rounded to BF16.
     Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         SavedLayer& saved = saved_layers_.emplace_back();
@@ -191,9 +197,9 @@ private:
         return add(rounded(sum_after_attention), linear_forward(prefix + "down", act));
     }
 
-    // Layer l: the gradient of the residual stream after the layer (N, C) -> before the layer (N, C). At the
-    // input of each branch two gradients are added: one comes along the stream, one through the branch. dX is
-    // the gradient of X.
+    // Layer l: the gradient of the residual stream after the layer (N, C) -> before the layer (N, C). Where a
+    // branch leaves the stream, two gradients are added: one comes along the stream, one through the branch.
+    // dX is the gradient of X.
     Tensor layer_backward(int64_t l, Tensor dresidual) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         const SavedLayer& saved = saved_layers_[l];
@@ -249,9 +255,9 @@ private:
         else return dequantize(saved);
     }
 
-    // FP8 codes saturate, which hides an infinity. So `finite` notes the amax of each tensor that is
-    // quantized to FP8. (A tensor with small scale blocks would not need this, see scale_of(). But it costs
-    // little.)
+    // FP8 codes saturate, which hides an infinity. So `finite` remembers whether the amax of each tensor that
+    // was quantized to FP8 is finite. (For scales per tensor this is needed, see scale_of(). For smaller
+    // scale blocks it costs little.)
     void note_whether_finite(float amax) { finite = finite && std::isfinite(amax); }
 
     // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
@@ -291,8 +297,9 @@ private:
             has_same_blocks ? g_operand : make_operand(OperandKind::G, index, dy, out, ReduceOver::Rows);
         matmul(out, in, N_, transposed_view(g_of_wgrad, out), matrix_view(x_operand, in), dw.data());
         add_gradient(name, dw);
-        // dbias is a sum over tokens. In FP8 recipes it sums dy itself, not the FP8 values of g_operand. In
-        // other recipes it sums g_operand, which is dy rounded to the compute dtype.
+        // dbias is a sum over tokens. In FP8 recipes dy itself is summed, because the FP8 values of g_operand
+        // have larger errors. In other recipes g_operand is summed: it is dy rounded to the compute dtype,
+        // which is what a GPU has in memory.
         if (has_bias(name)) {
             Tensor dbias(out);
             const Tensor& g = formats_.g.fp8() ? dy : g_operand;
@@ -303,10 +310,10 @@ private:
     }
 
     // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. tensor: (rows, cols).
-    // weight_index: of the layer's weight in params. If the operand is FP8:
-    //   - `finite` notes whether the tensor is finite.
-    //   - Scales are just-in-time. Only with delayed scaling the scale comes from the operand's history, and
-    //     the amax of the tensor goes into this history.
+    // weight_index: of the layer's weight in params.
+    //
+    // If the operand is FP8, its amax is looked at here. (gemm_operand() takes the amaxes of scale blocks
+    // once more, for just-in-time scales.) With delayed scaling, DelayedScale has the scale.
     Tensor make_operand(OperandKind kind, size_t weight_index, const Tensor& tensor, int64_t cols,
                         ReduceOver over) {
         if constexpr (!QUANTIZES) return tensor;
@@ -380,8 +387,8 @@ private:
         return rounded(qkv);
     }
     // The backward pass of RoPE and of the norms of heads: dqkv (N, qkv_cols), the gradient of what attention
-    // reads -> the gradient of what the projection gives. saved_qkv: what load_saved() gives. Adds to the
-    // gradient of the weight of Qwen3's norms.
+    // reads -> the gradient of what the projection gives. saved_qkv: q, k and v as they were saved. Adds to
+    // the gradient of the weight of Qwen3's norms.
     Tensor qkv_backward(const std::string& prefix, const Tensor& saved_qkv, Tensor dqkv) {
         if (config_.arch.rope) {
             rope(config_, B_, T_, dqkv.data(), /*inverse=*/true);
@@ -516,8 +523,8 @@ public:
         // vector<bool> has no array of its elements.)
         bool finite = true;
         for (char theirs : all_gather(char(network_.finite))) finite = finite && theirs;
-        // If the norm after clipping is below 2^62, the square of each gradient fits every format of v. The
-        // comparison is false for NaN, so such a step is skipped, too.
+        // If the norm after clipping is below 2^62, the square of each gradient fits every format of v. A
+        // norm that is NaN is not below 2^62, so the step is skipped, too.
         const double clipped_norm = grad_norm * clip_factor(options, grad_norm);
         const bool skipped = !finite || !(clipped_norm < 0x1p62);
         if (!skipped) update_all(options, grad_norm);
@@ -528,7 +535,7 @@ public:
         network_.reset_finite_and_amaxes();
         const double divisor = divisor_of_mean(targets, setup_.B * setup_.T);
         const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
-        // It divides, as step() does, so that the loss has the same bits as in step().
+        // A division, as in step(): it gives the same bits.
         return network_.finite ? sum / divisor : NAN;
     }
 
@@ -545,9 +552,9 @@ public:
         network_.stats = report.kinds;
         const double loss_weight = 1.0 / divisor_of_mean(targets, setup_.B * setup_.T);
         network_.run_micro_batch(tokens, targets, loss_weight, /*backward=*/true);
-        // k_m and k_v belong to the moments that are stored now. The errors belong to the moments that a step
-        // with these gradients would store, with the default betas and without clipping. Here such a step is
-        // made on a copy of the state, with lr = 0.
+        // k_m and k_v are those of the moments that are stored now. The errors are those of the moments that
+        // an update by these gradients would store, with the default betas and without clipping. This update
+        // is made on a copy of the state, with lr = 0.
         for (size_t i = 0; i < params_.size(); i++) {
             ParamState s = states_[i];
             report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
@@ -593,7 +600,7 @@ private:
                                                       /*backward=*/true));
             if (setup_.communicator) reduce_gradients(/*is_first_micro_batch=*/i == 0);
         }
-        if (setup_.communicator) network_.gradients.swap(sums_);
+        if (setup_.communicator) network_.gradients.swap(sums_);  // where the update looks for gradients
         const std::vector<std::vector<double>> losses_by_rank = all_gather(losses);
         double loss = 0;
         for (int64_t i = 0; i < micro_batches; i++)
@@ -602,8 +609,8 @@ private:
     }
 
     // The norm of all gradients: sqrt(sum of g^2). Each shard unit is summed first, then the sums of the
-    // shard units are added. (A rank of a GPU run has whole shard units. So the norm there is the same for
-    // any number of ranks.)
+    // shard units are added. On a GPU this makes the norm the same for any number of ranks, because each rank
+    // has whole shard units.
     double gradient_norm() const {
         double sum = 0;
         for (const Floats& gradient : network_.gradients)
@@ -627,8 +634,8 @@ private:
     }
 
     // Updates the elements of parameter i that this rank owns: dequantizes the moments, computes AdamW in
-    // FP32, and quantizes the moments again. s is states_[i], or a copy of it in measure_quantization().
-    // There network_.stats is set, and the errors of the moments are added to it.
+    // FP32, and quantizes the moments again. s: states_[i], or a copy of it in measure_quantization(), which
+    // also sets network_.stats.
     void update_parameter(ParamState& s, size_t i, const AdamWConstants& constants, uint64_t key) const {
         const auto [first, n] = owned(setup_, params_[i]);
         Floats master(n), m(n), v(n);
@@ -646,8 +653,8 @@ private:
         }
     }
 
-    // Delayed scaling: the amax of an operand, the largest of all ranks, goes into the operand's history. If
-    // linear layers fall back from FP8, they take no amaxes, and histories and scales stay as they are.
+    // Delayed scaling: the amax of an operand, the largest of all ranks, goes into the operand's history.
+    // Without FP8 operands (LinearFormats::fallback) there are no amaxes, and nothing changes.
     void update_delayed_scales() {
         if (!linear_formats(setup_).x.fp8()) return;
         for (auto& operands : network_.delayed_scales)

@@ -39,10 +39,10 @@ def encode(f, x):
     if not FP8: return x
     x = np.asarray(x, F32)
     magnitude = np.minimum(np.abs(x), f.max)
-    # 2^e <= magnitude < 2^(e+1), or subnormal. (np.frexp: x = f 2^n with 1/2 <= f < 1, so e = n - 1.)
+    # 2^e <= magnitude < 2^(e+1), or subnormal. (np.frexp: x = a 2^n with 1/2 <= a < 1, so e = n - 1.)
     e = np.frexp(np.maximum(magnitude, F32(2) ** (1 - f.bias)))[1] - 1
     steps = np.rint(np.ldexp(magnitude, f.M - e))                   # values there are 2^(e - M) apart
-    # A normal value has 2^M steps or more: they add 1 to the exponent field, which so begins with e + bias - 1.
+    # Adding 2^M steps or more, as a normal value has, carries 1 into the exponent field: so it starts one lower.
     # In E4M3, 1.1 has e = 0 and 8.8 steps, rounded 9: the code is 9 + (6 << 3) = 0x39, which is 1.125.
     code = np.nan_to_num(steps).astype(int) + ((e + f.bias - 1) << f.M)  # a NaN gets its code below
     return (np.where(np.isnan(x), 0x7F, code) | np.signbit(x) * 0x80).astype(np.uint8)
@@ -65,7 +65,7 @@ def scales_of(f, amax):
 def quantize_tensor(f, x):  # -> codes and one FP32 scale
     s = scales_of(f, np.max(np.abs(x)))
     return Quantized(encode(f, x * (F32(1) / s)), s)
-def gemm_operand(f, x):  # x as a GEMM reads it
+def gemm_operand(f, x):  # x as a GEMM reads it: quantized, and decoded again
     codes, s = quantize_tensor(f, x)
     return decode(f, codes) * s
 
@@ -82,33 +82,33 @@ def dequantize_groups(codes, s):
 #      expand:    y = sign(x) FMAX (|x| / max)^k        k = log(FMAX / FMIN) / log(max / min)    (equation 4)
 #      contract:  x = sign(y) max (|y| / FMAX)^(1 / k)
 # A moment group stores its codes, max and k. k is a multiple of 1/256, from 1/16 to 64.
-Moment = namedtuple("Moment", "codes largest k")  # (groups, 128), (groups, 1) and (groups, 1)
-def expansion_exponent(largest, smallest):
+Moment = namedtuple("Moment", "codes max k")  # of n moment groups: (n, 128), (n, 1) and (n, 1)
+def expansion_exponent(max, min_nonzero):
     with np.errstate(divide="ignore"):  # if all magnitudes are equal, any k is exact
-        k = np.log2(float(E4M3.max) / float(E4M3.min)) / np.log2(largest.astype(float) / smallest)
+        k = np.log2(float(E4M3.max) / float(E4M3.min)) / np.log2(max.astype(float) / min_nonzero)
     return np.clip(np.rint(256 * k) / 256, 1 / 16, 64).astype(F32)
 
-def expand(x, largest, k):
-    # In FP64, because the quotient may underflow in FP32. It is zero in a group of zeros.
-    ratio = np.abs(x).astype(float) / np.maximum(largest, 2.0**-149)
+def expand(x, max, k):
+    # In FP64, because the quotient may underflow in FP32. It is 0 in a moment group of zeros.
+    ratio = np.abs(x).astype(float) / np.maximum(max, 2.0**-149)
     return (np.sign(x) * E4M3.max * ratio ** k).astype(F32)
-def contract(y, largest, k):
-    return (np.sign(y) * largest * (np.abs(y) / E4M3.max).astype(float) ** (1 / k)).astype(F32)
+def contract(y, max, k):
+    return (np.sign(y) * max * (np.abs(y) / E4M3.max).astype(float) ** (1 / k)).astype(F32)
 
 def store_moment(x):
-    """x (groups, 128) -> what is stored of it. The smallest magnitude gets the lowest code that is not 0: so no
-    second moment becomes 0, which would make the next update huge. A group of zeros has max 0 and k 1."""
+    """x (n, 128): n moment groups -> what is stored. The smallest magnitude gets the lowest code that is not 0: so
+    no second moment becomes 0, which would make the next update huge. A moment group of zeros has max 0 and k 1."""
     magnitude = np.abs(x)
-    largest = magnitude.max(axis=1, keepdims=True)
-    smallest = np.where(x == 0, F32(np.inf), magnitude).min(axis=1, keepdims=True)
-    k = np.where(largest > 0, expansion_exponent(largest, smallest), F32(1))
-    return Moment(encode(E4M3, expand(x, largest, k)), largest, k)
+    max = magnitude.max(axis=1, keepdims=True)
+    min_nonzero = np.where(x == 0, F32(np.inf), magnitude).min(axis=1, keepdims=True)
+    k = np.where(max > 0, expansion_exponent(max, min_nonzero), F32(1))
+    return Moment(encode(E4M3, expand(x, max, k)), max, k)
 
-def load_moment(codes, largest, k): return contract(decode(E4M3, codes), largest, k)
+def load_moment(codes, max, k): return contract(decode(E4M3, codes), max, k)
 
 def adamw(w, g, m, v, step, lr, matrix=True, beta1=F32(0.9), beta2=F32(0.95), eps=F32(1e-8), decay=F32(0.1)):
-    """One step of the master weights w, FP32 (groups, 128), without clipping. They move by the new moments before
-    these are quantized. matrix=False is for norms: their moments are FP32, and their weights do not decay."""
+    """One step of the FP32 master weights w (n, 128), without clipping. Weights move by the new moments before the
+    moments are quantized. matrix=False is for norms: their moments are FP32, and their weights do not decay."""
     if matrix: m, v = load_moment(*m), load_moment(*v)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * (g * g)
@@ -126,10 +126,10 @@ def rms_norm_backward(x, weight, dy, eps=F32(1e-5)):
     normal, d = x * rstd, dy * weight
     return (d - normal * np.mean(d * normal, axis=1, keepdims=True)) * rstd, np.sum(dy * normal, axis=0)
 
-def swiglu(gate_up):
+def activation(gate_up):  # SwiGLU: silu(gate) up
     gate, up = np.split(gate_up, 2, axis=1)
     return gate / (1 + np.exp(-gate)) * up
-def swiglu_backward(gate_up, dact):
+def activation_backward(gate_up, dact):
     gate, up = np.split(gate_up, 2, axis=1)
     s = 1 / (1 + np.exp(-gate))
     return np.concatenate([dact * up * s * (1 + gate * (1 - s)), dact * gate * s], axis=1)
@@ -171,10 +171,10 @@ def attention_backward(qkv, out, dout, T, HS):
 
 # --- 5. Flow (lessons 5 to 7): one Llama layer. A linear layer quantizes both operands of its three GEMMs per
 # tensor. Norms 1 and 2 and the activation function read what was saved in groups, in both passes. All else is
-# BF16: weights (linear layers make codes of them), the residual stream, attention, gradients. Outputs of norms
-# and of the activation function are not saved: backward computes them again. It takes the derivative of
-# rounding to be 1 (straight-through estimation), and all others at the values that forward used.
-# qkv and attention_output are BF16 values, the others E4M3 codes in groups.
+# BF16: weights (linear layers make codes of them), the residual stream where the next sum reads it, attention,
+# gradients. Outputs of norms and of the activation function are not saved: backward computes them again. It takes
+# the derivative of rounding to be 1 (straight-through estimation), and all others at the values that forward used.
+# What a layer saves: qkv and attention_output as BF16 values, the others as E4M3 codes in groups.
 Saved = namedtuple("Saved", "norm1_input qkv attention_output norm2_input gate_up")
 
 def linear(x, w):
@@ -185,8 +185,8 @@ def linear_backward(x, w, g):
     return dx, bf16(g_operand.T @ gemm_operand(E4M3, x))            # wgrad: dw = g^T x
 
 def layer_forward(w, x, T, HS):
-    """The residual stream x (tokens, C) -> the stream after the layer, and what is saved. The stream is a sum
-    in FP32 with two readers. The norm reads it quantized in groups, the next sum reads it rounded to BF16."""
+    """The residual stream x (tokens, C) -> the stream after the layer, and what is saved. Each residual sum is FP32
+    and has two readers: the norm reads it quantized in groups, the next sum reads it rounded to BF16."""
     norm1_input = quantize_groups(x)                                # (tokens, C)
     qkv = linear(rms_norm(dequantize_groups(*norm1_input), w["norm1"]), w["qkv"])
     qkv = bf16(rope(qkv, T, HS))                                    # (tokens, 3 C)
@@ -195,20 +195,20 @@ def layer_forward(w, x, T, HS):
     norm2_input = quantize_groups(residual2)                        # (tokens, C)
     gate_up = linear(rms_norm(dequantize_groups(*norm2_input), w["norm2"]), w["gate_up"])
     gate_up = quantize_groups(gate_up)                              # (tokens, 2 F): gate, then up
-    out = bf16(residual2) + linear(swiglu(dequantize_groups(*gate_up)), w["down"])
+    out = bf16(residual2) + linear(activation(dequantize_groups(*gate_up)), w["down"])
     return out, Saved(norm1_input, qkv, attention_output, norm2_input, gate_up)
 
 def layer_backward(w, saved, dx, T, HS):
     """The gradient dx of the stream after the layer -> before it, and the gradients of the weights."""
     x1, x2 = dequantize_groups(*saved.norm1_input), dequantize_groups(*saved.norm2_input)
     gate_up, d = dequantize_groups(*saved.gate_up), {}
-    dact, d["down"] = linear_backward(swiglu(gate_up), w["down"], dx)           # (tokens, F)
-    dgate_up = swiglu_backward(gate_up, dact)    # (tokens, 2 F); only its codes are stored, so no bf16() here
+    dact, d["down"] = linear_backward(activation(gate_up), w["down"], dx)       # (tokens, F)
+    dgate_up = activation_backward(gate_up, dact)  # (tokens, 2 F); only its codes are stored, so no bf16() here
     dnorm2, d["gate_up"] = linear_backward(rms_norm(x2, w["norm2"]), w["gate_up"], dgate_up)
     dbranch, d["norm2"] = rms_norm_backward(x2, w["norm2"], dnorm2)
     dx = bf16(dx + dbranch)                                                     # (tokens, C)
-    doutput, d["attention_out"] = linear_backward(saved.attention_output, w["attention_out"], dx)
-    dqkv = bf16(attention_backward(saved.qkv, saved.attention_output, doutput, T, HS))
+    dattention_output, d["attention_out"] = linear_backward(saved.attention_output, w["attention_out"], dx)
+    dqkv = bf16(attention_backward(saved.qkv, saved.attention_output, dattention_output, T, HS))
     dqkv = bf16(rope(dqkv, T, HS, -1))                                          # rotated back
     dnorm1, d["qkv"] = linear_backward(rms_norm(x1, w["norm1"]), w["qkv"], dqkv)
     dbranch, d["norm1"] = rms_norm_backward(x1, w["norm1"], dnorm1)

@@ -1,5 +1,5 @@
 // run.h - a run of ./train: what it is made of, how it trains (train.cpp), and what it measures, prints and
-// saves. start.h has what makes it.
+// saves. start.h declares the functions that make a Run.
 //
 // Types that other files declare:
 //   Flags             flags.h: the values of the command line; a member for each flag
@@ -55,8 +55,10 @@ struct Run {
     std::optional<Loader> training_loader{}, held_out_loader{};
     RunLog log{};                              // of rank 0
     std::vector<int32_t> tokens{}, targets{};  // micro-batches (B, T)
-    std::string last_checkpoint{};  // the last complete one in --out; empty: none. Set by note_checkpoint().
-    // Whether the model is at the end of a step that may be saved, and that is in no checkpoint yet.
+    // The last complete checkpoint, in --out or where save_last() found room; empty: none. note_checkpoint()
+    // sets it.
+    std::string last_checkpoint{};
+    // Whether the model is at the end of a step that may be saved and is in no checkpoint yet.
     bool at_savable_step = false;
 
     int64_t micro_batch_tokens() const { return setup.B * setup.T; }
@@ -116,9 +118,9 @@ struct Sample {
 };
 Sample draw_sample(const Run& run);
 
-// How well FP8 represents each kind of tensor, measured on one micro-batch, forward and backward. After a run
-// also the moments that the gradients of this micro-batch would lead to, and the expansion exponents k in
-// use, on all ranks.
+// How well FP8 represents each kind of tensor, measured on one micro-batch, forward and backward. If the run
+// has made a step, also the moments that the gradients of this micro-batch would lead to, and the expansion
+// exponents k in use, on all ranks.
 QuantReport measure_quantization(Run& run);
 
 // -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
 //                        read_or_fail_together()
 //   clock.h              now(): the time in seconds. seconds_per_minute()
 //   processes.h          signal_received: the signal that has come to this process, or 0
-//   data/checkpoint.h    find_checkpoint()
+//   data/checkpoint.h    find_checkpoint(). LoopState, the type of run.state
 //   text.h               printable(): text that a terminal can show
 #include <cmath>
 
@@ -68,7 +68,7 @@ static int finish(Run& run, const Progress& progress);
 
 int train(Run& run) {
     const Flags& flags = run.flags;
-    // A run that is resumed already has a checkpoint, which an error message can name.
+    // A resumed run has a checkpoint from the start. The message of an error names it.
     if (!flags.out.empty()) note_checkpoint(run, find_checkpoint(flags.out));
     if (run.state.step == 0) run.state.first_validation = validate_and_report(run);
     create_and_lock_output_folder(run);
@@ -133,9 +133,10 @@ static void count_step(Run& run, const StepResult& result, Progress& progress) {
     } else if (result.target_count) {
         progress.skipped_in_a_row++;
     }
-    // Whether a signal or an error saves this step. If the step was skipped, an earlier update may have made
-    // weights overflow. Such weights must not replace a good checkpoint. But if there is no checkpoint, they
-    // are better than nothing. (For the last step of a run there is a better check: see finish().)
+    // Whether this step is saved if a signal comes, or if the next micro-batches cannot be read. If the step
+    // was skipped, an earlier update may have made weights overflow. Such weights must not replace a good
+    // checkpoint. But if there is no checkpoint, they are better than nothing. (For the last step of a run
+    // there is a better check: see finish().)
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
@@ -180,10 +181,11 @@ static Events events_on_all_ranks(Run& run, const Progress& progress) {
 // Saves the step after which a signal has come, and says how the run can go on. Returns the exit code.
 static int save_and_end_at_signal(Run& run, int signal) {
     if (run.at_savable_step) save_last(run);
-    std::string what = "; nothing was saved.";
+    std::string how_to_continue = "; nothing was saved.";
     const fs::path checkpoint = run.last_checkpoint;
-    if (!checkpoint.empty()) what = ": continue with --resume " + checkpoint.parent_path().string();
-    std::printf("Interrupted after step %ld%s\n", run.state.step, printable(what).c_str());
+    if (!checkpoint.empty())
+        how_to_continue = ": continue with --resume " + checkpoint.parent_path().string();
+    std::printf("Interrupted after step %ld%s\n", run.state.step, printable(how_to_continue).c_str());
     return 128 + signal;
 }
 

@@ -10,7 +10,7 @@
 // Watch for:
 //   Threads beyond n have no parameter, but take part in every __syncthreads().
 //   Read the old max[b] and k[b] before one thread overwrites them.
-//   Zeros do not count in the smallest magnitude; a group of zeros has max = 0, k = 1 and codes 0.
+//   Zeros do not count in the smallest magnitude. A moment group of zeros has max = 0, k = 1 and codes 0.
 //
 // decode(code) and encode(x) are below; use log2f, exp2f, rintf, copysignf for the formulas of exercise 6.
 #include "judge.cuh"

@@ -29,7 +29,7 @@ struct Fp8Matrix {  // row-major codes of a format that share one scale: a value
     std::vector<uint8_t> codes;
 };
 
-struct Moment {  // of groups of 128 parameters: E4M3 codes, and max and k of each group
+struct Moment {  // E4M3 codes; max and k of each moment group, which is 128 parameters
     uint8_t* codes;
     float *max, *k;
 };

@@ -205,7 +205,8 @@ void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floa
            where(std::isnan(mine.k[group]),
                  "k is no number: the smallest magnitude may not be negative, so take |x|."),
            where(zeros,
-                 "Zeros do not count in the smallest magnitude; a group of zeros has max = 0 and k = 1.")},
+                 "Zeros do not count in the smallest magnitude; a moment group of zeros has max = 0 and "
+                 "k = 1.")},
           1.001 / 256 / k);
     }
     c.input = [&](size_t i) {
@@ -216,8 +217,8 @@ void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floa
        {"Storing a moment includes its expansion: given::expand.", linear}});
 }
 
-// Gives the moments that are loaded, and stores them; the gradient of a group with zeros has zeros there,
-// too.
+// Gives the moments that are loaded, and stores them; the gradient of a moment group with zeros has zeros
+// there, too.
 AdamWInputs adamw_inputs(Comparison& c, int n, int round, bool zeros, reference::Moment (&stored)[2]) {
     const Step step{0.01f, 0.9f, 0.95f, 0.01f, 0.1f, 0.271f, 0.142625f};  // the third step
     AdamWInputs in{step, {}, {}, {}, c.normal(n)};
@@ -243,8 +244,8 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
     Comparison c(number);
     for (int round = 0; round < 24; round++) {
         const bool zeros = round % 4 == 2, small = round % 4 == 3;
-        if (zeros) c.special = "groups with zeros";
-        else c.special = small ? "groups with fewer than 128 parameters" : "";
+        if (zeros) c.special = "moment groups with zeros";
+        else c.special = small ? "moment groups with fewer than 128 parameters" : "";
         const int n = 128 * (number == 14 ? 1 + round % 5 : 1) - (small ? 91 : 0);
         reference::Moment before[2], mine[2];
         const AdamWInputs in = adamw_inputs(c, n, round, zeros, before);

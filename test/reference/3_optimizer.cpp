@@ -40,12 +40,12 @@ static bool is_expanded_value(Format f, double exact, double got, double max, do
 
 // Stores x in a moment and checks max, k, codes, values and statistics by their definition. Only where the
 // whole tensor has one scale (fp8lm) may a positive second moment become 0.
-static void check_moment(Format f, bool expand, bool per_tensor, bool second, const Floats& x) {
+static void check_moment(Format f, bool expansion, bool per_tensor, bool second, const Floats& x) {
     const int64_t n = int64_t(x.size()), size = per_tensor ? n : MOMENT_GROUP_SIZE;
-    const bool scaled = moments_need_scaling(f), expands = expand && is_fp8(f);
+    const bool scaled = moments_need_scaling(f), expands = expansion && is_fp8(f);
     const bool positive = second && !per_tensor;
     Moment moment;
-    moment.init({.name = "", .m = f, .v = f, .expansion = expand, .per_tensor = per_tensor}, f, n);
+    moment.init({.name = "", .m = f, .v = f, .expansion = expansion, .per_tensor = per_tensor}, f, n);
     CHECK(moment.max == Floats(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
     CHECK(moment.k == Floats(size_t(expands ? ceil_div(n, size) : 0), 1.0f));
     Floats values(x.size(), -7);
@@ -74,7 +74,7 @@ static void check_moment(Format f, bool expand, bool per_tensor, bool second, co
             REQUIRE(values[i] == round_to(f, x[i]));
             continue;
         }
-        const float y = expands ? coat::reference::expand(f, x[i], max, k) : x[i] * (1 / s);
+        const float y = expands ? expand(f, x[i], max, k) : x[i] * (1 / s);
         int code = encode(f, y);
         if (positive && x[i] > 0 && decode(f, uint16_t(code)) == 0) code = 1;
         REQUIRE(stored_code(moment, i) == code);
