@@ -707,7 +707,7 @@ def ranks():
 # --- Memory of a step
 
 def plan(train, recipe):
-    flags = f"--plan --device gpu --model llama-2-7b --data dev --batch 8 --seq 2048 --recipe {recipe}"
+    flags = f"--plan --device gpu --model llama-2-7b --data dev --batch 8 --seq 2048 --recipe {recipe} --optimizer {recipe}"
     run = subprocess.run([train, *flags.split()], check=True, capture_output=True, text=True)
     return run.stdout.splitlines()
 
@@ -731,8 +731,7 @@ def memory(plans):
                  "gradients": part("gradients") * np.ones(4) + over_activations * np.array([1, 1, 0, 0])}
         areas["saved activations"] = sum(gb.values()) * np.array([0, 1, 0, 0])  # what is left
         ax.stackplot(ends, areas.values(), alpha=0.9, colors=[theme[c] for c in ("grey", "blue", "green", "gold", "red")])
-        title = {"bf16": "bf16, FP32 moments"}.get(recipe, recipe)
-        ax.set(title=f"{title}\nat most {sum(areas.values()).max():.0f} GB", xlim=(0, ends[-1]), ylim=(0, 152))
+        ax.set(title=f"{recipe}\nat most {sum(areas.values()).max():.0f} GB", xlim=(0, ends[-1]), ylim=(0, 152))
         below = 0
         for name, area in areas.items():
             high = area.max()
