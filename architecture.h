@@ -79,8 +79,8 @@ struct ModelConfig {
 // and of the activation function. It computes these outputs again from the saved inputs, which costs little.
 enum class SavedKind : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 
-// A saved tensor (N, cols). The log-sum-exp has the shape (B, NH, T), which is as many elements: its `cols`
-// is NH.
+// A saved tensor (N, cols). The log-sum-exp has the shape (B, NH, T), which is N * NH elements: its `cols` is
+// NH.
 struct SavedTensor {
     SavedKind kind;
     const char* name;
@@ -144,8 +144,8 @@ struct Param {
     bool is_vector() const { return rows == 1; }
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP_SIZE); }
-    // The format in which this parameter's first or second moments are stored. of_optimizer: Optimizer::m or
-    // v.
+    // The format in which this parameter's first or second moments are stored. of_optimizer: the optimizer's
+    // format for these moments, Optimizer::m or Optimizer::v.
     Format moment_format(Format of_optimizer) const {
         return role.moments_follow_optimizer ? of_optimizer : Format::FP32;
     }
@@ -188,7 +188,8 @@ inline std::vector<Param> parameters(const ModelConfig& config) {
     for (int64_t layer = 0; layer < config.L; layer++) {
         table.layer = layer;
         const std::string prefix = concat("layers.", layer, ".");
-        // Each bucket of a layer has a linear layer, and the norms that its input or output passes.
+        // Each of the four buckets of a layer has a linear layer. The buckets of qkv and of gate_up also have
+        // the norm before it, and that of qkv has Qwen3's norms of heads, qk_norm, too.
         table.bucket++;
         table.add_norm(prefix + "norm1");
         table.add_linear(prefix + "qkv", config.qkv_cols(), config.C, init_std, config.arch.qkv_bias);
@@ -264,13 +265,13 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
 // rounding_bits() returns the random bits of elements 4 * quad to 4 * quad + 3 of the flat order
 // (Param::flat_offset). The lowest 16 bits are for element 4 * quad. key: rounding_key() of the step.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t quad) { return mixed_bits(key + quad); }
-// attempt: the number of the step, counting skipped ones.
+// step_number: the number of the step, counting skipped ones.
 //
 // The lower 32 bits of the key are 0. In a model of at most 2^34 elements `quad` is below 2^32, so key + quad
 // has the upper 32 bits of the key. Two steps hardly ever have the same upper 32 bits (on average 5 pairs in
 // 200,000 steps).
-inline uint64_t rounding_key(uint64_t seed, int64_t attempt) {
-    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(attempt)) << 32;
+inline uint64_t rounding_key(uint64_t seed, int64_t step_number) {
+    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step_number)) << 32;
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -152,33 +152,20 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 // a column and never for the name of a recipe.
 //
 // A linear layer has the input x (N, in), the weight w (out, in), and the gradient g (N, out) of its output.
-// Each of its three GEMMs reduces over another dimension:
+// Each of its three GEMMs sums over another dimension. A sum over columns goes along a row: it is NumPy's
+// axis=1. A sum over rows goes along a column: axis=0.
 //   fprop  y  = x w^T   over input features:  columns of x, columns of w
 //   dgrad  dx = g w     over output features: columns of g, rows of w
 //   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
 //
-// Scale blocks of operands are long along the reduction: 128 elements, a row, or the whole tensor. A GEMM
-// multiplies codes. It sums the products of one scale block, where the scales are constant, and multiplies
-// this sum by the scales. The multiplication by the scales interrupts the tensor cores. With groups of 1x16
-// it would interrupt them too often, so no GEMM reads groups.
+// A GEMM adds up products of codes, and multiplies the sum by the scales. So it has to stop wherever a scale
+// changes. With groups of 1x16 this would be after every 16 products, and the tensor cores would mostly wait.
+// Therefore no GEMM reads groups: scale blocks of its operands are 128 elements long in the direction of the
+// sum, or a whole row, or the whole tensor.
 //
-// Which form of an operand a GEMM reads (this can wait for linear_backward() in reference_model.cpp). Each
-// operand is read by two GEMMs. One sums over the operand's columns, and reads the operand as it is. The
-// other sums over the operand's rows, and reads the operand's transpose: Hopper's FP8 GEMM needs the elements
-// that it adds up to be neighbours in memory.
-//
-//   operand   summed over its   summed over its rows   codes are made
-//             columns by        (transposed) by
-//   x         fprop             wgrad                  in forward for fprop, and again in backward for wgrad,
-//                                                      because the codes of fprop are not kept
-//   w         fprop             dgrad                  for each GEMM. A GPU may keep them for a whole step
-//   g         dgrad             wgrad                  once in backward, if the transpose has the same scale
-//                                                      blocks; else for each GEMM
-//
-// The Granularity of an operand, in recipes() below, describes the form that the GEMM reads, whose columns
-// are summed over. For example, a scale block of x with the granularity 1x128 is
-//   in fprop, which reads x (N, in):      128 features of one token
-//   in wgrad, which reads x^T (in, N):    128 tokens of one feature
+// The granularities of x, w and g in recipes(), below, are those of a matrix whose columns are summed over. A
+// GEMM that sums over rows reads the transpose. In the recipes rowwise and deepseek the transpose may have
+// other scale blocks: linear_backward() in reference_model.cpp says more.
 
 // Where the scale of a whole tensor comes from.
 //   JustInTime   from the tensor's own amax

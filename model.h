@@ -165,8 +165,7 @@ int gpu_capability();
 // A matrix is cut only at multiples of SHARD_UNIT elements.
 //   - So no moment group is cut.
 //   - Sums over a matrix are the same for any number of ranks, because each shard unit is summed first.
-//   - If a matrix has fewer shard units than there are ranks, some ranks own nothing of it. By the formula in
-//     owned(), a single shard unit belongs to the last rank.
+//   - If a matrix has fewer shard units than there are ranks, some ranks own nothing of it.
 inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP_SIZE;
 
 struct Range {  // consecutive elements

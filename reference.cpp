@@ -63,8 +63,9 @@ uint16_t encode(Format f, float x) {
 }
 
 // The value of a code of FP8 or FP16. FP32 has the same fields, but at other places and with another bias. A
-// code above that of FMAX gets FP32's largest exponent, with which a mantissa of 0 is infinity, and any other
-// NaN. In E4M3 only one code lies above that of FMAX. Its mantissa is 7, so it is NaN: E4M3 has no infinity.
+// code above that of FMAX gets FP32's largest exponent. With this exponent a value is infinity if its
+// mantissa is 0, else NaN. In E4M3 only one code lies above that of FMAX. Its mantissa is 7, so it is NaN:
+// E4M3 has no infinity.
 float decode(Format f, uint16_t code) {
     const int M = info(f).mantissa_bits;
     const uint32_t magnitude = code & (sign_bit(f) - 1);
@@ -116,9 +117,9 @@ float join_master(uint16_t weight, int16_t remainder) {
     return std::bit_cast<float>((uint32_t(weight) << 16) + uint32_t(int32_t(remainder)));  // with its sign
 }
 
-// x rounded to BF16, up or down at random. Let r be the lower half of the bits of x. Of the 65536 possible
-// random integers, r carry into the upper half. So x is rounded up in magnitude with probability r /
-// 65536.
+// x rounded to BF16, up or down at random. A random integer of 16 bits is added to the bits of x. Let r be
+// the lower half of these bits. Exactly r of the 65536 integers make the sum carry into the upper half. So x
+// is rounded up in magnitude with probability r / 65536.
 uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
     const uint64_t random = (rounding_bits(key, uint64_t(i) / 4) >> (16 * (i % 4))) & 0xFFFF;
     return uint16_t((std::bit_cast<uint32_t>(x) + uint32_t(random)) >> 16);
@@ -136,11 +137,12 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // A scale in BF16 may be rounded down. Then amax / s is above 448 in E4M3, but at most 448 (1 + 2^-8) =
 // 449.75. Its nearest value in steps of 32 is 448, so that saturating makes no other error than rounding.
 //
-// If amax is not finite, the step must be skipped. But codes saturate, and would hide the infinity.
-//   a smaller scale block  gets the scale NaN. It reaches the loss or a gradient, so nobody need look at the
-//                          amaxes of groups
-//   a whole tensor         gets the scale 1, which hides the infinity, too. The caller looks at the amax
-//                          (note_whether_finite() in reference_model.cpp)
+// If amax is not finite, the step must be skipped. But codes saturate, so they do not show it.
+//   a smaller scale block  gets the scale NaN. All its values are then read back as NaN, which reaches the
+//                          loss or a gradient. So nobody need look at the amaxes of groups
+//   a whole tensor         gets the scale 1, and its caller looks at the amax (note_whether_finite() in
+//                          reference_model.cpp). The caller has to look anyway: with delayed scaling the
+//                          scale comes from earlier steps, and cannot become NaN
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -306,7 +308,7 @@ Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const Storage& 
     return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
-float DelayedScale::note_amax_and_get_scale(const Storage& storage, float tensor_amax) {
+float DelayedScale::raise_amax_and_get_scale(const Storage& storage, float tensor_amax) {
     amax = std::max(amax, tensor_amax);
     return scale > 0 ? scale : scale_of(storage, amax);
 }
@@ -400,9 +402,9 @@ void Moment::load(float* x) const {
 // A second moment that became zero would make the next update explode, because the update divides by
 // sqrt(v) + eps. So a positive second moment gets at least the smallest positive code, that of FMIN.
 //   without expansion  this is needed
-//   with expansion     no value becomes zero. k is rounded up by at most 1/512, and R_X is at most 2^277. So
-//                      the smallest value becomes at least FMIN R_X^(-1/512) = 0.69 FMIN, and is rounded to
-//                      FMIN
+//   with expansion     no value becomes zero. The smallest is expanded to FMAX R_X^(-k), which is FMIN if k
+//                      is exact. k is rounded up by at most 1/512, and R_X is at most 2^277. So the smallest
+//                      becomes at least FMIN R_X^(-1/512) = 0.69 FMIN, and is rounded to FMIN
 //   fp8lm              has second moments in FP16. Only values below about 2^-40 of the largest become zero,
 //                      and they may stay zero
 void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x,
@@ -412,16 +414,20 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
         largest = std::max(largest, std::abs(x[i]));
         if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
     }
-    const float group_k = expanded && largest > 0 ? expansion_exponent(format, largest, smallest) : 1.0f;
     max[moment_group] = largest;
-    if (expanded) k[moment_group] = group_k;
-    const float reciprocal = 1.0f / moment_scale(format, largest);  // used without expansion only
-    for (int64_t i = first; i < end; i++) {
-        const float y = expanded ? expand(format, x[i], largest, group_k) : x[i] * reciprocal;
-        write_element(format, elements.data(), i, y);
+    if (expanded) {
+        const float k_of_moment_group = largest > 0 ? expansion_exponent(format, largest, smallest) : 1.0f;
+        k[moment_group] = k_of_moment_group;
+        for (int64_t i = first; i < end; i++)
+            write_element(format, elements.data(), i, expand(format, x[i], largest, k_of_moment_group));
+    } else {
+        const float reciprocal = 1.0f / moment_scale(format, largest);
+        for (int64_t i = first; i < end; i++) write_element(format, elements.data(), i, x[i] * reciprocal);
+    }
+    const bool must_stay_positive = is_second_moment && !per_tensor;  // per_tensor: fp8lm
+    for (int64_t i = first; must_stay_positive && i < end; i++) {
         const bool vanished = x[i] > 0 && read_element(format, elements.data(), i) == 0;
-        if (is_second_moment && !per_tensor && vanished)
-            write_element(format, elements.data(), i, info(format).fmin);
+        if (vanished) write_element(format, elements.data(), i, info(format).fmin);
     }
 }
 

@@ -59,15 +59,16 @@ StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage&
                       QuantStats* stats = nullptr, std::optional<float> scale = {});
 std::vector<float> dequantize(const StoredMatrix& stored);  // (rows, cols)
 
-// x (rows, cols) as a GEMM reads it: quantized, and decoded again. over: whether the GEMM sums over the
-// columns of x, as fprop does, or over its rows, as wgrad does. stats, scale: as for quantize().
+// x (rows, cols) as a GEMM reads it: quantized, and decoded again. stats, scale: as for quantize().
+//   over   whether the GEMM sums over the columns of x, which is along each row, as fprop does; or over the
+//          rows of x, which is along each column, as wgrad does
 enum class ReduceOver : uint8_t { Columns, Rows };
 std::vector<float> gemm_operand(const std::vector<float>& x, int64_t rows, int64_t cols,
                                 const Storage& storage, ReduceOver over, QuantStats* stats = nullptr,
                                 std::optional<float> scale = {});
 
-// Delayed scaling (formats.h, Scaling; recipe te) of one operand of a linear layer. The scale is known before
-// the tensor is, so values beyond FMAX * scale saturate.
+// Delayed scaling (formats.h, Scaling) of one operand of a linear layer. (This can wait: only the recipe te
+// needs it.) The scale is known before the tensor is, so values beyond FMAX * scale saturate.
 struct DelayedScale {
     // The amaxes of the last recipe.history_steps steps, the newest first; 0 for steps before the first. The
     // vector is empty if this operand has no delayed scaling.
@@ -76,7 +77,7 @@ struct DelayedScale {
     float amax = 0;   // the largest amax of the current step so far, over its micro-batches
     // Raises amax to that of a tensor of the current step. Returns the scale to quantize this tensor with. If
     // the history has no amax yet, this scale comes from `amax`.
-    float note_amax_and_get_scale(const Storage& storage, float tensor_amax);
+    float raise_amax_and_get_scale(const Storage& storage, float tensor_amax);
     // After a step: `amax` replaces the oldest of the history, and the scale of the next step is
     // max(history) / FMAX. If max(history) is 0 or not finite, the scale stays as it is.
     void update_history_and_scale(Format f);

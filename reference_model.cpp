@@ -31,7 +31,7 @@ using Floats = std::vector<float>;
 // A residual sum is FP32 only inside the kernel that makes it. It is stored twice: in BF16 for the next sum,
 // and in E4M3 groups for the norm. Here the FP32 sum is passed on, and each reader rounds or quantizes it.
 //
-// Some tensors are quantized from FP32, because on a GPU one kernel computes and quantizes them:
+// Some tensors are quantized from FP32. On a GPU one kernel makes the FP32 values and quantizes them:
 //   residual sums                           residual_sum and sum_after_attention in layer_forward()
 //   outputs of norms                        apply_norm()
 //   output of the activation function       apply_activation()
@@ -165,7 +165,7 @@ private:
         saved.norm1_input =
             save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
 
-        // Norm 1 -> q, k, v -> RoPE
+        // Norm 1 -> q, k, v -> RoPE, which is in qkv_to_save()
         const Tensor norm1_output = apply_norm(prefix + "norm1", load_saved(saved.norm1_input));
         const Tensor projected = linear_forward(prefix + "qkv", norm1_output);
         saved.qkv = save_for_backward(qkv_to_save(projected), config_.qkv_cols(), recipe_.saved_attention,
@@ -280,6 +280,24 @@ private:
     }
 
     // x (N, in), dy (N, out) -> dx (N, in). Adds to the gradients of the weight and of the bias.
+    //
+    // ReduceOver (this can wait: only in the recipes rowwise and deepseek it changes values). Each operand is
+    // read by two GEMMs. One of them sums over the operand's columns. The other one sums over its rows, and
+    // reads its transpose, because Hopper's FP8 GEMM needs the elements that it adds up to be neighbours in
+    // memory:
+    //
+    //   operand   summed over    summed over   codes are made
+    //             columns by     rows by
+    //   x         fprop          wgrad         in forward for fprop, and here once more for wgrad, because
+    //                                          the codes of fprop are not kept
+    //   w         fprop          dgrad         for each GEMM. A GPU may keep them for a whole step
+    //   g         dgrad          wgrad         once, if g^T has the same scale blocks as g; else for each
+    //                                          GEMM
+    //
+    // An operand's granularity is that of the matrix that the GEMM reads. For example, a scale block of x
+    // with the granularity 1x128 is
+    //   in fprop, which reads x (N, in):      128 features of one token
+    //   in wgrad, which reads x^T (in, N):    128 tokens of one feature
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         const size_t index = param_index_.at(name);
         const int64_t in = params[index].cols, out = params[index].rows;
@@ -290,23 +308,29 @@ private:
         Tensor dx(N_ * in), dw(out * in);
         // dgrad: dx = g w
         matmul(N_, in, out, matrix_view(g_operand, out), matrix_view(w_operand, in), dx.data());
-        // wgrad: dw = g^T x, which sums over tokens. If g^T has the same scale blocks as g, wgrad reads the
-        // operand of dgrad. Otherwise g is quantized once more, in scale blocks along the tokens.
-        const bool has_same_blocks = formats_.g.granularity.transpose_has_same_blocks();
-        const Tensor g_of_wgrad =
-            has_same_blocks ? g_operand : make_operand(OperandKind::G, index, dy, out, ReduceOver::Rows);
+        // wgrad: dw = g^T x
+        const Tensor g_of_wgrad = g_for_wgrad(index, dy, g_operand);
         matmul(out, in, N_, transposed_view(g_of_wgrad, out), matrix_view(x_operand, in), dw.data());
         add_gradient(name, dw);
-        // dbias is a sum over tokens. In FP8 recipes dy itself is summed, because the FP8 values of g_operand
-        // have larger errors. In other recipes g_operand is summed: it is dy rounded to the compute dtype,
-        // which is what a GPU has in memory.
-        if (has_bias(name)) {
-            Tensor dbias(out);
-            const Tensor& g = formats_.g.fp8() ? dy : g_operand;
-            for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
-            add_gradient(name + ".bias", dbias);
-        }
+        if (has_bias(name)) add_gradient(name + ".bias", bias_gradient(dy, g_operand, out));
         return rounded(dx);
+    }
+
+    // g (N, out) as wgrad reads it. g_operand: as dgrad reads it. If g^T has the same scale blocks as g, the
+    // two are the same. Otherwise g is quantized once more, in scale blocks along the tokens.
+    Tensor g_for_wgrad(size_t index, const Tensor& dy, const Tensor& g_operand) {
+        if (formats_.g.granularity.transpose_has_same_blocks()) return g_operand;
+        return make_operand(OperandKind::G, index, dy, params[index].rows, ReduceOver::Rows);
+    }
+
+    // The gradient of a bias (out): a sum over tokens. In FP8 recipes dy itself is summed, because the FP8
+    // values of g_operand have larger errors. In other recipes g_operand is summed: it is dy rounded to the
+    // compute dtype, which is what a GPU has in memory.
+    Tensor bias_gradient(const Tensor& dy, const Tensor& g_operand, int64_t out) const {
+        Tensor dbias(out);
+        const Tensor& g = formats_.g.fp8() ? dy : g_operand;
+        for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
+        return dbias;
     }
 
     // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. tensor: (rows, cols).
@@ -325,7 +349,7 @@ private:
                 note_whether_finite(amax);
                 if (recipe_.scaling == Scaling::Delayed)
                     delayed_scale =
-                        delayed_scales[weight_index][int(kind)].note_amax_and_get_scale(storage, amax);
+                        delayed_scales[weight_index][int(kind)].raise_amax_and_get_scale(storage, amax);
             }
             return gemm_operand(tensor, int64_t(tensor.size()) / cols, cols, storage, over,
                                 stats_of(report_kind(kind)), delayed_scale);
@@ -458,7 +482,10 @@ private:
     void add_gradient(const std::string& name, const Tensor& contribution) {
         Tensor& gradient = gradients[param_index_.at(name)];
         gradient = add(gradient, contribution);
-        if (gradient_format(setup) == recipe_.compute) gradient = rounded(gradient);
+        if constexpr (QUANTIZES) {
+            const Format format = gradient_format(setup);
+            for (Real& v : gradient) v = round_to(format, v);
+        }
     }
 
     bool has_bias(const std::string& linear) const { return param_index_.count(linear + ".bias"); }
@@ -474,8 +501,9 @@ private:
 // gradients, and updates the part of the state that it owns.
 
 class ReferenceModel : public Model {
-    // The state of one parameter. `weight` and `remainder` have all elements of the parameter, but only the
-    // elements that this rank owns are up to date. The moments have only the elements that this rank owns.
+    // The state of one parameter. `weight_bits` and `remainder` have all elements of the parameter, but only
+    // the elements that this rank owns are up to date. The moments have only the elements that this rank
+    // owns.
     struct ParamState {
         std::vector<uint16_t> weight_bits;  // BF16
         std::vector<int16_t> remainder;  // of the FP32 masters; 0 without masters

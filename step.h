@@ -22,8 +22,9 @@ struct AdamWOptions {
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     // The largest norm that all gradients together may have; 0: no clipping.
     float clip = 1.0f;
-    // How many steps before this one were skipped. Update number + skipped steps is the number of the step,
-    // by which weights without a master are rounded (architecture.h, rounding_key()).
+    // How many steps before this one were skipped. Weights without a master are rounded with random bits that
+    // depend on the number of the step, which is update_number + skipped_steps (rounding_key(), in
+    // architecture.h).
     int64_t skipped_steps = 0;
 };
 

@@ -42,7 +42,7 @@ def encode(f, x):
     # 2^e <= magnitude < 2^(e+1), or subnormal. (np.frexp: x = a 2^n with 1/2 <= a < 1, so e = n - 1.)
     e = np.frexp(np.maximum(magnitude, F32(2) ** (1 - f.bias)))[1] - 1
     steps = np.rint(np.ldexp(magnitude, f.M - e))                   # values there are 2^(e - M) apart
-    # Adding 2^M steps or more, as a normal value has, carries 1 into the exponent field: so it starts one lower.
+    # A normal value has 2^M steps or more. Added, they raise the exponent field by 1: it begins with e + bias - 1.
     # In E4M3, 1.1 has e = 0 and 8.8 steps, rounded 9: the code is 9 + (6 << 3) = 0x39, which is 1.125.
     code = np.nan_to_num(steps).astype(int) + ((e + f.bias - 1) << f.M)  # a NaN gets its code below
     return (np.where(np.isnan(x), 0x7F, code) | np.signbit(x) * 0x80).astype(np.uint8)
@@ -150,30 +150,30 @@ def softmax(x):
 
 def by_head(x, T, HS):  # (tokens, n HS) -> (sequences, n, T, HS)
     return x.reshape(-1, T, x.shape[1] // HS, HS).swapaxes(1, 2)
-def attention_weights(qkv, T, HS):
+def qkv_and_probabilities(qkv, T, HS):
     """qkv (tokens, 3 C) -> q, k and v, each (sequences, NH, T, HS), and the softmax of their causal scores."""
     q, k, v = np.split(by_head(qkv, T, HS), 3, axis=1)
     scores = q @ k.swapaxes(2, 3) / F32(np.sqrt(HS))                # (sequences, NH, T, T)
     return q, k, v, softmax(np.where(np.tri(T, dtype=bool), scores, F32(-np.inf)))
 
 def attention(qkv, T, HS):
-    _, _, v, p = attention_weights(qkv, T, HS)
+    _, _, v, p = qkv_and_probabilities(qkv, T, HS)
     return (p @ v).swapaxes(1, 2).reshape(len(qkv), -1)
 def attention_backward(qkv, out, dout, T, HS):
     """The output and its gradient, both (tokens, C) -> the gradient of qkv."""
-    q, k, v, p = attention_weights(qkv, T, HS)
+    q, k, v, p = qkv_and_probabilities(qkv, T, HS)
     out, dout = by_head(out, T, HS), by_head(dout, T, HS)
-    # dp = dout v^T. A score changes all p of its row, so ds = p (dp - sum(p dp)), where sum(p dp) = dout out.
+    # dp = dout v^T. A score changes all p of its row, so ds = p (dp - sum(p dp)), where sum(p dp) = dout · out.
     # A score is q k^T / √HS, so dq = ds k / √HS and dk = ds^T q / √HS: here ds is divided, once for both.
     ds = p * (dout @ v.swapaxes(2, 3) - np.sum(dout * out, axis=3, keepdims=True)) / F32(np.sqrt(HS))
     gradients = ds @ k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
     return np.concatenate(gradients, axis=1).swapaxes(1, 2).reshape(qkv.shape)
 
 # --- 5. Flow (lessons 5 to 7): one Llama layer. A linear layer quantizes both operands of its three GEMMs per
-# tensor. Norms 1 and 2 and the activation function read what was saved in groups, in both passes. All else is
-# BF16: weights (linear layers make codes of them), the residual stream where the next sum reads it, attention,
-# gradients. Outputs of norms and of the activation function are not saved: backward computes them again. It takes
-# the derivative of rounding to be 1 (straight-through estimation), and all others at the values that forward used.
+# tensor. Norms 1 and 2 and the activation function read what was saved in groups, in both passes. Their outputs are
+# quantized from FP32, and so is dgate_up. All else is BF16: weights (before they are quantized), the residual stream
+# where the next sum reads it, attention, other gradients. Backward computes the outputs of norms and activation once
+# more. It takes the derivative of rounding as 1 (straight-through estimation), all others at the values of forward.
 # What a layer saves: qkv and attention_output as BF16 values, the others as E4M3 codes in groups.
 Saved = namedtuple("Saved", "norm1_input qkv attention_output norm2_input gate_up")
 
@@ -203,7 +203,7 @@ def layer_backward(w, saved, dx, T, HS):
     x1, x2 = dequantize_groups(*saved.norm1_input), dequantize_groups(*saved.norm2_input)
     gate_up, d = dequantize_groups(*saved.gate_up), {}
     dact, d["down"] = linear_backward(activation(gate_up), w["down"], dx)       # (tokens, F)
-    dgate_up = activation_backward(gate_up, dact)  # (tokens, 2 F); only its codes are stored, so no bf16() here
+    dgate_up = activation_backward(gate_up, dact)                               # (tokens, 2 F), in FP32
     dnorm2, d["gate_up"] = linear_backward(rms_norm(x2, w["norm2"]), w["gate_up"], dgate_up)
     dbranch, d["norm2"] = rms_norm_backward(x2, w["norm2"], dnorm2)
     dx = bf16(dx + dbranch)                                                     # (tokens, C)
@@ -215,7 +215,7 @@ def layer_backward(w, saved, dx, T, HS):
     return bf16(dx + dbranch), d
 
 # --- 6. A whole model: an embedding, one layer, a final norm, and a head that is the embedding transposed.
-def head_loss(norm, head, x, targets):
+def head_loss_and_gradients(norm, head, x, targets):
     """The stream after the last layer -> the mean cross entropy in nats; gradients of x, norm and head."""
     x = bf16(x)
     y = bf16(rms_norm(x, norm))                                     # this norm and the head read BF16
@@ -243,7 +243,7 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
 
         w = {name: bf16(x) for name, x in master.items()}           # only the optimizer reads master weights
         output, saved = layer_forward(w, w["embedding"][tokens], T, HS)
-        loss, dx, dfinal, dembedding = head_loss(w["final_norm"], w["embedding"], output, targets)
+        loss, dx, dfinal, dembedding = head_loss_and_gradients(w["final_norm"], w["embedding"], output, targets)
         dx, of_layer = layer_backward(w, saved, dx, T, HS)
         np.add.at(dembedding, tokens, dx)                           # it is the head's and the embedding's gradient
         gradients = {"final_norm": dfinal, "embedding": dembedding, **of_layer}

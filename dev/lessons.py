@@ -221,7 +221,7 @@ def backward(embedding, layers, final_norm, windows, HS):
     for w in layers:
         x, of_layer = coat.layer_forward(w, x, T, HS)
         saved.append(of_layer)
-    g = [coat.head_loss(final_norm, embedding, x, windows[:, 1:].ravel())[1]]
+    g = [coat.head_loss_and_gradients(final_norm, embedding, x, windows[:, 1:].ravel())[1]]
     for w, of_layer in zip(layers[::-1], saved[::-1]):
         dx, dw = coat.layer_backward(w, of_layer, g[0], T, HS)
         g.insert(0, dx)

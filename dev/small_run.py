@@ -60,7 +60,7 @@ class Run:
         for layer in self.layers:
             x, of_layer = coat.layer_forward(layer, x, T, size)
             saved.append(of_layer)
-        _, dx, _, _ = coat.head_loss(self.weights["final_norm"], self.weights["embedding"], x, text[1:])
+        _, dx, _, _ = coat.head_loss_and_gradients(self.weights["final_norm"], self.weights["embedding"], x, text[1:])
         linear_backward = coat.linear_backward
 
         def listening(x, w, g):

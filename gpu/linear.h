@@ -4,8 +4,9 @@
 // g (N, out) is the gradient of y. GEMMs do not read x, w and g themselves, but operands that are made of
 // them: x_operand, w_operand and g_operand. These are FP8 codes. They have two forms, row-major and
 // transposed: fprop reads x and w row-major, dgrad reads g row-major and w transposed, and wgrad reads g and
-// x transposed. (formats.h, where its recipes begin, says why.) Recipes without FP8: the operands are BF16 or
-// FP32 values, in one form.
+// x transposed: Hopper's FP8 GEMM needs the elements that it adds up to be neighbours in memory. (The recipes
+// of formats.h begin with what each GEMM sums over.) Recipes without FP8: the operands are BF16 or FP32
+// values, in one form.
 //
 // How long the operands live:
 //   x_operand   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x. From

@@ -74,7 +74,7 @@ inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
 // A tensor as a GEMM (matrix multiplication) reads it: x, w or g of a linear layer. FP8 codes have two forms:
 //   row-major    tensor.data (rows, cols)
 //   transposed   (cols, rows)
-// formats.h says which GEMM reads which form. An operand has the forms that its GEMMs read; the pointer of
+// gpu/linear.h says which GEMM reads which form. An operand has the forms that its GEMMs read; the pointer of
 // the other one is null. Both forms have the same scale, tensor.amax_and_scale->scale. (Operands in BF16 and
 // FP32 are always row-major.)
 struct Operand {

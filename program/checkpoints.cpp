@@ -59,7 +59,7 @@ void require_own_folder(const Flags& flags, const Resumed& resumed) {
 }
 
 void create_and_lock_output_folder(const Run& run) {
-    if (!run.flags.saves_checkpoints() || !run.is_rank_0() || run.out_is_locked) return;
+    if (!run.flags.saves_checkpoints() || !run.is_rank_0() || run.out_existed) return;
     create_folders(run.flags.out);
     lock_folder(run.flags.out);
     require_own_folder(run.flags, run.resumed);  // another run may have come first

@@ -27,7 +27,7 @@ static void finish_step_at_signal() {
 
 // Decides what is trained, and on which data. All that can be refused is refused before the model is made,
 // which may take minutes.
-static Run prepare_run(Flags flags, const RunLocation& location, const Resumed& resumed, bool out_is_locked) {
+static Run prepare_run(Flags flags, const RunLocation& location, const Resumed& resumed, bool out_existed) {
     const ModelAndFormats chosen = choose_model_and_formats(location, resumed, flags);
     require_own_folder(flags, resumed);
     const Corpus corpus = load_data_on_all_ranks(location, flags, resumed);
@@ -46,7 +46,7 @@ static Run prepare_run(Flags flags, const RunLocation& location, const Resumed& 
             .resumed = resumed,
             .corpus = corpus,
             .other_files = other_files,
-            .out_is_locked = out_is_locked,
+            .out_existed = out_existed,
             .state = resumed.state};
 }
 
@@ -54,17 +54,17 @@ static Run prepare_run(Flags flags, const RunLocation& location, const Resumed& 
 // destroy it before the other ranks know of it.
 static int run_training(Flags flags, const RunLocation& location, std::unique_ptr<Model>& model) {
     if (flags.resumes() && !flags.given("out")) flags.out = folder_of_resumed(flags);
-    const bool out_is_locked = lock_output_folder_on_all_ranks(flags, location.processes);
+    const bool out_existed = lock_output_folder_on_all_ranks(flags, location.processes);
     Resumed resumed;
     if (flags.resumes()) {
-        resumed = read_resumed(find_resumed_on_all_ranks(flags, out_is_locked, location.processes));
+        resumed = read_resumed(find_resumed_on_all_ranks(flags, out_existed, location.processes));
         take_flags_of_resumed(location.ranks, resumed, flags);
         if (is_complete(resumed, flags)) {
             print_complete(resumed);
             return 0;
         }
     }
-    Run run = prepare_run(flags, location, resumed, out_is_locked);
+    Run run = prepare_run(flags, location, resumed, out_existed);
     if (run.flags.plan) {
         print_start(run);
         print_plan(setup_of_last_rank(run), run.flags.on_gpu());

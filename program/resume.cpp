@@ -41,10 +41,10 @@ static std::string sentence_of_change(const Flags& flags, const Resumed& resumed
 }
 
 // Rank 0 alone reads all of the checkpoints; the others wait until it has renamed those that are skipped.
-std::string find_resumed_on_all_ranks(const Flags& flags, bool out_is_locked, ProcessGroup& processes) {
+std::string find_resumed_on_all_ranks(const Flags& flags, bool out_existed, ProcessGroup& processes) {
     WholeCheckpoint found;
     if (processes.rank() == 0) found = find_whole_checkpoint(flags.resume);
-    set_aside_skipped(found.skipped, out_is_locked ? flags.out : "");
+    set_aside_skipped(found.skipped, out_existed ? flags.out : "");
     return processes.all_gather(found.path).front();
 }
 

@@ -45,7 +45,7 @@ struct Run {
     const Resumed resumed;             // empty in a new run
     const Corpus corpus;
     const FileContents other_files;  // of `weights_folder`, for the checkpoints; on rank 0
-    const bool out_is_locked;        // --out existed before this run, and is locked
+    const bool out_existed;          // --out existed before this run, and is locked since its start
 
     // What training changes.
     LoopState state;         // the steps that this run has made, and the settings for its own checkpoints
@@ -76,7 +76,8 @@ struct Run {
 // Prints what is good to know before the first step: the model and its formats, the data, and the memory that
 // the run takes.
 void print_start(const Run& run);
-// The setup of the last rank. By owned() in model.h this rank keeps most, so its memory is what is printed.
+// The setup of the last rank. By the formula of owned() in model.h this rank owns most of each matrix: of a
+// matrix that is a single shard unit, it owns all. So its memory is what is printed.
 Setup setup_of_last_rank(const Run& run);
 
 // Prints and logs a step, which took `seconds`. The rest of the run will take `seconds_left`, with

@@ -37,9 +37,9 @@ void answer_prompt(const Flags& flags, ProcessGroup& processes);
 
 std::string folder_of_resumed(const Flags& flags);  // the folder with the checkpoints that --resume continues
 // Returns the newest checkpoint in folder_of_resumed() that is whole, and says which newer ones are not
-// whole. If the folder is --out, and is locked, the checkpoints that are not whole are renamed: they would
-// stand in the way of later ones.
-std::string find_resumed_on_all_ranks(const Flags& flags, bool out_is_locked, ProcessGroup& processes);
+// whole. If the folder is --out, and existed before, it is locked by now. Then the checkpoints that are not
+// whole are renamed: they would stand in the way of later ones.
+std::string find_resumed_on_all_ranks(const Flags& flags, bool out_existed, ProcessGroup& processes);
 Resumed read_resumed(const std::string& checkpoint);
 // Sets the flags that are not given as they were in the run that is continued. Notes in resumed.changes how
 // the flags that are given change the steps to come. The micro-batches of a step are shared by the ranks that

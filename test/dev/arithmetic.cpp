@@ -343,7 +343,7 @@ file = lambda name: "layers.0." + name + (".weight" if "norm" in name else "")
 w = {name: load(file(name)).reshape(shape) for name, shape in shapes.items()}
 embedding, head, final = load("embedding", -1, C), load("head", -1, C), load("final_norm.weight")
 out, saved = layer_forward(w, embedding[tokens], T, HS)
-loss, dx, dfinal, dhead = head_loss(final, head, out, targets)
+loss, dx, dfinal, dhead = head_loss_and_gradients(final, head, out, targets)
 save("loss", F32(loss))
 dx, gradients = layer_backward(w, saved, dx, T, HS)
 dembedding = np.zeros_like(embedding)

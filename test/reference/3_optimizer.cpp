@@ -16,7 +16,8 @@ constexpr double EXPONENT_ERROR = 0x1p-15 * 0.6931;
 
 // The largest relative error of a value that is encoded with exponent k and has the magnitude max * ratio.
 // The code of y is wrong by half a step. The value is max (y / FMAX)^(1/k), so its error is that of y divided
-// by about k. For example, a range of 10, typical of second moments, gives k = log2(229376) / log2(10) = 5.3.
+// by about k. For example, a range of 42, the median of second moments in dev/RESULTS.md, gives
+// k = log2(229376) / log2(42) = 3.3.
 static double expansion_bound(Format f, double ratio, double k) {
     const double y = info(f).fmax * std::pow(ratio, k);
     const double step = std::max(std::ldexp(1.0, -info(f).mantissa_bits - 1), info(f).fmin / 2 / y);
