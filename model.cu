@@ -21,8 +21,8 @@
 //       Network::add_embedding_gradients()  from the gradient of the residual stream
 //     Parameters::update()           AdamW (gpu/state.cpp)
 //
-// README's steps come here twice. The first time, read the list above and mlp_block_forward(), and no more. The
-// second time, README says what to read.
+// README's steps come here twice. The first time, read the list above and mlp_block_forward(), and no more.
+// The second time, README says what to read.
 //
 // A function stands after the first one that calls it. Only these sections of Network stand before: "Where
 // tensors are", "Arguments of kernels", and "The gradients of a bucket". Linear layers have their own file,
