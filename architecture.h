@@ -110,7 +110,7 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const
 // Parameters: one table, in the order of the forward pass.
 
 struct Role {
-    bool decays = false;             // weight decay applies
+    bool decays = false;  // weight decay applies
     // Its moments have the formats Optimizer::m and v. The moments of other roles are in FP32.
     bool moments_follow_optimizer = false;
     // It is the weight of a linear layer whose GEMMs read quantized operands (Recipe::x, w and g). The weight

@@ -12,12 +12,14 @@
 // input of a norm or of an activation has found it already (part 2).
 //
 // Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 x 8 elements of
-// it: in each of 8 rows a chunk, which is 8 neighbouring columns. It loads and computes them, and stores
-// their row-major codes. Transposed codes pass through shared memory, so other threads store those. Two
-// neighbouring lanes own a 1x16 group.
+// it: in each of 8 rows a chunk, which is 8 neighbouring columns. (Of [gate | up] a block owns two tiles, at
+// the same place in gate and in up, and a thread 8 x 8 elements of each.) The thread loads and computes its
+// elements, and stores their row-major codes. Transposed codes pass through shared memory, so other threads
+// store those. Two neighbouring lanes own a 1x16 group.
 //
-// Which bytes move. Every kernel is bound by memory bandwidth, and reads its input once: 2 bytes an element
-// of BF16, or 9/8 of groups. It writes a byte for a code, and 2 bytes for a group's scale.
+// Which bytes move. Every kernel is bound by memory bandwidth, and reads each of its inputs once. An element
+// in BF16 has 2 bytes. In groups it has 9/8: its code, and a 16th of a scale of 2 bytes. An FP8 code that is
+// written has 1 byte.
 //
 // Two things of gpu/lazy_tensor.cuh are used throughout:
 //   - A producer gives a kernel the values of a tensor that is not stored, such as the output of a norm: it
@@ -25,12 +27,12 @@
 //   - for_each_row() loads a thread's rows, several at once, and hands over the values of one row after the
 //     other. `live` is false for a row past the tensor's last: it must not be stored.
 //
-// Who calls whom, for the operand of a GEMM. On the host:
+// Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //
-//   write_operand()                        part 4            gpu/linear.cpp calls it
-//     quantize()                           part 4            chooses by the granularity
-//       quantize_per_tensor()              part 3            with transposed codes?
-//         with_producer_for_quantizer()    lazy_tensor.cuh   from what is x computed?
+//   write_operand()                        part 4            chooses: codes, or values without codes
+//     quantize()                           part 4            chooses: the function for this granularity
+//       quantize_per_tensor()              part 3            chooses: with or without transposed codes
+//         with_producer_for_quantizer()    lazy_tensor.cuh   chooses: the producer that computes x
 //           launch()                       device.cuh        starts quantize_kernel()
 //
 // And on the GPU:

@@ -121,7 +121,7 @@ class Network {
     AmaxTable& amax_table_;    // the amaxes and scales of operands
     Parameters& parameters_;   // weights, gradients, moments of this rank
     // The interface to the other GPUs. With one GPU its functions do nothing, or return what this GPU has:
-    // see the class Unsharded at the beginning of gpu/sharding.cpp.
+    // see the class Unsharded in gpu/sharding.h.
     Sharding& sharding_;
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     LinearContext linear_context_;  // what the linear layers share
@@ -431,7 +431,12 @@ private:
         add_branch_and_save(residual, norm1, branch, norm2_of(pass, layer));
     }
 
-    // The second half of a layer. next: the norm that reads the residual stream after this layer.
+    // The second half of a layer. next: the norm that reads the residual stream after this layer. For a first
+    // visit:
+    //   Arena::Scope         what is allocated while it exists is given back when it ends
+    //   TensorRef            refers to a tensor on the GPU, as a pointer does
+    //   LazyTensor           says how a tensor is to be computed; lazy_norm() and lazy_activation() make one
+    //   place_for_x_amax()   where an amax is stored for the linear layer that will quantize its input x
     void mlp_block_forward(const Pass& pass, Layer& layer, const ResidualStream& residual,
                            const ResidualNorm& next) {
         const Arena::Scope scope(arena_);

@@ -163,7 +163,7 @@ static float amax_of_neighbours(const float* x, int64_t n) {
 // the kernel that computes the values has them in registers.
 float compute_amax(const float* x, int64_t n) {
     float largest = 0;
-#pragma omp parallel for reduction(max : largest) if (n > MIN_PARALLEL)
+#pragma omp parallel for reduction(max : largest) if (n > MIN_PARALLEL_ELEMENTS)
     for (int64_t first = 0; first < n; first += PER_1x16.cols) {
         const int64_t count = std::min<int64_t>(PER_1x16.cols, n - first);
         largest = std::max(largest, amax_of_neighbours(x + first, count));
@@ -197,7 +197,7 @@ static void compute_scales(const float* x, StoredMatrix& stored) {
     const int64_t height = stored.block_rows(), width = stored.block_cols();
     const int64_t blocks = stored.storage.scale_count(stored.rows, stored.cols);
     const int64_t blocks_per_row = stored.storage.scale_cols(stored.cols);
-#pragma omp parallel for if (blocks > 1 && stored.rows * stored.cols > MIN_PARALLEL)
+#pragma omp parallel for if (blocks > 1 && stored.rows * stored.cols > MIN_PARALLEL_ELEMENTS)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first_row = block / blocks_per_row * height, first_col = block % blocks_per_row * width;
         const int64_t end_row = std::min(stored.rows, first_row + height);
@@ -215,7 +215,7 @@ static void compute_scales(const float* x, StoredMatrix& stored) {
 // elements from first to end - 1.
 template <class Convert> static void for_each_row_part(const StoredMatrix& stored, const Convert& convert) {
     const int64_t width = stored.block_cols();
-#pragma omp parallel for if (stored.rows * stored.cols > MIN_PARALLEL)
+#pragma omp parallel for if (stored.rows * stored.cols > MIN_PARALLEL_ELEMENTS)
     for (int64_t row = 0; row < stored.rows; row++)
         for (int64_t col = 0; col < stored.cols; col += width) {
             const int64_t first = row * stored.cols + col;
@@ -270,7 +270,7 @@ StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage&
 Floats dequantize(const StoredMatrix& stored) {
     Floats x(stored.rows * stored.cols);
     if (!stored.storage.fp8()) {
-#pragma omp parallel for if (stored.rows * stored.cols > MIN_PARALLEL)
+#pragma omp parallel for if (stored.rows * stored.cols > MIN_PARALLEL_ELEMENTS)
         for (int64_t i = 0; i < stored.rows * stored.cols; i++)
             x[i] = read_element(stored.storage.format, stored.elements.data(), i);
         return x;
@@ -287,7 +287,7 @@ Floats dequantize(const StoredMatrix& stored) {
 template <class Real>
 static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, int64_t stride) {
     std::vector<Real> transpose(rows * cols);
-#pragma omp parallel for if (rows * cols > MIN_PARALLEL)
+#pragma omp parallel for if (rows * cols > MIN_PARALLEL_ELEMENTS)
     for (int64_t col = 0; col < cols; col++)
         for (int64_t row = 0; row < rows; row++) transpose[col * rows + row] = x[row * stride + col];
     return transpose;
@@ -392,7 +392,7 @@ float Moment::value(int64_t i) const {
 }
 
 void Moment::load(float* x) const {
-#pragma omp parallel for if (n > MIN_PARALLEL)
+#pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
@@ -434,12 +434,12 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
 // Stores x (n) by moment groups. Formats that are not scaled have no moment groups.
 void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
     if (!moments_need_scaling(format)) {
-#pragma omp parallel for if (n > MIN_PARALLEL)
+#pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
         for (int64_t i = 0; i < n; i++) write_element(format, elements.data(), i, x[i]);
         return;
     }
     const int64_t size = moment_group_size();
-#pragma omp parallel for if (n > MIN_PARALLEL)
+#pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
     for (int64_t first = 0; first < n; first += size)
         store_moment_group(first / size, first, std::min(n, first + size), x, is_second_moment);
     for (int64_t i = 0; stats && i < n; i++) add_error(*stats, x[i], value(i));
@@ -473,7 +473,7 @@ AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double 
 // the m and v that are not quantized yet.
 void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, float* master, float* m,
            float* v) {
-#pragma omp parallel for if (n > MIN_PARALLEL)
+#pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
     for (int64_t i = 0; i < n; i++) {
         const float g = gradient[i] * constants.clip_factor;
         m[i] = constants.beta1 * m[i] + constants.one_minus_beta1 * g;

@@ -17,7 +17,7 @@
 namespace coat::reference {
 
 // Loops over fewer elements run on one thread: starting the others would take longer.
-inline constexpr int64_t MIN_PARALLEL = 1 << 14;
+inline constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 14;
 
 // --- 1. Formats: rounding is to nearest, ties to even; NaN stays NaN ---
 uint16_t encode(Format f, float x);     // FP32 to FP8 or FP16; saturates, never infinity
@@ -38,7 +38,7 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 // the value of the code times its scale. In FP32 and BF16 there are no scales.
 struct StoredMatrix {
     std::vector<uint8_t> elements;  // rows * cols elements of storage.format
-    std::vector<uint8_t> scales;  // one for each scale block, of storage.scale_format
+    std::vector<uint8_t> scales;    // one for each scale block, of storage.scale_format
     int64_t rows = 0, cols = 0;
     Storage storage{.format = Format::FP32};
 
@@ -101,10 +101,10 @@ struct Moment {
     Format format = Format::FP32;
     bool expanded = false;
     int64_t n = 0;
-    bool per_tensor = false;     // all n elements are one moment group
+    bool per_tensor = false;        // all n elements are one moment group
     std::vector<uint8_t> elements;  // n elements of format
-    std::vector<float> max;      // of each moment group; empty if the format is not scaled
-    std::vector<float> k;        // of each moment group; empty without expansion
+    std::vector<float> max;         // of each moment group; empty if the format is not scaled
+    std::vector<float> k;           // of each moment group; empty without expansion
 
     // A moment of `count` zeros. f: Param::moment_format().
     void init(const Optimizer& optimizer, Format f, int64_t count);

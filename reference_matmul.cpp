@@ -13,7 +13,7 @@ template <class Real>
 static std::vector<Real> pack(int64_t width, const Real* x, int64_t row_stride, int64_t col_stride,
                               int64_t rows, int64_t depth) {
     std::vector<Real> panels(round_up(rows, width) * depth);
-#pragma omp parallel for collapse(2) if (rows * depth > MIN_PARALLEL)
+#pragma omp parallel for collapse(2) if (rows * depth > MIN_PARALLEL_ELEMENTS)
     for (int64_t first = 0; first < rows; first += width)
         for (int64_t d = 0; d < depth; d++)
             for (int64_t r = first; r < std::min(rows, first + width); r++)

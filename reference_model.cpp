@@ -56,7 +56,7 @@ public:
     const Setup setup;
     const std::vector<Param> params = parameters(setup.config);
     std::vector<Tensor> param_values;  // by parameter (rows, cols), in the compute dtype
-    std::vector<Tensor> gradients;  // by parameter (rows, cols), in gradient_format()
+    std::vector<Tensor> gradients;     // by parameter (rows, cols), in gradient_format()
     // By parameter and OperandKind; for recipes with delayed scaling only.
     std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
     QuantStats* stats = nullptr;  // one element for each ReportKind; null: errors are not measured
@@ -506,7 +506,7 @@ class ReferenceModel : public Model {
     // owns.
     struct ParamState {
         std::vector<uint16_t> weight_bits;  // BF16
-        std::vector<int16_t> remainder;  // of the FP32 masters; 0 without masters
+        std::vector<int16_t> remainder;     // of the FP32 masters; 0 without masters
         Moment m, v;
     };
     Network<float> network_;  // has the weights that forward and backward read, and the gradients

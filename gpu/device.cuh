@@ -17,8 +17,8 @@
 //   :            live = false      :
 //    - - - - - - - - - - - - - - - -
 //
-// For a chunk that is not live, a thread does what it does for others, with a copy of values from inside the
-// tensor or with zeros, so that few instructions need a condition. But it stores nothing for such a chunk.
+// A thread computes a chunk that is not live like any other, from values inside the tensor or from zeros. So
+// few instructions need a condition. But the thread does not store this chunk.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -194,7 +194,8 @@ inline __device__ void rotate(float& x, float& y, float cosine, float sine) {
 // ===========================================================================================================
 // 3. Layouts
 //
-// A Layout says how the elements of a tensor lie in memory. There are three: Plain<bf16> and Plain<float>,
+// A Layout says how the elements of a tensor lie in memory, as Storage does in formats.h. But it is a type: a
+// kernel is compiled for each Layout that it reads. There are three: Plain<bf16> and Plain<float>,
 // without scales, and Groups, E4M3 codes with one BF16 scale for 16 elements. Each has two types and four
 // functions:
 //   ComputeElement              the compute dtype that goes with it;
@@ -256,10 +257,10 @@ template <class Element, int N = CHUNK> struct Plain {
     }
 };
 
-// E4M3 codes in groups of 1 x 16 with BF16 scales. The formulas, and reasons for them, are in part 1 of
-// coat.cu. The number of columns is a multiple of the group size, so the group of element i is
-// i / GROUP_SIZE. Two neighbouring lanes have one group: both must call round_in_place_and_store(), and the
-// first writes the scale.
+// E4M3 codes in groups of 1 x 16 with BF16 scales. The comment at the beginning of part 1 of coat.cu has the
+// formulas, and the reasons for them. The number of columns is a multiple of the group size, so the group of
+// element i is i / GROUP_SIZE. Two neighbouring lanes have one group: both must call
+// round_in_place_and_store(), and the first writes the scale.
 constexpr int GROUP_SIZE = PER_1x16.cols;
 static_assert(GROUP_SIZE == 2 * CHUNK);
 struct Groups {

@@ -219,14 +219,15 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 //   rows 12..15    t16  [t17]   t18             t16  [t17]   t18         | the same: use(4, ...) to use(7)
 //                       values[0]                    values[1]
 //
-// No load has a condition. In place of what lies outside the tensor, something inside it is read once more,
-// and `live` is false: for a row past the last one this is the last row, for a chunk past the last column the
-// last chunk. If the kernel writes over what it reads, it makes a difference who owns that:
+// Rule: a kernel that writes over what it reads calls this only for a thread that lies inside the tensor, at
+// least with its first row (TilePlace::inside()). Any other kernel may call it for every thread.
+//
+// This is why. No load has a condition. In place of a row past the last one, the last row is read once more,
+// and in place of a chunk past the last column, the last chunk; `live` is false. If the kernel writes over
+// what it reads, it matters which thread owns this row or chunk:
 //   - A thread inside reads its own last row again. It may have overwritten this row already. Then `values`
 //     are wrong, but nobody uses them.
 //   - A thread wholly outside reads the row or the chunk of another thread, which may be writing it: a race.
-// So the rule is: a kernel that writes over what it reads calls this only for a thread that lies inside the
-// tensor, at least with its first row (TilePlace::inside()). Any other kernel may call it for every thread.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& producer, const TilePlace& place, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);

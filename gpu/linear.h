@@ -15,8 +15,8 @@
 //   g_operand   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
 //
 // Memory comes from the Arena (gpu/arena.h), which is a stack. A function whose name begins with allocate_
-// takes memory, one with write_ writes the codes there, and one with make_ does both. An operand lives until
-// the innermost Arena::Scope ends that was open when its memory was taken.
+// takes memory, one with write_ writes the codes there, and one with make_ does both. An operand lives as
+// long as the Arena::Scope in which its memory was taken.
 //
 // Amaxes. In coat a tensor has one scale, so its amax must be known before its codes are made. Usually an
 // earlier kernel has the values at hand: it is given place_for_x_amax() or place_for_g_amax() of the linear
@@ -41,7 +41,7 @@
 //   quant_stats_of()        null, unless quantization is measured
 //   FP8_GEMM_MULTIPLE       16 rows (gpu/memory_layout.h)
 //   Sharding                weights and gradients. With one GPU they are those of Parameters: see the class
-//                           Unsharded at the beginning of gpu/sharding.cpp
+//                           Unsharded in gpu/sharding.h
 #pragma once
 #include <optional>
 

@@ -54,9 +54,11 @@ struct RowSum {
             for (int w = 0; w < warps; w++) x[i] += parts[i][first_warp + w];
         }
     }
-    // Switches to the other buffer without a sum. LayerNorm takes two sums in row_statistics() and RMSNorm
-    // one; RMSNorm calls skip() in place of the other. So `buffer` does not depend on the norm: the compiler
-    // knows its value everywhere, and the kernel need not compute addresses from it.
+    // Switches to the other buffer without a sum. row_statistics() takes two sums for LayerNorm. For RMSNorm
+    // it takes one, and calls skip() in place of the other. residual_add_kernel() learns only at run time
+    // which norm it has; with skip() the compiler knows `buffer` all the same, and the kernel need not
+    // compute addresses from it. (norm_backward_kernel() skips nothing. It is compiled for one norm, which
+    // takes one or three sums a row: so `buffer` alternates from row to row.)
     __device__ void skip() { buffer ^= 1; }
 };
 
@@ -258,9 +260,9 @@ struct NormedRow {
 // What happens to a row of the norm n: load(), then normalize(), then write_gradients(). input is the memory
 // of n.in. The other tensors are those of NormGradients; dresidual_in may be no tensor.
 //
-// CHUNKS is the number of chunks that each thread has of a row, where all of them lie inside the row. Then no
-// chunk has a condition, and the compiler can mix the instructions of all chunks. CHUNKS = 0 is for other
-// widths: which chunks lie inside the row is known only at run time.
+// If every thread has the same number of chunks inside a row, 3 or 4, CHUNKS is this number. Then no chunk
+// needs a condition, and the compiler can mix the instructions of all chunks. For other widths CHUNKS is 0:
+// which chunks lie inside the row is known only at run time.
 template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     using Element = typename Layout::ComputeElement;
     Norm n;

@@ -53,7 +53,7 @@ struct alignas(16) AmaxAndScale {
 // is its code times a scale. Where the scale is depends on `storage`:
 //   one for the tensor   amax_and_scale->scale
 //   one for each group   group_scales
-// Null data means "no tensor".
+// Null data means "no tensor", except in an Operand (below): it may have transposed codes alone.
 struct TensorRef {
     void* data;  // (rows, cols) elements of storage.format
     int64_t rows, cols;
@@ -122,10 +122,10 @@ enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 struct LazyTensor {
     LazyOp op;
     int64_t rows, cols;  // the shape of the result
-    TensorRef input{};   // what it is computed from: the stored tensor, the norm's input norm.in, or gate_up
+    TensorRef input{};   // what it is computed from: the stored tensor, the norm's input, or gate_up
     TensorRef dact{};    // ActivationBackward: the gradient of the activation's output
     bool gated = false;  // the activation is SiLU(gate) x up, not GELU
-    Norm norm{};         // LazyOp::Norm
+    Norm norm{};         // LazyOp::Norm; norm.in is the same as `input`, and kernels read `input`
 };
 
 // A stored tensor (rows, cols), in the compute dtype or in groups.
@@ -163,12 +163,14 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 // anyway updates the amax itself, which saves the first pass. The functions, each of which reads x:
 //
 //   function                      x                       writes
-//   compute_amax()                any LazyTensor          the amax of x
-//   quantize()                    any LazyTensor          FP8 codes
+//   compute_amax()                a LazyTensor, no FP32   the amax of x
+//   quantize()                    a LazyTensor, no FP32   FP8 codes
 //   store_values()                any LazyTensor          values in BF16 or FP32
-//   write_operand()               any LazyTensor          what quantize() or store_values() writes
+//   write_operand()               calls quantize() or store_values()
 //   quantize_activation_input()   gate and up, in BF16    groups, and the amax of the activation's output
 //   quantize_groups()             in BF16                 groups
+//
+// "No FP32": x is computed from tensors in BF16 or in groups.
 //
 // In place: row-major output may overwrite x.input, the stored tensor from which x is computed, if both have
 // the same bytes per element. For example the codes of dgate_up may overwrite the groups of gate_up. (A
@@ -176,13 +178,12 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 // The output may have more rows than x. The other rows keep what they hold.
 // What quantizing loses is added to *quant_stats, for the report (gpu/quant_report.h). It may be null.
 
-// x_amax_out->amax = max(x_amax_out->amax, |x|). x must not be in FP32. The caller clears the amaxes of
-// activations and gradients before every micro-batch; adamw() clears those of weights.
+// x_amax_out->amax = max(x_amax_out->amax, |x|). The caller clears the amaxes of activations and gradients
+// before every micro-batch; adamw() clears those of weights.
 void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t stream);
 
 // Computes x and writes its FP8 codes, the operand of a GEMM: row-major, transposed, or both, whichever
-// pointers of `out` are not null. The scale is computed from out.tensor.amax_and_scale->amax. x may be
-// computed from BF16 tensors and from groups, but not from FP32 tensors.
+// pointers of `out` are not null. The scale is computed from out.tensor.amax_and_scale->amax.
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Computes x and stores its values in out, in FP32, or rounded to BF16.

@@ -6,26 +6,6 @@
 namespace coat::gpu {
 namespace {
 
-// A run on one GPU, in which nothing travels: weights and gradients are those of Parameters.
-class Unsharded : public Sharding {
-public:
-    using Sharding::Sharding;
-
-    void gather_weights(int64_t, Direction) override {}
-    TensorRef weight(size_t i) const override { return parameters_.whole_weight(i); }
-    void forget_gathered_weights() override {}
-    void combine_amaxes_of_ranks() override {}
-
-    TensorRef gradient_to_write(size_t i) const override { return parameters_.whole_gradient(i); }
-    void wait_for_gradient_buffer(int64_t) override {}
-    void reduce_gradients(int64_t, bool) override {}
-    bool sends_gradients() const override { return false; }
-    void wait_for_transfers() override {}
-
-    void all_gather(void*, int64_t) override {}
-    QuantStats sum_weight_quant_stats(const QuantStats& mine) const override { return mine; }
-};
-
 // A run on several GPUs. Transfers are put on a stream of their own.
 class Zero3Sharding : public Sharding {
 public:

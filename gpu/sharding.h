@@ -1,7 +1,7 @@
 // gpu/sharding.h - what the other GPUs of a run do in a step. Sharding is the interface that a step calls: it
-// gathers weights, reduces gradients and exchanges small values. gpu/sharding.cpp implements it twice:
-// Unsharded is for one GPU, where nothing travels, and Zero3Sharding for several (step by step:
-// dev/WALK2.md).
+// gathers weights, reduces gradients and exchanges small values. There are two implementations: Unsharded, at
+// the end of this file, is for one GPU, where nothing travels; Zero3Sharding, in gpu/sharding.cpp, is for
+// several (step by step: dev/WALK2.md).
 //
 // Zero3Sharding promises:
 //
@@ -76,6 +76,26 @@ public:
 
 protected:
     Parameters& parameters_;
+};
+
+// A run on one GPU, in which nothing travels: weights and gradients are those of Parameters.
+class Unsharded : public Sharding {
+public:
+    using Sharding::Sharding;
+
+    void gather_weights(int64_t, Direction) override {}
+    TensorRef weight(size_t i) const override { return parameters_.whole_weight(i); }
+    void forget_gathered_weights() override {}
+    void combine_amaxes_of_ranks() override {}
+
+    TensorRef gradient_to_write(size_t i) const override { return parameters_.whole_gradient(i); }
+    void wait_for_gradient_buffer(int64_t) override {}
+    void reduce_gradients(int64_t, bool) override {}
+    bool sends_gradients() const override { return false; }
+    void wait_for_transfers() override {}
+
+    void all_gather(void*, int64_t) override {}
+    QuantStats sum_weight_quant_stats(const QuantStats& mine) const override { return mine; }
 };
 
 // The sharding of a run. transport: null with one rank, and in a dry run, in which nothing travels.
