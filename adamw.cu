@@ -8,7 +8,7 @@
 // group, which has two FP32 values, its moment scaling. They say how the codes are decoded:
 //   max   the largest magnitude in the moment group
 //   k     the expansion exponent (part 1)
-// The paper's scale follows from max, so it is not stored.
+// The paper's scale follows from both, so it is not stored.
 //
 // Words for parts of a parameter, from small to large:
 //   span     128 consecutive elements. Their first moments are one moment group, and their second moments

@@ -25,7 +25,7 @@
 //   - A producer gives a kernel the values of a tensor that is not stored, such as the output of a norm: it
 //     computes them from what is stored. [gate | up] has two planes, gate and up, side by side.
 //   - for_each_row() loads a thread's rows, several at once, and hands over the values of one row after the
-//     other. `live` is false for a row past the tensor's last: it must not be stored.
+//     other. `live` is false for what lies outside the tensor: it must not be stored.
 //
 // Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //

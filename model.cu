@@ -24,9 +24,9 @@
 // README's steps come here twice. The first time, read the list above and mlp_block_forward(), and no more.
 // The second time, README says what to read.
 //
-// A function stands after the first one that calls it. Only these sections of Network stand before: "Where
-// tensors are", "Arguments of kernels", and "The gradients of a bucket". Linear layers have their own file,
-// gpu/linear.h.
+// A function stands after the first one that calls it, except in these sections of Network: "What GpuModel
+// calls", "Where tensors are", "Arguments of kernels", and "The gradients of a bucket". Linear layers have
+// their own file, gpu/linear.h.
 #include "gpu/attention.h"
 #include "gpu/gpu_model.h"  // declares the two functions at the end of this file
 #include "gpu/layers.h"

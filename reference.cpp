@@ -405,7 +405,7 @@ void Moment::load(float* x) const {
 //   with expansion     no value becomes zero. The smallest is expanded to FMAX R_X^(-k), which is FMIN if k
 //                      is exact. k is rounded up by at most 1/512, and R_X is at most 2^277. So the smallest
 //                      becomes at least FMIN R_X^(-1/512) = 0.69 FMIN, and is rounded to FMIN
-//   fp8lm              has second moments in FP16. Only values below about 2^-40 of the largest become zero,
+//   fp8lm              has second moments in FP16. Only values below about 2^-41 of the largest become zero,
 //                      and they may stay zero
 void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x,
                                 bool is_second_moment) {

@@ -16,7 +16,7 @@
 
 namespace coat::reference {
 
-// Loops over fewer elements run on one thread: starting the others would take longer.
+// In parts 1 to 3 loops over fewer elements run on one thread: starting the others would take longer.
 inline constexpr int64_t MIN_PARALLEL_ELEMENTS = 1 << 14;
 
 // --- 1. Formats: rounding is to nearest, ties to even; NaN stays NaN ---

@@ -37,7 +37,8 @@ namespace coat::gpu {
 // Which function writes a field:
 //
 //   amax    an earlier kernel, or compute_amax()
-//   scale   quantize(), as amax / FMAX
+//   scale   the function that writes the codes, as amax / FMAX: quantize(), and for gradients of linear
+//           layers with a bias write_operand_and_add_column_sums()
 //
 // The struct has 16 bytes, because a GEMM reads `scale` and wants it aligned to 16 bytes.
 struct alignas(16) AmaxAndScale {
