@@ -424,8 +424,8 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
         const float reciprocal = 1.0f / moment_scale(format, largest);
         for (int64_t i = first; i < end; i++) write_element(format, elements.data(), i, x[i] * reciprocal);
     }
-    const bool must_stay_positive = is_second_moment && !per_tensor;  // per_tensor: fp8lm
-    for (int64_t i = first; must_stay_positive && i < end; i++) {
+    if (!is_second_moment || per_tensor) return;  // per_tensor: fp8lm
+    for (int64_t i = first; i < end; i++) {
         const bool vanished = x[i] > 0 && read_element(format, elements.data(), i) == 0;
         if (vanished) write_element(format, elements.data(), i, info(format).fmin);
     }
@@ -442,7 +442,8 @@ void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
 #pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
     for (int64_t first = 0; first < n; first += size)
         store_moment_group(first / size, first, std::min(n, first + size), x, is_second_moment);
-    for (int64_t i = 0; stats && i < n; i++) add_error(*stats, x[i], value(i));
+    if (!stats) return;
+    for (int64_t i = 0; i < n; i++) add_error(*stats, x[i], value(i));
 }
 
 float clip_factor(const AdamWOptions& options, double grad_norm) {
