@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""COAT (arXiv 2410.19313) in 285 lines of NumPy: FP8 training, to be read from top to bottom.
+"""COAT (arXiv 2410.19313) in 350 lines of NumPy: FP8 training, to be read from top to bottom.
 
     python3 dev/coat.py        trains a small model in FP32 and in COAT, and compares the two
 
@@ -12,149 +12,183 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # these matrices are too sma
 import numpy as np
 
 F32 = np.float32
-FP8 = True  # False rounds nothing: the code of a value is the value itself. (Moments are still expanded and
-#             contracted, which gives the same moments, but for errors of FP32.)
+ROUNDING = True  # False: nothing is rounded to fewer bits than FP32 has. The code of a value is then the value itself.
 
 # --- 1. Formats (lesson 1). FP8 has a sign, an exponent and a mantissa of M bits:
 #      value = 2^(exponent - bias) (1 + mantissa / 2^M)      if exponent > 0
 #      value = 2^(1 - bias) mantissa / 2^M                   if exponent = 0: a subnormal
-# E4M3 (M = 3) is for weights, activations and moments; E5M2 (M = 2) has more range, for gradients.
 Format = namedtuple("Format", "M bias min max")  # min is the smallest subnormal value
-E4M3, E5M2 = Format(3, 7, F32(2.0**-9), F32(448)), Format(2, 15, F32(2.0**-16), F32(57344))
-# For you to change, one at a time, for example to E4M3 or 64. The course, before lesson 10, says what to expect.
-GRADIENT_FORMAT, GROUP_WIDTH = E5M2, 16
+E4M3 = Format(M=3, bias=7, min=F32(2.0**-9), max=F32(448))      # for weights, activations and moments
+E5M2 = Format(M=2, bias=15, min=F32(2.0**-16), max=F32(57344))  # for gradients: it has more range
+
+# Two settings to try, one at a time: GRADIENT_FORMAT = E4M3, or GROUP_WIDTH = 64. The course, before lesson 10, says
+# what to expect.
+GRADIENT_FORMAT = E5M2
+GROUP_WIDTH = 16
 
 def decode(f, code):
     """The values of codes. E4M3 has no infinity; only the code above the largest value is NaN."""
-    if not FP8: return code
+    if not ROUNDING: return code
     code = np.asarray(code, np.uint8)
-    exponent, mantissa = (code & 0x7F) >> f.M, code & ((1 << f.M) - 1)
+    exponent = (code & 0x7F) >> f.M
+    mantissa = code & ((1 << f.M) - 1)
     significand = np.where(exponent > 0, 2**f.M + mantissa, mantissa)
     value = np.ldexp(significand.astype(F32), np.maximum(exponent, 1).astype(int) - f.bias - f.M)
-    value = np.where(value > f.max, np.nan if f is E4M3 else np.where(mantissa, np.nan, np.inf), value)
+    beyond_max = np.nan if f is E4M3 else np.where(mantissa, np.nan, np.inf)
+    value = np.where(value > f.max, beyond_max, value)
     return np.where(code & 0x80, -value, value).astype(F32)
 
 def encode(f, x):
     """The nearest codes; a tie goes to the even one, and values beyond the largest become the largest."""
-    if not FP8: return x
+    if not ROUNDING: return x
     x = np.asarray(x, F32)
     magnitude = np.minimum(np.abs(x), f.max)
-    # 2^e <= magnitude < 2^(e+1), or subnormal. (np.frexp: x = a 2^n with 1/2 <= a < 1, so e = n - 1.)
+    # 2^e <= magnitude < 2^(e+1); of subnormals e = 1 - bias. (np.frexp: x = a 2^n with 1/2 <= a < 1, so e = n - 1.)
     e = np.frexp(np.maximum(magnitude, F32(2) ** (1 - f.bias)))[1] - 1
-    steps = np.rint(np.ldexp(magnitude, f.M - e))                   # values there are 2^(e - M) apart
-    # A normal value has 2^M steps or more. Added, they raise the exponent field by 1: it begins with e + bias - 1.
-    # In E4M3, 1.1 has e = 0 and 8.8 steps, rounded 9: the code is 9 + (6 << 3) = 0x39, which is 1.125.
-    code = np.nan_to_num(steps).astype(int) + ((e + f.bias - 1) << f.M)  # a NaN gets its code below
-    return (np.where(np.isnan(x), 0x7F, code) | np.signbit(x) * 0x80).astype(np.uint8)
+    steps = np.rint(np.ldexp(magnitude, f.M - e))  # values there are 2^(e - M) apart
+    # A normal value has the exponent field e + bias, and 2^M + mantissa steps. So
+    #      code = ((e + bias) << M) + mantissa = ((e + bias - 1) << M) + steps
+    # In E4M3, 1.1 has e = 0 and 8.8 steps, rounded 9: the code is (6 << 3) + 9 = 0x39, which is 1.125. The code of a
+    # subnormal is its number of steps, and e + bias - 1 is 0.
+    code = ((e + f.bias - 1) << f.M) + np.nan_to_num(steps).astype(int)
+    code = np.where(np.isnan(x), 0x7F, code)
+    return (code | np.signbit(x) * 0x80).astype(np.uint8)
 
 def bf16(x):
-    """FP32 rounded to BF16, which is its upper half: round the lower half away, ties to even."""
-    if not FP8: return x
+    """FP32 rounded to BF16, ties to even. BF16 has the upper 16 bits of FP32."""
+    if not ROUNDING: return x
     bits = np.asarray(x, F32).view(np.uint32)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(F32)
+    upper_is_odd = (bits >> 16) & 1
+    # The sum carries into the upper 16 bits where the value has to be rounded up.
+    rounded = ((bits + 0x7FFF + upper_is_odd) & 0xFFFF0000).astype(np.uint32).view(F32)
     return np.where(np.isfinite(x), rounded, x).astype(F32)
 
 # --- 2. Quantizers (lessons 2 and 3). A block of values shares a scale s = amax / FMAX, so that x / s fits the
-# format; FMAX is its largest value. For GEMM operands the block is the whole tensor. (Here each operand is decoded
-# and scaled before the product; a GPU scales the sum.) Norms and activation functions decode every value they
-# read, so their inputs can have a scale for each 1x16 group.
+# format: amax is the largest |x| of the block, and FMAX the largest value of the format. For GEMM operands the block
+# is the whole tensor. (Here each operand is decoded and scaled before the product; a GPU scales the sum.) Norms and
+# activation functions decode every value they read, so their inputs can have a scale for each 1x16 group.
 Quantized = namedtuple("Quantized", "codes scales")
-def scales_of(f, amax):
-    return np.where(amax == 0, F32(1), np.maximum(amax / f.max, F32(2.0**-126)))  # so that 1 / s is finite
 
-def quantize_tensor(f, x):  # -> codes and one FP32 scale
+def scales_of(f, amax):
+    s = np.maximum(amax / f.max, F32(2.0**-126))  # so that 1 / s is finite
+    return np.where(amax == 0, F32(1), s)
+
+def quantize_tensor(f, x):
+    """x -> its codes, and one FP32 scale."""
     s = scales_of(f, np.max(np.abs(x)))
     return Quantized(encode(f, x * (F32(1) / s)), s)
-def gemm_operand(f, x):  # x as a GEMM reads it: quantized, and decoded again
+def gemm_operand(f, x):
+    """x as a GEMM reads it: quantized, and decoded again."""
     codes, s = quantize_tensor(f, x)
     return decode(f, codes) * s
 
 def quantize_groups(x, width=GROUP_WIDTH):
-    """x (rows, cols) -> E4M3 codes, and scales (rows, cols / width) that are rounded before they are used."""
+    """x (rows, cols) -> E4M3 codes (rows, cols), and BF16 scales (rows, cols / width)."""
     groups = x.reshape(len(x), -1, width)
-    s = bf16(scales_of(E4M3, np.max(np.abs(groups), axis=2)))
-    return Quantized(encode(E4M3, groups * (F32(1) / s)[..., None]).reshape(x.shape), s)
+    s = bf16(scales_of(E4M3, np.max(np.abs(groups), axis=2)))  # rounded before values are divided by it
+    codes = encode(E4M3, groups * (F32(1) / s)[..., None])
+    return Quantized(codes.reshape(x.shape), s)
 def dequantize_groups(codes, s):
-    return (decode(E4M3, codes).reshape(*s.shape, -1) * s[..., None]).reshape(codes.shape)
+    groups = decode(E4M3, codes).reshape(*s.shape, -1)
+    return (groups * s[..., None]).reshape(codes.shape)
 
 # --- 3. Optimizer (lessons 8 and 9). E4M3 spans a factor of 448 / 2^-9 = 229,376, but a moment group of 128 spans
-# far less and would use a part of the codes. Dynamic range expansion stretches it before it is quantized:
+# far less and would use a part of the codes. Dynamic range expansion stretches it before it is quantized. Let max and
+# min be the largest and the smallest magnitude of the moment group, leaving out zeros:
 #      expand:    y = sign(x) FMAX (|x| / max)^k        k = log(FMAX / FMIN) / log(max / min)    (equation 4)
 #      contract:  x = sign(y) max (|y| / FMAX)^(1 / k)
 # A moment group stores its codes, max and k. k is a multiple of 1/256, from 1/16 to 64.
 Moment = namedtuple("Moment", "codes max k")  # of n moment groups: (n, 128), (n, 1) and (n, 1)
-def expansion_exponent(max, min_nonzero):
+
+def expansion_exponent(max_magnitude, min_magnitude, f=E4M3):
     with np.errstate(divide="ignore"):  # if all magnitudes are equal, any k is exact
-        k = np.log2(float(E4M3.max) / float(E4M3.min)) / np.log2(max.astype(float) / min_nonzero)
+        k = np.log2(float(f.max) / float(f.min)) / np.log2(max_magnitude.astype(float) / min_magnitude)
     return np.clip(np.rint(256 * k) / 256, 1 / 16, 64).astype(F32)
 
-def expand(x, max, k):
+def expand(x, max_magnitude, k, f=E4M3):
     # In FP64, because the quotient may underflow in FP32. It is 0 in a moment group of zeros.
-    ratio = np.abs(x).astype(float) / np.maximum(max, 2.0**-149)
-    return (np.sign(x) * E4M3.max * ratio ** k).astype(F32)
-def contract(y, max, k):
-    return (np.sign(y) * max * (np.abs(y) / E4M3.max).astype(float) ** (1 / k)).astype(F32)
+    ratio = np.abs(x).astype(float) / np.maximum(max_magnitude, 2.0**-149)
+    return (np.sign(x) * f.max * ratio ** k).astype(F32)
+def contract(y, max_magnitude, k, f=E4M3):
+    root = (np.abs(y) / f.max).astype(float) ** (1 / k)
+    return (np.sign(y) * max_magnitude * root).astype(F32)
 
-def store_moment(x):
-    """x (n, 128): n moment groups -> what is stored. The smallest magnitude gets the lowest code that is not 0: so
-    no second moment becomes 0, which would make the next update huge. A moment group of zeros has max 0 and k 1."""
+def store_moment(x, f=E4M3):
+    """x (n, 128): n moment groups -> what is stored. The smallest magnitude gets the lowest code that is not 0, or a
+    higher one where k is limited to 64. So no second moment becomes 0, which would make the next update huge."""
     magnitude = np.abs(x)
-    max = magnitude.max(axis=1, keepdims=True)
-    min_nonzero = np.where(x == 0, F32(np.inf), magnitude).min(axis=1, keepdims=True)
-    k = np.where(max > 0, expansion_exponent(max, min_nonzero), F32(1))
-    return Moment(encode(E4M3, expand(x, max, k)), max, k)
-
-def load_moment(codes, max, k): return contract(decode(E4M3, codes), max, k)
+    max_magnitude = magnitude.max(axis=1, keepdims=True)
+    min_magnitude = np.where(x == 0, F32(np.inf), magnitude).min(axis=1, keepdims=True)  # leaving out zeros
+    k = expansion_exponent(max_magnitude, min_magnitude, f)
+    k = np.where(max_magnitude > 0, k, F32(1))  # a moment group of zeros has max = 0 and k = 1
+    return Moment(encode(f, expand(x, max_magnitude, k, f)), max_magnitude, k)
+def load_moment(codes, max_magnitude, k, f=E4M3):
+    return contract(decode(f, codes), max_magnitude, k, f)
 
 def adamw(w, g, m, v, step, lr, matrix=True, beta1=F32(0.9), beta2=F32(0.95), eps=F32(1e-8), decay=F32(0.1)):
     """One step of the FP32 master weights w (n, 128), without clipping. Weights move by the new moments before the
     moments are quantized. matrix=False is for norms: their moments are FP32, and their weights do not decay."""
-    if matrix: m, v = load_moment(*m), load_moment(*v)
+    if matrix:
+        m = load_moment(*m)
+        v = load_moment(*v)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * (g * g)
-    root = np.sqrt(v) / F32(np.sqrt(1 - float(beta2) ** step))
-    update = m / F32(1 - float(beta1) ** step) / (root + eps)
-    if not matrix: return w - F32(lr) * update, m, v
+    m_hat = m / F32(1 - float(beta1) ** step)
+    v_hat_sqrt = np.sqrt(v) / F32(np.sqrt(1 - float(beta2) ** step))
+    update = m_hat / (v_hat_sqrt + eps)
+    if not matrix:
+        return w - F32(lr) * update, m, v
     return w - F32(lr) * (update + decay * w), store_moment(m), store_moment(v)
 
 # --- 4. Operators on FP32 (gradients: lesson 7). x is (tokens, C), weights are (out, in); a sequence has T tokens,
-# attention NH heads of HS features.
+# attention NH heads of HS features. dX is the gradient of X.
+
 def rms_norm(x, weight, eps=F32(1e-5)):
     return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + eps) * weight
 def rms_norm_backward(x, weight, dy, eps=F32(1e-5)):
+    """The gradients of x and of the weight."""
     rstd = 1 / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + eps)
-    normal, d = x * rstd, dy * weight
-    return (d - normal * np.mean(d * normal, axis=1, keepdims=True)) * rstd, np.sum(dy * normal, axis=0)
+    xhat = x * rstd
+    d = dy * weight
+    dx = (d - xhat * np.mean(d * xhat, axis=1, keepdims=True)) * rstd
+    return dx, np.sum(dy * xhat, axis=0)
 
-def activation(gate_up):  # SwiGLU: silu(gate) up
+def activation(gate_up):
+    """SwiGLU: silu(gate) * up, with silu(a) = a sigmoid(a)."""
     gate, up = np.split(gate_up, 2, axis=1)
     return gate / (1 + np.exp(-gate)) * up
 def activation_backward(gate_up, dact):
     gate, up = np.split(gate_up, 2, axis=1)
-    s = 1 / (1 + np.exp(-gate))
-    return np.concatenate([dact * up * s * (1 + gate * (1 - s)), dact * gate * s], axis=1)
+    sigmoid = 1 / (1 + np.exp(-gate))
+    dgate = dact * up * sigmoid * (1 + gate * (1 - sigmoid))
+    dup = dact * gate * sigmoid
+    return np.concatenate([dgate, dup], axis=1)
 
 def rope(qkv, T, HS, sign=1):
     """RoPE: features i and i + HS / 2 of a query or key, at position t, turn by t theta^(-2 i / HS)."""
     x = qkv.reshape(-1, T, 3, qkv.shape[1] // (3 * HS), HS)  # (sequences, T, q k v, attention head, feature)
     angle = np.arange(T)[:, None, None, None] * 10000.0 ** (-2 * np.arange(HS // 2) / HS)
-    cos, sin = np.cos(angle).astype(F32), (sign * np.sin(angle)).astype(F32)
+    cos = np.cos(angle).astype(F32)
+    sin = (sign * np.sin(angle)).astype(F32)
     a, b = np.split(x, 2, axis=4)
     rotated = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=4)
-    rotated[:, :, 2] = x[:, :, 2]                                   # values are not rotated
+    rotated[:, :, 2] = x[:, :, 2]  # values are not rotated
     return rotated.reshape(qkv.shape)
 
 def softmax(x):
     p = np.exp(x - x.max(axis=-1, keepdims=True))
     return p / p.sum(axis=-1, keepdims=True)
 
-def by_head(x, T, HS):  # (tokens, n HS) -> (sequences, n, T, HS)
+def by_head(x, T, HS):
+    """(tokens, n HS) -> (sequences, n, T, HS)"""
     return x.reshape(-1, T, x.shape[1] // HS, HS).swapaxes(1, 2)
+
 def qkv_and_probabilities(qkv, T, HS):
     """qkv (tokens, 3 C) -> q, k and v, each (sequences, NH, T, HS), and the softmax of their causal scores."""
     q, k, v = np.split(by_head(qkv, T, HS), 3, axis=1)
-    scores = q @ k.swapaxes(2, 3) / F32(np.sqrt(HS))                # (sequences, NH, T, T)
-    return q, k, v, softmax(np.where(np.tri(T, dtype=bool), scores, F32(-np.inf)))
+    scores = q @ k.swapaxes(2, 3) / F32(np.sqrt(HS))  # (sequences, NH, T, T)
+    causal = np.where(np.tri(T, dtype=bool), scores, F32(-np.inf))
+    return q, k, v, softmax(causal)
 
 def attention(qkv, T, HS):
     _, _, v, p = qkv_and_probabilities(qkv, T, HS)
@@ -162,123 +196,154 @@ def attention(qkv, T, HS):
 def attention_backward(qkv, out, dout, T, HS):
     """The output and its gradient, both (tokens, C) -> the gradient of qkv."""
     q, k, v, p = qkv_and_probabilities(qkv, T, HS)
-    out, dout = by_head(out, T, HS), by_head(dout, T, HS)
-    # dp = dout v^T. A score changes all p of its row, so ds = p (dp - sum(p dp)), where sum(p dp) = dout · out.
-    # A score is q k^T / √HS, so dq = ds k / √HS and dk = ds^T q / √HS: here ds is divided, once for both.
-    ds = p * (dout @ v.swapaxes(2, 3) - np.sum(dout * out, axis=3, keepdims=True)) / F32(np.sqrt(HS))
-    gradients = ds @ k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dout
-    return np.concatenate(gradients, axis=1).swapaxes(1, 2).reshape(qkv.shape)
+    out = by_head(out, T, HS)
+    dout = by_head(dout, T, HS)
+    # A score changes all p of its row, so the gradient of the scores is ds = p (dp - sum(p dp)), where sum(p dp) is
+    # dout · out. A score is q k^T / √HS, so dq = ds k / √HS and dk = ds^T q / √HS: ds is divided here, once for both.
+    dp = dout @ v.swapaxes(2, 3)
+    ds = p * (dp - np.sum(dout * out, axis=3, keepdims=True)) / F32(np.sqrt(HS))
+    dq = ds @ k
+    dk = ds.swapaxes(2, 3) @ q
+    dv = p.swapaxes(2, 3) @ dout
+    return np.concatenate([dq, dk, dv], axis=1).swapaxes(1, 2).reshape(qkv.shape)
 
-# --- 5. Flow (lessons 5 to 7): one Llama layer. A linear layer quantizes both operands of its three GEMMs per
-# tensor. Norms 1 and 2 and the activation function read what was saved in groups, in both passes. Their outputs are
-# quantized from FP32, and so is dgate_up. All else is BF16: weights (before they are quantized), the residual stream
-# where the next sum reads it, attention, other gradients. Backward computes the outputs of norms and activation once
-# more. It takes the derivative of rounding as 1 (straight-through estimation), all others at the values of forward.
-# What a layer saves: qkv and attention_output as BF16 values, the others as E4M3 codes in groups.
+# --- 5. Flow (lessons 5 to 7): one Llama layer.
+#      tensor                                      format                      who reads it in this format
+#      x, w and g of a linear layer                E4M3, g E5M2;               its GEMMs
+#                                                  one scale for the tensor
+#      norm1_input, norm2_input, gate_up           E4M3; a scale for each      norms and activation, in both passes
+#                                                  1x16 group
+#      residual sums                               BF16                        the next sum (the norm reads the groups)
+#      outputs of norms and activation, dgate_up   FP32                        the quantizer of a linear layer
+#      all others                                  BF16                        attention, and the quantizers
+# Backward computes the outputs of norms and of the activation function once more. It takes the derivative of rounding
+# as 1 (straight-through estimation), and all others at the values that forward used.
+# What a layer saves: qkv and attention_output as BF16 values, the others in groups.
 Saved = namedtuple("Saved", "norm1_input qkv attention_output norm2_input gate_up")
 
 def linear(x, w):
-    return bf16(gemm_operand(E4M3, x) @ gemm_operand(E4M3, w).T)    # fprop: y = x w^T
+    return bf16(gemm_operand(E4M3, x) @ gemm_operand(E4M3, w).T)  # fprop: y = x w^T
 def linear_backward(x, w, g):
+    """g is the gradient of the output -> the gradients of x and w."""
     g_operand = gemm_operand(GRADIENT_FORMAT, g)
-    dx = bf16(g_operand @ gemm_operand(E4M3, w))                    # dgrad: dx = g w
-    return dx, bf16(g_operand.T @ gemm_operand(E4M3, x))            # wgrad: dw = g^T x
+    dx = bf16(g_operand @ gemm_operand(E4M3, w))    # dgrad: dx = g w
+    dw = bf16(g_operand.T @ gemm_operand(E4M3, x))  # wgrad: dw = g^T x
+    return dx, dw
 
 def layer_forward(w, x, T, HS):
-    """The residual stream x (tokens, C) -> the stream after the layer, and what is saved. Each residual sum is FP32
+    """The residual stream x (tokens, C) -> the stream after the layer, and what is saved. Each residual sum is FP32,
     and has two readers: the norm reads it quantized in groups, the next sum reads it rounded to BF16."""
-    norm1_input = quantize_groups(x)                                # (tokens, C)
+    norm1_input = quantize_groups(x)                                              # (tokens, C)
     qkv = linear(rms_norm(dequantize_groups(*norm1_input), w["norm1"]), w["qkv"])
-    qkv = bf16(rope(qkv, T, HS))                                    # (tokens, 3 C)
-    attention_output = bf16(attention(qkv, T, HS))                  # (tokens, C)
-    residual2 = bf16(x) + linear(attention_output, w["attention_out"])
-    norm2_input = quantize_groups(residual2)                        # (tokens, C)
+    qkv = bf16(rope(qkv, T, HS))                                                  # (tokens, 3 C)
+    attention_output = bf16(attention(qkv, T, HS))                                # (tokens, C)
+    sum_after_attention = bf16(x) + linear(attention_output, w["attention_out"])
+    norm2_input = quantize_groups(sum_after_attention)                            # (tokens, C)
     gate_up = linear(rms_norm(dequantize_groups(*norm2_input), w["norm2"]), w["gate_up"])
-    gate_up = quantize_groups(gate_up)                              # (tokens, 2 F): gate, then up
-    out = bf16(residual2) + linear(activation(dequantize_groups(*gate_up)), w["down"])
+    gate_up = quantize_groups(gate_up)                                            # (tokens, 2 F): gate, then up
+    out = bf16(sum_after_attention) + linear(activation(dequantize_groups(*gate_up)), w["down"])
     return out, Saved(norm1_input, qkv, attention_output, norm2_input, gate_up)
 
 def layer_backward(w, saved, dx, T, HS):
-    """The gradient dx of the stream after the layer -> before it, and the gradients of the weights."""
-    x1, x2 = dequantize_groups(*saved.norm1_input), dequantize_groups(*saved.norm2_input)
-    gate_up, d = dequantize_groups(*saved.gate_up), {}
-    dact, d["down"] = linear_backward(activation(gate_up), w["down"], dx)       # (tokens, F)
-    dgate_up = activation_backward(gate_up, dact)                               # (tokens, 2 F), in FP32
-    dnorm2, d["gate_up"] = linear_backward(rms_norm(x2, w["norm2"]), w["gate_up"], dgate_up)
-    dbranch, d["norm2"] = rms_norm_backward(x2, w["norm2"], dnorm2)
-    dx = bf16(dx + dbranch)                                                     # (tokens, C)
-    dattention_output, d["attention_out"] = linear_backward(saved.attention_output, w["attention_out"], dx)
+    """dx (tokens, C), the gradient of the residual stream after the layer -> that before the layer, and the gradients
+    of the weights."""
+    norm1_input = dequantize_groups(*saved.norm1_input)
+    norm2_input = dequantize_groups(*saved.norm2_input)
+    gate_up = dequantize_groups(*saved.gate_up)
+    dw = {}
+    dact, dw["down"] = linear_backward(activation(gate_up), w["down"], dx)        # (tokens, F)
+    dgate_up = activation_backward(gate_up, dact)                                 # (tokens, 2 F)
+    dnorm2, dw["gate_up"] = linear_backward(rms_norm(norm2_input, w["norm2"]), w["gate_up"], dgate_up)
+    dbranch, dw["norm2"] = rms_norm_backward(norm2_input, w["norm2"], dnorm2)
+    dx = bf16(dx + dbranch)                                                       # (tokens, C)
+    dattention_output, dw["attention_out"] = linear_backward(saved.attention_output, w["attention_out"], dx)
     dqkv = bf16(attention_backward(saved.qkv, saved.attention_output, dattention_output, T, HS))
-    dqkv = bf16(rope(dqkv, T, HS, -1))                                          # rotated back
-    dnorm1, d["qkv"] = linear_backward(rms_norm(x1, w["norm1"]), w["qkv"], dqkv)
-    dbranch, d["norm1"] = rms_norm_backward(x1, w["norm1"], dnorm1)
-    return bf16(dx + dbranch), d
+    dqkv = bf16(rope(dqkv, T, HS, sign=-1))                                       # rotated back
+    dnorm1, dw["qkv"] = linear_backward(rms_norm(norm1_input, w["norm1"]), w["qkv"], dqkv)
+    dbranch, dw["norm1"] = rms_norm_backward(norm1_input, w["norm1"], dnorm1)
+    return bf16(dx + dbranch), dw
 
 # --- 6. A whole model: an embedding, one layer, a final norm, and a head that is the embedding transposed.
 def head_loss_and_gradients(norm, head, x, targets):
     """The stream after the last layer -> the mean cross entropy in nats; gradients of x, norm and head."""
     x = bf16(x)
-    y = bf16(rms_norm(x, norm))                                     # this norm and the head read BF16
-    p = softmax(bf16(y @ head.T))                                   # (tokens, vocabulary)
-    correct = np.arange(len(targets)), targets
-    loss = -np.mean(np.log(p[correct]))
-    p[correct] -= 1
-    dlogits = bf16(p / F32(len(targets)))                           # of the mean loss
+    y = bf16(rms_norm(x, norm))  # this norm and the head read BF16
+    p = softmax(bf16(y @ head.T))  # (tokens, vocabulary)
+    at_targets = np.arange(len(targets)), targets
+    loss = -np.mean(np.log(p[at_targets]))
+    p[at_targets] -= 1
+    dlogits = bf16(p / F32(len(targets)))  # of the mean loss
     dx, dnorm = rms_norm_backward(x, norm, bf16(dlogits @ head))
     return loss, bf16(dx), dnorm, dlogits.T @ y
 
 Step = namedtuple("Step", "loss output saved gradients")  # of the layer; gradients by the name of their weight
+
 def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
     """Trains on windows of T ASCII characters, and yields a Step after each. lr is reached in 20 steps."""
     random = np.random.default_rng(seed)
-    rows = {"embedding": 128, "qkv": 3 * C, "attention_out": C, "gate_up": 2 * C, "down": C}
-    master = {name: random.standard_normal((n, C)).astype(F32) / F32(np.sqrt(C)) for name, n in rows.items()}
-    m = {name: store_moment(np.zeros((n * C // 128, 128), F32)) for name, n in rows.items()}
-    v = dict(m)
+    rows = {"embedding": 128, "qkv": 3 * C, "attention_out": C, "gate_up": 2 * C, "down": C}  # of the matrices
+    master, m, v = {}, {}, {}  # by the name of the weight
+    for name, n in rows.items():
+        master[name] = random.standard_normal((n, C)).astype(F32) / F32(np.sqrt(C))
+        m[name] = v[name] = store_moment(np.zeros((n * C // 128, 128), F32))
     for name in ("norm1", "norm2", "final_norm"):
-        master[name], m[name], v[name] = np.ones(C, F32), F32(0), F32(0)
+        master[name] = np.ones(C, F32)
+        m[name] = v[name] = F32(0)
     for step in range(1, steps + 1):
         windows = np.stack([text[i:i + T + 1] for i in random.integers(0, len(text) - T, B)])
-        tokens, targets = windows[:, :-1].ravel(), windows[:, 1:].ravel()  # the target is the next character
+        tokens = windows[:, :-1].ravel()
+        targets = windows[:, 1:].ravel()  # the target of a character is the next one
 
-        w = {name: bf16(x) for name, x in master.items()}           # only the optimizer reads master weights
+        # Only the optimizer reads master weights. (The reference rounds ties of weights away from 0: split_master.)
+        w = {name: bf16(x) for name, x in master.items()}
         output, saved = layer_forward(w, w["embedding"][tokens], T, HS)
         loss, dx, dfinal, dembedding = head_loss_and_gradients(w["final_norm"], w["embedding"], output, targets)
-        dx, of_layer = layer_backward(w, saved, dx, T, HS)
-        np.add.at(dembedding, tokens, dx)                           # it is the head's and the embedding's gradient
-        gradients = {"final_norm": dfinal, "embedding": dembedding, **of_layer}
+        dx, gradients = layer_backward(w, saved, dx, T, HS)
+        np.add.at(dembedding, tokens, dx)  # the head and the embedding are one matrix, so their gradients add up
+        gradients = {"final_norm": dfinal, "embedding": dembedding, **gradients}
 
         for name, g in gradients.items():
-            shape = (-1, 128) if name in rows else g.shape          # of a matrix: its moment groups
-            new, m[name], v[name] = adamw(master[name].reshape(shape), bf16(g).reshape(shape), m[name], v[name], step,
-                                          lr * min(1, step / 20), matrix=name in rows)
-            master[name] = new.reshape(g.shape)
+            is_matrix = name in rows
+            shape = (-1, 128) if is_matrix else g.shape  # a matrix consists of moment groups
+            w32, m[name], v[name] = adamw(master[name].reshape(shape), bf16(g).reshape(shape), m[name], v[name], step,
+                                          lr * min(1, step / 20), matrix=is_matrix)
+            master[name] = w32.reshape(g.shape)
         yield Step(loss, output, saved, gradients)
 
-def run(name, fp8, seed):
-    global FP8                                                      # the switch at the top
+def run(name, rounding, seed):
+    global ROUNDING  # the switch at the top
     print(f"Training 200 steps: {name}", flush=True)
-    FP8 = fp8
-    return list(train(np.fromfile(os.path.join(os.path.dirname(__file__), "text.txt"), np.uint8), 200, seed))
+    ROUNDING = rounding
+    text = np.fromfile(os.path.join(os.path.dirname(__file__), "text.txt"), np.uint8)
+    return list(train(text, 200, seed))
 
-def rms(x): return np.sqrt(np.mean(np.square(x, dtype=float)))
+def rms(x):
+    return np.sqrt(np.mean(np.square(x, dtype=float)))
+
+def saved_bytes(x):
+    """The bytes of a saved tensor. A code has 1 byte; a scale and a value are BF16, and have 2."""
+    return x.codes.size + 2 * x.scales.size if isinstance(x, Quantized) else 2 * x.size
 
 if __name__ == "__main__":
-    fp32, coat, other = run("FP32", False, 1), run("COAT", True, 1), run("FP32, other seed", False, 2)
+    fp32 = run("FP32", False, seed=1)
+    coat = run("COAT", True, seed=1)
+    other = run("FP32, other seed", False, seed=2)
 
     print("The first step in COAT: RMS error against FP32 of the layer's output, and of all gradients")
     print("  (one rounding errs by 2.6% in E4M3 and 5.3% in E5M2; a layer has many, so about 10% is expected)")
-    exact, ours = ({"output": steps[0].output, **steps[0].gradients} for steps in (fp32, coat))
+    exact = {"output": fp32[0].output, **fp32[0].gradients}
+    ours = {"output": coat[0].output, **coat[0].gradients}
     for name in exact:
         print(f"  {name:14} {rms(ours[name] - exact[name]) / rms(exact[name]):6.1%}")
 
     saved = coat[0].saved
-    size = sum(x.codes.size + 2 * x.scales.size if isinstance(x, Quantized) else 2 * x.size for x in saved)
+    size = sum(saved_bytes(x) for x in saved)
     print(f"A layer saves {size / saved.attention_output.size} C bytes a token; in BF16 16 C "
           "(with F = C; in Llama-2-7B 16.3 C and 22.8 C)")
 
     print("Mean loss of 20 steps, in nats:\n  step   FP32   COAT   FP32, other seed")
-    means = np.array([[s.loss for s in steps] for steps in (fp32, coat, other)]).reshape(3, -1, 20).mean(axis=2)
+    losses = np.array([[step.loss for step in steps] for steps in (fp32, coat, other)])
+    means = losses.reshape(3, -1, 20).mean(axis=2)  # of the three runs, each in parts of 20 steps
     for i, row in enumerate(means.T, 1):
         print(f"  {20 * i:4}", *(f"{mean:6.3f}" for mean in row))
     of_coat, of_seed = np.abs(means[1:] - means[0]).max(axis=1)

@@ -174,9 +174,9 @@ def noise():
         return dx, dw
 
     coat.linear_backward = listening
-    for coat.FP8, moved in ((True, 0), (False, 0), (False, 12345)):  # the same weights; then other windows
+    for coat.ROUNDING, moved in ((True, 0), (False, 0), (False, 12345)):  # the same weights; then other windows
         gradients.append(next(coat.train(np.roll(text, moved), 1, seed=1)).gradients)
-    coat.FP8, coat.linear_backward = True, linear_backward
+    coat.ROUNDING, coat.linear_backward = True, linear_backward
     of_dgrad = []
     for name, ours, exact in zip(("down", "gate_up", "attention_out", "qkv"), passed[:4], passed[4:8]):
         (g8, dx8), (g, dx) = ours, exact
@@ -194,15 +194,15 @@ def averaged(text):
     operand = coat.gemm_operand
 
     def g_alone(f, x):  # in a pass that quantizes nothing else
-        coat.FP8 = f is E5M2
+        coat.ROUNDING = f is E5M2
         y = operand(f, x)
-        coat.FP8 = False
+        coat.ROUNDING = False
         return y
 
     def gradients(fp8, of_operand=operand):
-        coat.FP8, coat.gemm_operand = fp8, of_operand
+        coat.ROUNDING, coat.gemm_operand = fp8, of_operand
         found = [next(coat.train(np.roll(text, 1777 * batch), 1, seed=1)).gradients for batch in range(32)]
-        coat.FP8, coat.gemm_operand = True, operand
+        coat.ROUNDING, coat.gemm_operand = True, operand
         return {name: np.stack([g[name] for g in found]) for name in found[0] if "norm" not in name}
 
     exact, rows = gradients(False), []
@@ -253,10 +253,10 @@ def errors_of_depth(layers):
         random = np.random.default_rng(seed)
         model, begins = model_b(layers, random), random.integers(0, len(text) - 32, 8)
         passes = []
-        for coat.FP8, moved in ((True, 0), (False, 0), (False, 12345)):  # the same weights; then other windows
+        for coat.ROUNDING, moved in ((True, 0), (False, 0), (False, 12345)):  # the same weights; then other windows
             rolled = np.roll(text, moved)
             passes.append(backward(*model, np.stack([rolled[i:i + 33] for i in begins]), 16))
-        coat.FP8 = True
+        coat.ROUNDING = True
         (g8, dw8), (g, dw), (_, other) = passes
         of_matrices = np.sqrt(np.mean(np.square(list(noises(dw8, dw, other).values())), axis=0))
         found.append((relative_error(g8[0], g[0]), *of_matrices))
@@ -334,10 +334,10 @@ def of_moments(m, v):
 def of_first_layer(run):
     """The noise of FP8 and of a batch of 4 x 256 characters in a trained model of four layers."""
     text, passes = np.fromfile(small_run.TEXT, np.uint8), []
-    for coat.FP8, begin in ((True, 0), (False, 0), (False, 20000)):
+    for coat.ROUNDING, begin in ((True, 0), (False, 0), (False, 20000)):
         windows = np.stack([text[i:i + 257] for i in range(begin, begin + 1024, 256)])
         passes.append(backward(run.weights["embedding"], run.layers, run.weights["final_norm"], windows, 32)[1])
-    coat.FP8 = True
+    coat.ROUNDING = True
     table(("gradient of, in layer 1 of model A", "noise of FP8", "noise of a batch"),
           [(name, *(f"{noise:.0%}" for noise in both)) for name, both in noises(*passes).items()])
 

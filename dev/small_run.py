@@ -47,10 +47,10 @@ class Run:
         self.weights |= {"embedding": self.weights["model.embed_tokens.weight"],
                          "final_norm": self.weights["model.norm.weight"]}
         text = np.fromfile(TEXT, np.uint8)
-        coat.FP8 = False
+        coat.ROUNDING = False
         self.norm_inputs, self.gate_up, _ = self.batch(text[:tokens + 1], T, size)
         _, _, self.gradients = self.batch(text[3000:3001 + tokens], T, size)  # begins in the midst of a line
-        coat.FP8 = True
+        coat.ROUNDING = True
 
     def batch(self, text, T, size):
         """A batch without quantization: the inputs of norms 2, gate and up, and the gradients of the outputs of
