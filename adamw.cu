@@ -8,7 +8,7 @@
 // group, which has two FP32 values, its moment scaling. They say how the codes are decoded:
 //   max   the largest magnitude in the moment group
 //   k     the expansion exponent (part 1)
-// The paper's scale follows from both, so it is not stored.
+// The paper's scale is not stored, because it follows from both: s = max^k / FMAX.
 //
 // Words for parts of a parameter, from small to large:
 //   span     128 consecutive elements. Their first moments are one moment group, and their second moments
@@ -111,7 +111,7 @@ __device__ float inverse_of_max(float max) {
 }
 
 // Contract: |x| / max = (|y| / FMAX)^(1/k). log2_ratio is log2(|y| / FMAX), from a table. (The CPU's
-// contract() returns x. Here adamw_of_chunk() multiplies by max.)
+// contract() returns x. Here max is the factor of FactoredMoments in gpu/adamw.cuh, and is multiplied later.)
 __device__ float contract_to_ratio(float inverse_k, float log2_ratio) {
     return fast_exp2(log2_ratio * inverse_k);
 }
@@ -221,7 +221,7 @@ __device__ FactoredMoments decode_moments(const MomentScaling& scaling, uint2 co
         float magnitude = table[code % MAGNITUDES];
         if (PATH == Path::Careful) magnitude = contract_carefully(scaling, inverse_k, magnitude);
         else if (Traits::EXPANDS) magnitude = contract_to_ratio(inverse_k, magnitude);
-        moments.ratios[j] = with_sign<Traits>(magnitude, code);
+        moments.unscaled[j] = with_sign<Traits>(magnitude, code);
     }
     if (PATH == Path::Careful) moments.factor = 1.0f;
     else moments.factor = Traits::EXPANDS ? scaling.max : scale_of(Traits::FMAX, scaling.max);
@@ -272,10 +272,10 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Ch
         largest_bits = max(largest_bits, bits);
         smallest_bits_minus_1 = min(smallest_bits_minus_1, bits - 1);
     }
-    for (int lanes = 1; lanes < LANES_PER_SPAN; lanes *= 2) {
-        largest_bits = max(largest_bits, __shfl_xor_sync(ALL_LANES, largest_bits, lanes));
+    for (int distance = 1; distance < LANES_PER_SPAN; distance *= 2) {
+        largest_bits = max(largest_bits, __shfl_xor_sync(ALL_LANES, largest_bits, distance));
         smallest_bits_minus_1 =
-            min(smallest_bits_minus_1, __shfl_xor_sync(ALL_LANES, smallest_bits_minus_1, lanes));
+            min(smallest_bits_minus_1, __shfl_xor_sync(ALL_LANES, smallest_bits_minus_1, distance));
     }
     const float largest = __uint_as_float(largest_bits);
     const float smallest = __uint_as_float(smallest_bits_minus_1 + 1);
@@ -369,13 +369,13 @@ template <class W> struct ElementsOfThread {
           codes_m(static_cast<uint8_t*>(s.m.data) + start - s.rank_offset),
           codes_v(static_cast<uint8_t*>(s.v.data) + start - s.rank_offset) {}
 
-    // The distance from the thread's elements in the shard's first span to its elements in `span`; for a span
-    // past the last one, to its elements in the last span.
-    __device__ int64_t distance(int span) const {
+    // How many elements lie between the thread's elements in the shard's first span and those in `span`. A
+    // span past the last one counts as the last span.
+    __device__ int64_t clamped_offset(int span) const {
         return static_cast<int64_t>(min(span, shard_spans - 1)) * MOMENT_GROUP_SIZE;
     }
     __device__ LoadedElements<W> load(int span) const {
-        const int64_t i = distance(span);
+        const int64_t i = clamped_offset(span);
         return {.codes = {load_global<uint2>(codes_m + i), load_global<uint2>(codes_v + i)},
                 .w = weights.load(i),
                 .g = arguments.gradients.load(start - arguments.elements.first + i)};
@@ -383,7 +383,7 @@ template <class W> struct ElementsOfThread {
     // Stores nothing for a span past the last one.
     __device__ void store(int span, ChunkValues& w, const Codes& codes, uint32_t& largest_bits) const {
         const bool live = span < shard_spans;
-        const int64_t i = distance(span);
+        const int64_t i = clamped_offset(span);
         const int64_t element = start + shard.flat_minus_rank_offset + i;
         weights.store(i, w, arguments.rounding_key, element, live, largest_bits);
         if (!live) return;
@@ -414,9 +414,9 @@ __device__ SpanFields update_span(const ElementsOfThread<W>& elements, int span,
     return new_fields;
 }
 
-// A warp updates bundles of a shard: the one that begins with span `begin`, and from there on every
-// WARPS_PER_BLOCK-th bundle that begins before span `end`. Returns the bits of the largest magnitude of this
-// lane's new weights.
+// A warp updates those bundles of a shard whose first spans are begin, begin + 64, begin + 128, and so on,
+// below `end`. (A bundle has 8 spans, and the 8 warps of a block take bundles by turns.) Returns the bits of
+// the largest magnitude of this lane's new weights.
 //
 // If the number of spans is odd, the last span has no partner in its pair. Then the second half of the warp
 // computes the last span, too, and stores nothing.
@@ -433,16 +433,16 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
     constexpr int STRIDE = WARPS_PER_BLOCK * SPANS_PER_BUNDLE;  // spans from a warp's bundle to its next one
     if (begin >= end) return 0;
     const ElementsOfThread<W> elements(a, shard);
-    const FieldOfLane field(shard, elements.shard_spans);
+    const FieldOfLane lane_field(shard, elements.shard_spans);
     // 0 or 1: which half of the warp, and which span of the pair.
     const int half = threadIdx.x % 32 / LANES_PER_SPAN;
     uint32_t largest_bits = 0;
     LoadedElements<W> next_elements = elements.load(begin + half);
-    float next_field = field.load(begin);
+    float next_lane_field = lane_field.load(begin);
     for (int bundle_begin = begin; bundle_begin < end; bundle_begin += STRIDE) {
-        const float old_field = next_field;
-        next_field = field.load(bundle_begin + STRIDE);
-        float new_field = 0;
+        const float old_lane_field = next_lane_field;
+        next_lane_field = lane_field.load(bundle_begin + STRIDE);
+        float new_lane_field = 0;
         // The last bundle of the shard may have fewer than four pairs.
         const int pairs = min(PAIRS_PER_BUNDLE, (elements.shard_spans - bundle_begin + 1) / SPANS_PER_PAIR);
 #pragma unroll 1  // one copy of this long body
@@ -452,18 +452,19 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
             // After the last pair of the warp this loads some other span, which nobody uses.
             next_elements =
                 elements.load(pair + 1 < pairs ? span + SPANS_PER_PAIR : bundle_begin + STRIDE + half);
-            const SpanFields new_fields = update_span<W, M, V>(
-                elements, span, loaded, fields_from_lanes(old_field, pair), tables, largest_bits);
-            if (pair == field.pair_in_bundle) new_field = field.choose_from(new_fields);
+            const SpanFields old_fields = fields_from_lanes(old_lane_field, pair);
+            const SpanFields new_fields =
+                update_span<W, M, V>(elements, span, loaded, old_fields, tables, largest_bits);
+            if (pair == lane_field.pair_in_bundle) new_lane_field = lane_field.choose_from(new_fields);
         }
-        field.store(bundle_begin, new_field);
+        lane_field.store(bundle_begin, new_lane_field);
     }
     return largest_bits;
 }
 
 // The number of the last shard that begins at or before an element. The shards are in order, and the first
 // begins at the first element of the update.
-__device__ int shard_with(const AdamWArguments& a, int64_t element) {
+__device__ int last_shard_beginning_by(const AdamWArguments& a, int64_t element) {
     int low = 0, high = a.shard_count - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
@@ -500,7 +501,8 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_ker
     __syncthreads();
     const int warp = threadIdx.x / 32;
     const SpanRange spans_in_block = spans_of_block(a.elements);
-    for (int i = shard_with(a, spans_in_block.begin * MOMENT_GROUP_SIZE); i < a.shard_count; i++) {
+    for (int i = last_shard_beginning_by(a, spans_in_block.begin * MOMENT_GROUP_SIZE); i < a.shard_count;
+         i++) {
         const Shard shard = a.shards[i];
         const SpanRange spans_in_shard = spans_of_shard(shard);
         if (spans_in_shard.begin >= spans_in_block.end) return;
@@ -519,18 +521,18 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_ker
 // 5. The launch
 
 // If a block has this many spans, its start and its end take little of its time.
-constexpr int64_t LEAST_SPANS_PER_BLOCK = 16384;
+constexpr int64_t MIN_SPANS_PER_BLOCK = 16384;
 
 // The number of blocks:
 //   - as many as the GPU runs at once;
-//   - several times as many, if each block still has LEAST_SPANS_PER_BLOCK spans. Spans that take the careful
+//   - several times as many, if each block still has MIN_SPANS_PER_BLOCK spans. Spans that take the careful
 //     path are slow, and they are neighbours: the embeddings of tokens that no longer occur. More blocks
 //     share out the slow spans better;
 //   - fewer, one for each bundle, if the update is small. A bundle is the work of one warp, so a block for
 //     each bundle spreads the bundles over all multiprocessors.
 unsigned adamw_blocks(int64_t spans) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
-    const int64_t rounds = std::max<int64_t>(1, spans / (at_once * LEAST_SPANS_PER_BLOCK));
+    const int64_t rounds = std::max<int64_t>(1, spans / (at_once * MIN_SPANS_PER_BLOCK));
     const int64_t bundles = ceil_div(spans, SPANS_PER_BUNDLE);
     return static_cast<unsigned>(std::min(bundles, at_once * rounds));
 }

@@ -25,7 +25,8 @@
 //   - A producer gives a kernel the values of a tensor that is not stored, such as the output of a norm: it
 //     computes them from what is stored. [gate | up] has two planes, gate and up, side by side.
 //   - for_each_row() loads a thread's rows, several at once, and hands over the values of one row after the
-//     other. `live` is false for what lies outside the tensor: it must not be stored.
+//     other. `live` is false for a chunk that lies outside the tensor, past its last row or its last column.
+//     Such a chunk must not be stored.
 //
 // Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //
@@ -70,9 +71,12 @@ namespace coat::gpu {
 //     449.75. It becomes 448: an error of less than 2, where any value above 256 may have an error of 16.
 //   - A group with NaN or infinity gets the scale NaN, because its codes would hide what is not finite.
 //
-// quantize_groups_kernel() quantizes the input of the activation. It has this input at hand, so it also takes
-// the amax of the activation's output, the operand of the next GEMM. The groups of the inputs of norms are
-// written by residual_add() and embed() (gpu/norm.cu).
+// Who makes groups:
+//
+//   of the input of the activation      quantize_groups_kernel(). It has this input at hand, so it also takes
+//                                       the amax of the activation's output, the operand of the next GEMM
+//   of the inputs of norms              residual_add() and embed() (gpu/norm.cu)
+//   of q, k, v and attention's output   quantize_groups_kernel(), only with --attention groups
 
 // The larger of `largest` and the magnitudes of the activation's output for one row of the thread's values.
 template <int PLANES>
@@ -154,11 +158,12 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 // ===========================================================================================================
 // 2. Group scaling: the amax of a tensor in two stages
 //
-// Group Scaling is the paper's word for finding an amax in two stages. (It is not about the groups of part
-// 1.) Stage one finds the amax of each part of the tensor, and stage two the largest of these amaxes:
+// The paper finds an amax in two stages, which it calls Group Scaling. Stage one finds the amax of each part
+// of the tensor. Stage two finds the largest of these amaxes. (The parts need not be the groups of part 1:
+// however a tensor is cut into parts, the largest amax is the same.)
 //
 //             in the paper          here
-//   a part    a 1xG group           what a warp has; the result is the same
+//   a part    a 1xG group           the elements that a warp has
 //   stage 1                         the loop in compute_amax_kernel(), and the maximum over the warp in
 //                                   update_amax_by_warp() (gpu/device.cuh)
 //   stage 2                         the atomicMax with which update_amax_by_warp() ends
@@ -179,8 +184,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     update_amax_by_warp(&x_amax_out->amax, magnitude_bits(largest));
 }
 
-// A LazyTensor (gpu/operators.h) says which tensor is meant and from what it is computed.
-// with_producer_for_quantizer() finds the producer that computes it.
+// x says which tensor is meant, and from what it is computed (gpu/operators.h). with_producer_for_quantizer()
+// calls the function below with the producer that computes x.
 void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t stream) {
     with_producer_for_quantizer(x, [&](auto producer) {
         launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
@@ -227,8 +232,8 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
 // ===========================================================================================================
 // 4. Values without codes, and the choice between codes and values
 
-// Values are rounded to BF16, or stored as FP32. (A multiprocessor has two blocks. With TILE_BLOCKS_PER_SM
-// blocks a thread would have too few registers for FP32 values.)
+// Stores the values of a tensor, rounded to BF16 or as FP32. (A multiprocessor has two blocks. With
+// TILE_BLOCKS_PER_SM blocks a thread would have too few registers for FP32 values.)
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     store_values_kernel(Producer producer, int64_t rows, Bf16OrFp32 out) {
@@ -269,9 +274,9 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 // ===========================================================================================================
 // 5. Operands whose column sums are wanted too: gradients, for the gradient of a bias
 
-// The codes of part 3 and the column sums in one pass. A block goes down every COLUMN_PARTIALS-th tile of its
-// columns, as store_column_sums() (gpu/lazy_tensor.cuh) says. So the sums equal those of add_column_sums()
-// bit for bit.
+// Makes the codes of part 3 and the column sums in one pass. A block takes every COLUMN_PARTIALS-th tile of
+// its columns, and ends with store_column_sums() (gpu/lazy_tensor.cuh), as the kernel of add_column_sums()
+// does. So the sums have the same bits.
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     write_operand_and_add_column_sums_kernel(Producer producer, int64_t rows, AmaxAndScale* amax_and_scale,

@@ -26,12 +26,12 @@ struct AdamWKernelConstants {
     float root_factor, scaled_eps;
 };
 
-// Eight old elements of a moment, decoded in two parts: element j is factor * ratios[j]. The factor is the
+// Eight old elements of a moment, decoded in two parts: element j is factor * unscaled[j]. The factor is the
 // same for all eight. (In a moment group of COAT it is max.) So the product of the factor and b1, or b2, is
 // computed once. Then one multiplication decodes an old element and lets it decay.
 struct FactoredMoments {
     float factor;
-    ChunkValues ratios;
+    ChunkValues unscaled;
 };
 struct NewMoments {
     ChunkValues m, v;
@@ -49,9 +49,9 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
     for (int j = 0; j < CHUNK; j++) {
         const float gradient = g[j] * clip_factor;
         // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
-        const float m = __fmaf_rn(constants.beta1 * old_m.factor, old_m.ratios[j],
+        const float m = __fmaf_rn(constants.beta1 * old_m.factor, old_m.unscaled[j],
                                   __fmaf_rn(constants.one_minus_beta1, gradient, 0.0f));
-        const float v = __fmaf_rn(constants.beta2 * old_v.factor, old_v.ratios[j],
+        const float v = __fmaf_rn(constants.beta2 * old_v.factor, old_v.unscaled[j],
                                   constants.one_minus_beta2 * (gradient * gradient));
         const float update =
             m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), constants.root_factor, constants.scaled_eps));
@@ -76,7 +76,9 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
 
 // BF16 weights. A number is added to the bits of an FP32 value, and the upper half of the sum is the weight:
 //   with a master      the number is 0x8000, which rounds to nearest, and ties away from zero. Then what the
-//                      weight lacks fits in 16 bits, the remainder: bits = (weight << 16) + signed remainder
+//                      weight lacks fits in 16 bits, the remainder: bits = (weight << 16) + signed remainder.
+//                      So the remainder is the lower half of the sum, minus 0x8000. In 16 bits that is the
+//                      lower half with its highest bit flipped
 //   without a master   the number is 16 random bits, so that an update is kept on average. Rounding to
 //                      nearest would lose every update below half the distance to the next BF16 value
 template <bool MASTER> struct Bf16Weights {
@@ -109,7 +111,7 @@ template <bool MASTER> struct Bf16Weights {
         if constexpr (!MASTER) {
             Plain<bf16>::unpack(loaded.weights.words, v);
         } else {
-            // The inverse of store(), which says why 0x8000 is flipped and then subtracted.
+            // The flipped remainder is the lower half of the sum, and the bits are the sum minus 0x8000.
             for (int j = 0; j < CHUNK; j++) {
                 const uint32_t remainders = loaded.remainders.words[j / 2] ^ 0x80008000u;
                 const uint32_t sum =
@@ -131,8 +133,6 @@ template <bool MASTER> struct Bf16Weights {
         if (!live) return;
         store_at_once(weights + i, halves_of(sums, UPPER));
         if (!MASTER) return;
-        // sum = bits + 0x8000, of which the weight is the upper half. So the remainder, which is bits minus
-        // the weight << 16, is the lower half minus 0x8000. In 16 bits that only flips the highest bit.
         const uint4 lower = halves_of(sums, LOWER);
         store_at_once(remainders + i, make_uint4(lower.x ^ 0x80008000u, lower.y ^ 0x80008000u,
                                                  lower.z ^ 0x80008000u, lower.w ^ 0x80008000u));

@@ -8,7 +8,8 @@
 // A thread handles a chunk of 8 consecutive elements of a row at a time, as FP32 values. As BF16 a chunk is
 // 16 bytes: one instruction loads or stores it.
 //
-// The grid covers whole blocks, so it may reach beyond the tensor. A chunk there is not live:
+// A grid consists of whole blocks, so its edge may lie beyond that of the tensor. A chunk beyond the tensor
+// is not live:
 //
 //   +------------------+ - - - - - -
 //   | tensor           |           :    a block at the corner of a tensor
@@ -18,7 +19,25 @@
 //    - - - - - - - - - - - - - - - -
 //
 // A thread computes a chunk that is not live like any other, from values inside the tensor or from zeros. So
-// few instructions need a condition. But the thread does not store this chunk.
+// few instructions need a condition. Only the store has one: a chunk that is not live is not stored.
+//
+// For example, this kernel stores half of every element of x in y. It uses all three parts of this file. (It
+// is not in the program.)
+//
+//   __global__ void halve_kernel(Plain<bf16> x, Plain<bf16> y, int64_t n) {
+//       const int64_t i = thread_of_grid() * CHUNK;    // the first of the thread's eight elements
+//       const bool live = i < n;
+//       ChunkValues v;                                 // eight FP32 values in registers
+//       x.unpack(x.load(live ? i : 0), v);             // loads 16 bytes, and converts them
+//       for (int j = 0; j < CHUNK; j++) v[j] *= 0.5f;
+//       y.round_in_place_and_store(i, v, live);        // rounds to BF16, and stores 16 bytes
+//   }
+//
+//   void halve(const TensorRef& x, const TensorRef& y, cudaStream_t stream) {
+//       const int64_t n = x.rows * x.cols;             // a multiple of eight
+//       launch("halve", halve_kernel, /*grid=*/block_count(n, 256 * CHUNK), /*block=*/256,
+//              /*shared_bytes=*/0, stream, plain<bf16>(x.data), plain<bf16>(y.data), n);
+//   }
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -44,8 +63,8 @@ void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 blo
     require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");
     if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
     enqueue(stream, [&] {
-        // Without this call a block may have at most 48 KiB of shared memory, of which 8 KiB are left for the
-        // arrays of a fixed size.
+        // CUDA allows a block 48 KiB of shared memory, and more only after this call. 8 of the 48 are left to
+        // the arrays of a fixed size.
         if (shared_bytes > 40 << 10)
             check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                   "This GPU has too little shared memory");
@@ -88,8 +107,8 @@ inline __device__ void update_amax(float* amax, uint32_t bits) {
     uint32_t* word = reinterpret_cast<uint32_t*>(amax);
     if (bits > *static_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
 }
-// The same with the largest bits of all lanes of a warp. All lanes that are still running must call it, lane
-// 0 among them.
+// The same with the largest bits of all lanes of a warp. All lanes that have not exited must call it, and
+// lane 0, which updates *amax, must not have exited.
 inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
     bits = __reduce_max_sync(0xFFFFFFFFu, bits);
     if (threadIdx.x % 32 == 0) update_amax(amax, bits);
@@ -97,7 +116,7 @@ inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
 
 // The sum of x over the lanes of a warp. The order of additions is fixed, and all lanes get the same bits.
 template <class Real> __device__ Real sum_of_warp(Real x) {
-    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, lanes);
+    for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, distance);
     return x;
 }
 // The same over the threads of a block. A kernel calls it only once: in a second call some threads would
@@ -151,9 +170,10 @@ inline __device__ float scale_of(float fmax, float amax) {
     if (!(amax > 0 && amax < INFINITY)) return 1.0f;
     return fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f);
 }
-// amax / 448 with the bits of a division: first q = amax * (1 / 448), then q + (amax - 448 q) * (1 / 448).
-// The bits are right for every normal result; the caller raises smaller ones to 2^-126. (With a division, a
-// kernel that makes groups has a quarter to a half more instructions.)
+// Returns amax / 448, rounded to nearest as a division rounds it, if the result is a normal number. (The
+// caller replaces smaller results by 2^-126.) A first quotient q is corrected by what it lacks:
+//   q = amax * (1 / 448),  result = q + (amax - 448 q) * (1 / 448)
+// With a division, a kernel that makes groups would have a quarter to a half more instructions.
 inline __device__ float divide_by_448(float amax) {
     const float q = __fmul_rn(amax, 1 / 448.0f);
     return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
@@ -162,7 +182,7 @@ inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float
 
 // -----------------------------------------------------------------------------------------------------------
 // Fast mathematics: one instruction each, with a relative error of about 2^-22. (Near 1, log2 has an absolute
-// error of that size.) ftz: subnormals count as 0.
+// error of that size.) An instruction with ftz in its name takes subnormals as 0.
 
 #define FAST_FUNCTION(name, instruction)                \
     inline __device__ float name(float x) {             \
@@ -195,15 +215,18 @@ inline __device__ void rotate(float& x, float& y, float cosine, float sine) {
 // 3. Layouts
 //
 // A Layout says how the elements of a tensor lie in memory, as Storage does in formats.h. But it is a type: a
-// kernel is compiled for each Layout that it reads. There are three: Plain<bf16> and Plain<float>,
-// without scales, and Groups, E4M3 codes with one BF16 scale for 16 elements. Each has two types and four
-// functions:
-//   ComputeElement              the compute dtype that goes with it;
-//   LoadedChunk                 what load() returns: a chunk in registers, as it is stored;
-//   starting_at()               the same tensor, counted from element i on;
-//   load()                      only loads a chunk, so that a caller can have several loads in flight;
-//   unpack()                    converts a loaded chunk to FP32;
-//   round_in_place_and_store()  rounds the values in the caller's registers, and writes those that are live.
+// kernel is compiled for each Layout that it reads. There are three Layouts: Plain<bf16> and Plain<float>
+// have no scales, and Groups has E4M3 codes with one BF16 scale for 16 elements. Each Layout has two types
+// and four functions:
+//
+//   ComputeElement                a type: the compute dtype that goes with it
+//   LoadedChunk                   a type, which load() returns: a chunk in registers, as it is stored
+//   starting_at(i)                the same tensor, counted from element i on
+//   load(i)                       only loads the chunk at element i, so several loads can be in flight
+//   unpack(loaded, v)             converts a loaded chunk to FP32
+//   round_in_place_and_store(i, v, live)
+//                                 rounds v, in the caller's registers, and stores it at element i, if live
+//
 
 inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in 32 bits
     const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
@@ -260,7 +283,7 @@ template <class Element, int N = CHUNK> struct Plain {
 // E4M3 codes in groups of 1 x 16 with BF16 scales. The comment at the beginning of part 1 of coat.cu has the
 // formulas, and the reasons for them. The number of columns is a multiple of the group size, so the group of
 // element i is i / GROUP_SIZE. Two neighbouring lanes have one group: both must call
-// round_in_place_and_store(), and the first writes the scale.
+// round_in_place_and_store(), and the lane with the even number writes the scale.
 constexpr int GROUP_SIZE = PER_1x16.cols;
 static_assert(GROUP_SIZE == 2 * CHUNK);
 struct Groups {
@@ -287,8 +310,8 @@ struct Groups {
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
         return amax > 0 ? round_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
     }
-    // 1 / scale with the bits of a division: r is nearly 1 / scale, then r + (1 - scale r) r. (A BF16 scale
-    // has 8 significant bits, so 1 - scale r is exact.)
+    // Returns 1 / scale, rounded to nearest as a division rounds it. r is nearly 1 / scale, and the result is
+    // r + (1 - scale r) r. (A BF16 scale has 8 significant bits, so 1 - scale r is exact.)
     static __device__ float inverse_of_scale(float scale) {
         const float r = fast_reciprocal(scale);
         return __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
@@ -323,8 +346,9 @@ template <class F> void with_layout(const TensorRef& t, F f) {
     f(groups_of(t));
 }
 
-// A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). Which of these formats it has
-// the kernel learns at run time: all threads take the same branch, and the kernel exists once, not twice.
+// A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). It is no Layout: the kernel
+// learns at run time which of the two formats the tensor has. All threads take the same branch, and the
+// kernel is compiled once, not twice.
 struct Bf16OrFp32 {
     void* data;
     bool is_fp32;

@@ -205,9 +205,9 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 }
 
 // Calls use(i, values, live) for each of the thread's 8 rows of the tensor that is produced, one after the
-// other. The loads of several rows are in flight (what that gains: rung 6 of
-// dev/ladders/quantize_transpose.cu). For example thread 17, with four rows in flight, and a tensor of two
-// planes, such as [gate | up]:
+// other. It loads several rows before it uses the first of them. (What that gains: rung 6 of
+// dev/ladders/quantize_transpose.cu.) For example thread 17, if four rows are loaded at once, and the tensor
+// has two planes, as [gate | up] has:
 //
 //                 plane 0, `width` columns     plane 1, `width` columns
 //   column        0..7  8..15  16..23  ...     0..7  8..15  16..23  ...
@@ -219,21 +219,20 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 //   rows 12..15    t16  [t17]   t18             t16  [t17]   t18         | the same: use(4, ...) to use(7)
 //                       values[0]                    values[1]
 //
-// Rule: a kernel that writes over what it reads calls this only for a thread that lies inside the tensor, at
-// least with its first row (TilePlace::inside()). Any other kernel may call it for every thread.
+// No load has a condition. In place of a row past the last one, a thread loads the last row once more, and in
+// place of a chunk past the last column, the last chunk. Then `live` is false.
 //
-// This is why. No load has a condition. In place of a row past the last one, the last row is read once more,
-// and in place of a chunk past the last column, the last chunk; `live` is false. If the kernel writes over
-// what it reads, it matters which thread owns this row or chunk:
-//   - A thread inside reads its own last row again. It may have overwritten this row already. Then `values`
-//     are wrong, but nobody uses them.
-//   - A thread wholly outside reads the row or the chunk of another thread, which may be writing it: a race.
+// So a kernel that writes over what it reads must not call this function for a thread that lies outside the
+// tensor (TilePlace::inside()). Such a thread would load the row or the chunk of another thread, which may be
+// writing it: a race. A thread that lies inside with its first row only loads its own last row again. It may
+// have overwritten this row already. Then `values` are wrong, but they are not live.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& producer, const TilePlace& place, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
-    const int64_t row = place.row < rows ? place.row : rows - 1;
-    const int64_t col = place.col < producer.width ? place.col : producer.width - CHUNK;
-    const auto cursor = producer.cursor_at(row, col);
+    const int64_t clamped_row = place.row < rows ? place.row : rows - 1;
+    const int64_t clamped_col = place.col < producer.width ? place.col : producer.width - CHUNK;
+    const auto cursor = producer.cursor_at(clamped_row, clamped_col);
+    // How many of the thread's 8 rows lie above the tensor's lower edge, and in how many its chunk is live.
     const int64_t rows_left = max(rows - place.row, static_cast<int64_t>(0));
     const int rows_inside = static_cast<int>(min(rows_left, static_cast<int64_t>(THREAD_ROWS)));
     const int live_rows = place.col < producer.width ? rows_inside : 0;

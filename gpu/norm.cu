@@ -30,14 +30,17 @@ dim3 block_shape(int64_t C) {
 // The first column of chunk 0, 1, 2 or 3 of this thread. Neighbouring threads have neighbouring chunks.
 __device__ uint32_t first_column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * CHUNK; }
 
-// Adds numbers up over the threads of a team, which gives the sum over a row. There are two buffers in shared
-// memory, and sums use them by turns: a thread may still be reading the parts of one sum when another thread
-// writes the parts of the next.
+// Adds numbers up over the threads of a team, which gives the sum over a row. The sums of a team's warps pass
+// through a buffer in shared memory. Two sums, one after the other, never use the same buffer: some thread
+// may still be reading the buffer of the first sum when another thread writes its part of the second. When a
+// buffer is used again, a sum with another buffer lies between, and its __syncthreads() has let all threads
+// finish reading.
 struct RowSum {
-    int buffer = 0;  // which of the two the next sum uses
+    int buffer = 0;  // the next sum uses buffer 0 or 1
 
     // x[i] becomes the sum of x[i] over all threads of the team. The order of additions is fixed, and all
-    // threads get the same bits. All threads of the block call it, because it synchronizes them.
+    // threads get the same bits. All threads of the block call it, because it synchronizes them. (The
+    // compiler makes two buffers for each COUNT.)
     template <int COUNT> __device__ void operator()(float (&x)[COUNT]) {
         __shared__ float buffers[2][COUNT][ROW_WARPS];
         float(&parts)[COUNT][ROW_WARPS] = buffers[buffer];
@@ -54,11 +57,8 @@ struct RowSum {
             for (int w = 0; w < warps; w++) x[i] += parts[i][first_warp + w];
         }
     }
-    // Switches to the other buffer without a sum. row_statistics() takes two sums for LayerNorm. For RMSNorm
-    // it takes one, and calls skip() in place of the other. residual_add_kernel() learns only at run time
-    // which norm it has; with skip() the compiler knows `buffer` all the same, and the kernel need not
-    // compute addresses from it. (norm_backward_kernel() skips nothing. It is compiled for one norm, which
-    // takes one or three sums a row: so `buffer` alternates from row to row.)
+    // Switches to the other buffer without a sum. This lets the compiler know `buffer` in a kernel that
+    // learns only at run time whether it takes two sums (LayerNorm) or one (RMSNorm).
     __device__ void skip() { buffer ^= 1; }
 };
 
@@ -69,8 +69,9 @@ __device__ float inverse_root(float squares, int64_t C, float eps) {
 
 // The statistics of a row. x: the thread's chunks of the row; a chunk past the end of the row is zeros.
 //
-// Backward needs the same bits as forward; norm_backward_kernel() says why. LayerNorm's backward pass calls
-// this function, too. RMSNorm's takes the sum of squares together with another sum, but in the same order.
+// Backward needs the same bits as forward; norm_backward_kernel() says why. The backward pass of LayerNorm
+// calls this function, too. That of RMSNorm takes the sum of squares together with another sum, but adds in
+// the same order.
 __device__ RowStatistics row_statistics(const ChunkValues (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
                                         RowSum& sum_over_row) {
     float sum[1] = {0};
@@ -149,26 +150,26 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
         loaded_first[c] = first.load(from.first * C + first_column(c));
         if (second.data) loaded_second[c] = second.load(from.second * C + first_column(c));
     }
-    ChunkValues v[ROW_CHUNKS] = {};  // what the norm reads
+    ChunkValues for_norm[ROW_CHUNKS] = {};  // the sum, as it is saved: the norm reads it
 #pragma unroll
     for (int c = 0; c < ROW_CHUNKS; c++) {
         const int64_t i = row * C + first_column(c);
-        ChunkValues sum, added;
-        first.unpack(loaded_first[c], sum);
-        second.unpack(loaded_second[c], added);
+        ChunkValues addend, for_next_sum;
+        first.unpack(loaded_first[c], for_next_sum);
+        second.unpack(loaded_second[c], addend);
         if (second.data)
-            for (int j = 0; j < CHUNK; j++) sum[j] = __fadd_rn(sum[j], added[j]);
-        for (int j = 0; j < CHUNK; j++) v[c][j] = sum[j];
-        // Each of the two stores rounds its copy of the sum: v becomes what was saved.
-        if (x_out.data) x_out.round_in_place_and_store(i, sum, live(c));
-        norm_input.round_in_place_and_store(i, v[c], live(c));
+            for (int j = 0; j < CHUNK; j++) for_next_sum[j] = __fadd_rn(for_next_sum[j], addend[j]);
+        // The sum is needed twice, because each of the two stores rounds its copy in place.
+        for (int j = 0; j < CHUNK; j++) for_norm[c][j] = for_next_sum[j];
+        if (x_out.data) x_out.round_in_place_and_store(i, for_next_sum, live(c));
+        norm_input.round_in_place_and_store(i, for_norm[c], live(c));
     }
     RowSum sum_over_row;
-    const RowStatistics statistics = row_statistics(v, C, next_norm.rms, next_norm.eps, sum_over_row);
+    const RowStatistics statistics = row_statistics(for_norm, C, next_norm.rms, next_norm.eps, sum_over_row);
     if (row < rows && threadIdx.x == 0) next_norm.row_statistics[row] = statistics;
     if (norm_output_amax_out)
         update_amax_by_warp(&norm_output_amax_out->amax,
-                            amax_bits_of_norm<Element>(next_norm, v, statistics, live));
+                            amax_bits_of_norm<Element>(next_norm, for_norm, statistics, live));
 }
 
 // Launches residual_add_kernel(); the two operators below say what it does.

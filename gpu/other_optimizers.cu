@@ -14,17 +14,17 @@ static __device__ FactoredMoments load_moment(const MomentRef& m, float fmax, in
     FactoredMoments old;
     if (!moments_need_scaling(m.format)) {
         old.factor = 1.0f;
-        Bf16OrFp32{m.data, m.format == Format::FP32}.load_values(i, old.ratios);
+        Bf16OrFp32{m.data, m.format == Format::FP32}.load_values(i, old.unscaled);
         return old;
     }
     old.factor = scale_of(fmax, m.max[0]);
     if (m.format == Format::FP16) {
         alignas(16) __half fp16[CHUNK];
         *reinterpret_cast<uint4*>(fp16) = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
-        for (int j = 0; j < CHUNK; j++) old.ratios[j] = __half2float(fp16[j]);
+        for (int j = 0; j < CHUNK; j++) old.unscaled[j] = __half2float(fp16[j]);
     } else {
         decode(/*e5m2=*/m.format == Format::E5M2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK),
-               /*scale=*/1.0f, old.ratios);
+               /*scale=*/1.0f, old.unscaled);
     }
     return old;
 }
