@@ -10,8 +10,8 @@
 // The matrix multiplication is in reference_matmul.cpp: it has to be fast, and the rest can be understood
 // without it. reference_model.cpp makes a training step of all these.
 //
-// Each element of an output is computed by one thread, in a fixed order, so the result is the same for any
-// number of threads. (Only a maximum is taken over threads: its order does not matter.)
+// Each element of an output is computed by one thread, in a fixed order. So the result is the same for any
+// number of threads. (Only a maximum is taken over threads, because its order does not matter.)
 #include "reference.h"
 
 #include <algorithm>
@@ -39,16 +39,17 @@ static float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 // The code of the FP8 or FP16 value that is nearest to x. Of two values that are equally near, it is the one
 // with an even mantissa. A value beyond FMAX becomes FMAX.
 //
-// Values from 2^e to 2^(e+1) are 2^(e - M) apart, with M mantissa bits. For subnormals e is 1 - bias. In E4M3
-// M is 3 and the bias 7:
-//   x       e    steps of 2^(e - 3)   rounded   code: steps + ((e + bias - 1) << 3)
+// Values from 2^e to 2^(e+1) are 2^(e - M) apart, with M mantissa bits. So |x| is counted in steps of
+// 2^(e - M). A normal value has 2^M + mantissa steps, and its exponent field is e + bias:
+//   code = mantissa + ((e + bias) << M) = steps + ((e + bias - 1) << M)
+// For subnormals e is 1 - bias. So the second term is 0, and the code is the number of steps. In E4M3 M is 3
+// and the bias 7:
+//   x       e    steps of 2^(e - 3)   rounded   code
 //   1.1     0    8.8                  9         9 + (6 << 3) = 0x39, which is 1.125
 //   1.99    0    15.92                16        16 + (6 << 3) = 0x40, which is 2
 //   2^-9   -6    1                    1         1 + (0 << 3) = 0x01, a subnormal
-// The exponent field of a normal value is e + bias. Its number of steps is at least 2^M, so adding the steps
-// raises the exponent field by 1. Therefore the field starts one lower, with e + bias - 1. If rounding gives
-// 2^(M + 1) steps, as in the second row, the field is raised by 2: this is the next exponent. A subnormal has
-// fewer than 2^M steps, and its field stays 0.
+// In the second row rounding gives 2^(M + 1) steps. The sum then has the exponent field of the next power of
+// two and the mantissa 0, as it should.
 uint16_t encode(Format f, float x) {
     const int M = info(f).mantissa_bits;
     const int bias = exponent_bias(f);
@@ -62,10 +63,10 @@ uint16_t encode(Format f, float x) {
     return uint16_t((std::isnan(x) ? nan : code) | sign);
 }
 
-// The value of a code of FP8 or FP16. FP32 has the same fields, but at other places and with another bias. A
-// code above that of FMAX gets FP32's largest exponent. With this exponent a value is infinity if its
-// mantissa is 0, else NaN. In E4M3 only one code lies above that of FMAX. Its mantissa is 7, so it is NaN:
-// E4M3 has no infinity.
+// The value of a code of FP8 or FP16. The fields of the code are moved to where FP32 has them, and the
+// difference of the two biases is added to the exponent field. A code above that of FMAX gets the largest
+// exponent field of FP32, which means infinity if the mantissa is 0, and NaN otherwise. In E4M3 only one code
+// lies above that of FMAX. Its mantissa is 7, so it is NaN: E4M3 has no infinity.
 float decode(Format f, uint16_t code) {
     const int M = info(f).mantissa_bits;
     const uint32_t magnitude = code & (sign_bit(f) - 1);
@@ -104,10 +105,11 @@ static void write_element(Format f, uint8_t* elements, int64_t i, float x) {
     else reinterpret_cast<uint16_t*>(elements)[i] = f == Format::BF16 ? to_bf16(x) : encode(f, x);
 }
 
-// An FP32 master weight as a BF16 weight and a signed 16-bit remainder: bits = (weight << 16) + remainder.
-// The weight is the nearest BF16 value. Of two values that are equally near, it is the larger in magnitude,
-// because a remainder of +32768 would not fit. If the weight is larger in magnitude than the master, the
-// remainder is negative: the master 0x3F8D9000 is the weight 0x3F8E and the remainder -0x7000.
+// An FP32 master weight as a BF16 weight and a signed 16-bit remainder: master = (weight << 16) + remainder,
+// in bits. The weight is the nearest BF16 value. If two values are equally near, it is the larger one in
+// magnitude: with the smaller one the remainder would be +32768, which does not fit. If the weight is larger
+// in magnitude than the master, the remainder is negative. For example, the master 0x3F8D9000 is the weight
+// 0x3F8E and the remainder -0x7000.
 void split_master(float master, uint16_t* weight, int16_t* remainder) {
     const uint32_t bits = std::bit_cast<uint32_t>(master);
     *weight = uint16_t((bits + 0x8000u) >> 16);
@@ -117,9 +119,9 @@ float join_master(uint16_t weight, int16_t remainder) {
     return std::bit_cast<float>((uint32_t(weight) << 16) + uint32_t(int32_t(remainder)));  // with its sign
 }
 
-// x rounded to BF16, up or down at random. A random integer of 16 bits is added to the bits of x. Let r be
-// the lower half of these bits. Exactly r of the 65536 integers make the sum carry into the upper half. So x
-// is rounded up in magnitude with probability r / 65536.
+// x rounded to BF16, up or down at random. A random integer of 16 bits is added to the bits of x, and the
+// upper half of the sum is the result. If the lower half of x is r, then r of the 65536 integers make the
+// sum carry into the upper half. So x is rounded up in magnitude with probability r / 65536.
 uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
     const uint64_t random = (rounding_bits(key, uint64_t(i) / 4) >> (16 * (i % 4))) & 0xFFFF;
     return uint16_t((std::bit_cast<uint32_t>(x) + uint32_t(random)) >> 16);
@@ -134,15 +136,14 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 
 // The scale of a scale block with this amax; 1 for a block of zeros.
 //
-// A scale in BF16 may be rounded down. Then amax / s is above 448 in E4M3, but at most 448 (1 + 2^-8) =
-// 449.75. Its nearest value in steps of 32 is 448, so that saturating makes no other error than rounding.
+// The scales of groups are BF16, so one may be rounded down. Then amax / s is above 448, but at most
+// 448 (1 + 2^-8) = 449.75. Values there are 32 apart, so 448 is the nearest one: saturating is no other error
+// than rounding.
 //
-// If amax is not finite, the step must be skipped. But codes saturate, so they do not show it.
-//   a smaller scale block  gets the scale NaN. All its values are then read back as NaN, which reaches the
-//                          loss or a gradient. So nobody need look at the amaxes of groups
-//   a whole tensor         gets the scale 1, and its caller looks at the amax (note_whether_finite() in
-//                          reference_model.cpp). The caller has to look anyway: with delayed scaling the
-//                          scale comes from earlier steps, and cannot become NaN
+// If amax is not finite, the step must be skipped. Codes do not show it, because they saturate. So the scale
+// of a group, of a row or of a block is then NaN. All values that share it are read back as NaN, and NaN
+// reaches the loss or a gradient. The scale of a whole tensor is then 1: here the caller checks the amax. (It
+// must do so anyway. A delayed scale comes from earlier steps, so it cannot become NaN.)
 float scale_of(const Storage& storage, float amax) {
     if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -150,39 +151,41 @@ float scale_of(const Storage& storage, float amax) {
     return round_to(storage.scale_format, s);
 }
 
-// The largest |x| of n neighbours; infinity if one is NaN. A maximum of floats could lose a NaN, so bits are
+// The amax of n neighbours; infinity if one is NaN. A maximum of floats could lose a NaN, so bits are
 // compared. The bits of |x| have the order of the magnitudes, with NaN above infinity.
 static float amax_of_neighbours(const float* x, int64_t n) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < n; i++) largest = std::max(largest, std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFFu);
-    return std::bit_cast<float>(std::min(largest, 0x7F800000u));
+    uint32_t amax_bits = 0;
+    for (int64_t i = 0; i < n; i++)
+        amax_bits = std::max(amax_bits, std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFFu);
+    return std::bit_cast<float>(std::min(amax_bits, 0x7F800000u));
 }
 
-// The amax of a whole tensor. Group scaling (paper, section 5.2) takes it in two stages: first the amaxes of
-// groups, then the largest of these amaxes. A GPU mostly takes the amax without another pass over the tensor:
-// the kernel that computes the values has them in registers.
+// The amax of a whole tensor. Group scaling (paper, section 5.2) takes it in two stages: first the amax of
+// every 16 neighbours, then the largest of these amaxes. A GPU mostly needs no pass over the tensor for it,
+// because the kernel that computes the values has them in registers.
 float compute_amax(const float* x, int64_t n) {
-    float largest = 0;
-#pragma omp parallel for reduction(max : largest) if (n > MIN_PARALLEL_ELEMENTS)
+    float amax = 0;
+#pragma omp parallel for reduction(max : amax) if (n > MIN_PARALLEL_ELEMENTS)
     for (int64_t first = 0; first < n; first += PER_1x16.cols) {
         const int64_t count = std::min<int64_t>(PER_1x16.cols, n - first);
-        largest = std::max(largest, amax_of_neighbours(x + first, count));
+        amax = std::max(amax, amax_of_neighbours(x + first, count));
     }
-    return largest;
+    return amax;
 }
 
 // The scale of the scale block that contains (row, col). Scales are a row-major matrix with one element for
 // each scale block.
 float StoredMatrix::scale(int64_t row, int64_t col) const {
     if (!storage.fp8()) return 1.0f;
-    const int64_t block = row / block_rows() * storage.scale_cols(cols) + col / block_cols();
+    const int64_t scale_row = row / block_rows(), scale_col = col / block_cols();
+    const int64_t block = scale_row * storage.scale_cols(cols) + scale_col;
     return read_element(storage.scale_format, scales.data(), block);
 }
 float StoredMatrix::value(int64_t row, int64_t col) const {
     return read_element(storage.format, elements.data(), row * cols + col) * scale(row, col);
 }
 
-// Adds the error of one value to statistics. NaN is not counted as flushed: |NaN| > 0 is false.
+// Adds the error of one value to statistics. (NaN is not counted as flushed, because |NaN| > 0 is false.)
 static void add_error(QuantStats& stats, float x, float dequantized) {
     const double error = double(x) - double(dequantized);
     stats.signal += double(x) * x;
@@ -194,25 +197,24 @@ static void add_error(QuantStats& stats, float x, float dequantized) {
 // Sets stored.scales to the just-in-time scales of x (rows, cols), from the amaxes of its scale blocks. (The
 // scale of a whole tensor comes from compute_amax(), which uses all threads.)
 static void compute_scales(const float* x, StoredMatrix& stored) {
-    const int64_t height = stored.block_rows(), width = stored.block_cols();
-    const int64_t blocks = stored.storage.scale_count(stored.rows, stored.cols);
-    const int64_t blocks_per_row = stored.storage.scale_cols(stored.cols);
+    const Storage& storage = stored.storage;
+    const int64_t blocks = storage.scale_count(stored.rows, stored.cols);
+    const int64_t scale_cols = storage.scale_cols(stored.cols);
 #pragma omp parallel for if (blocks > 1 && stored.rows * stored.cols > MIN_PARALLEL_ELEMENTS)
     for (int64_t block = 0; block < blocks; block++) {
-        const int64_t first_row = block / blocks_per_row * height, first_col = block % blocks_per_row * width;
-        const int64_t end_row = std::min(stored.rows, first_row + height);
-        float largest = 0;
-        for (int64_t row = first_row; row < end_row; row++) {
-            const float* part = x + row * stored.cols + first_col;  // the scale block's part of the row
-            largest = std::max(largest, amax_of_neighbours(part, std::min(width, stored.cols - first_col)));
-        }
-        write_element(stored.storage.scale_format, stored.scales.data(), block,
-                      scale_of(stored.storage, largest));
+        const int64_t first_row = block / scale_cols * stored.block_rows();
+        const int64_t first_col = block % scale_cols * stored.block_cols();
+        const int64_t end_row = std::min(stored.rows, first_row + stored.block_rows());
+        const int64_t width = std::min(stored.block_cols(), stored.cols - first_col);
+        float amax = 0;
+        for (int64_t row = first_row; row < end_row; row++)
+            amax = std::max(amax, amax_of_neighbours(x + row * stored.cols + first_col, width));
+        write_element(storage.scale_format, stored.scales.data(), block, scale_of(storage, amax));
     }
 }
 
-// Calls convert(first, end, scale) for each part of a row that lies in one scale block. The part has the
-// elements from first to end - 1.
+// Each row of a matrix consists of parts that lie in one scale block. For each part, this calls
+// convert(first, end, scale). The part has the elements from first to end - 1.
 template <class Convert> static void for_each_row_part(const StoredMatrix& stored, const Convert& convert) {
     const int64_t width = stored.block_cols();
 #pragma omp parallel for if (stored.rows * stored.cols > MIN_PARALLEL_ELEMENTS)
@@ -293,8 +295,8 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
     return transpose;
 }
 
-// Tensor cores multiply codes, and scale the result. Here the GEMM is in FP32 and reads decoded values. (This
-// is called fake quantization.)
+// A GPU's tensor cores multiply codes, and scale the sum of the products. Here the GEMM is in FP32 and reads
+// decoded values. (This is called fake quantization.)
 //
 // A Granularity describes a matrix whose columns are summed over (formats.h, Recipes). So if the GEMM sums
 // over the rows of x, the transpose of x is quantized. If the transpose has the same scale blocks, x itself
@@ -314,61 +316,66 @@ float DelayedScale::raise_amax_and_get_scale(const Storage& storage, float tenso
 }
 
 void DelayedScale::update_history_and_scale(Format f) {
-    std::rotate(history.begin(), history.end() - 1, history.end());  // forgets the oldest
-    history.front() = amax;
+    std::rotate(history.begin(), history.end() - 1, history.end());  // the oldest comes to the front
+    history.front() = amax;                                          // and is forgotten
     amax = 0;
-    const float largest = compute_amax(history.data(), int64_t(history.size()));
-    if (std::isfinite(largest) && largest > 0) scale = scale_of(Storage{.format = f}, largest);
+    const float amax_of_history = compute_amax(history.data(), int64_t(history.size()));
+    if (std::isfinite(amax_of_history) && amax_of_history > 0)
+        scale = scale_of(Storage{.format = f}, amax_of_history);
 }
 
 // ===========================================================================================================
 // 3. FP8 optimizer with dynamic range expansion (paper, section 4)
 //
 // The dynamic range of a format is its largest over its smallest positive value, R = FMAX / FMIN. For E4M3 R
-// is 448 / 2^-9 = 229,376. That of a moment group X is R_X = max|X| / min|X|, where min|X| leaves out zeros.
-// R_X is often below 1,000, so the moment group uses only a part of E4M3's codes. Therefore the paper
-// (section 4.2, equation 4) stretches the moment group to the dynamic range of the format before it is
-// quantized, and contracts it afterwards:
+// is 448 / 2^-9 = 229,376. The dynamic range of a moment group X is R_X = max|X| / min|X|, where min|X|
+// leaves out zeros. R_X is often below 1,000, so the moment group uses only a part of E4M3's codes.
+// Therefore the paper (section 4.2, equation 4) stretches the moment group to the dynamic range of the
+// format before it is quantized, and contracts it afterwards:
 //   expand:    f(x) = sign(x) |x|^k           k = log(R) / log(R_X): then R_f(X) = R
 //   quantize:  code = encode(f(x) / s)        s = f(max) / FMAX
 //   contract:  x = f^-1(decode(code) * s)
-// f(x) / s = sign(x) FMAX (|x| / max)^k, so the codes and the moment scaling (max, k) are all that is stored.
+// Here max is max|X|. Since f(x) / s = sign(x) FMAX (|x| / max)^k, nothing is stored but the codes and the
+// moment scaling (max, k).
 
 // k = log(R) / log(R_X), rounded to a multiple of 1/256, and limited to [1/16, 64].
 //   - Rounding: logarithms of CPU and GPU differ in their last bits. After rounding, most k are the same on
 //     both. (The released code rounds down to a multiple of 1/16, which costs precision.)
-//   - The upper limit: if all magnitudes are equal, log(R_X) is 0, and k is 64. Here every k is exact: all
-//     codes are those of FMAX or -FMAX, and contract() gives max or -max.
+//   - The upper limit: if all magnitudes are equal, log(R_X) is 0, and k is 64. Then every k would be exact:
+//     all codes are those of FMAX or -FMAX, and contract() gives max or -max.
 //   - The lower limit only states which k can occur: the widest R_X of FP32 is 2^277, and its k in E4M3 is
 //     16/256.
-float expansion_exponent(Format f, float max, float min_nonzero) {
-    const float k_max = 64.0f;
-    const float log_range = std::log2(info(f).fmax) - std::log2(info(f).fmin);  // log R
-    const float log_ratio = std::log2(max) - std::log2(min_nonzero);            // log R_X
-    if (log_ratio * k_max <= log_range) return k_max;                           // also for log R_X = 0
-    return std::max(std::rint(256.0f * log_range / log_ratio) / 256.0f, 1.0f / 16.0f);
+float expansion_exponent(Format f, float max_magnitude, float min_magnitude) {
+    const float k_min = 1.0f / 16.0f, k_max = 64.0f;
+    const float log_R = std::log2(info(f).fmax) - std::log2(info(f).fmin);
+    const float log_R_X = std::log2(max_magnitude) - std::log2(min_magnitude);
+    if (log_R_X * k_max <= log_R) return k_max;  // also for log R_X = 0
+    return std::max(std::rint(256.0f * log_R / log_R_X) / 256.0f, k_min);
 }
 
 // The expanded value, sign(x) FMAX (|x| / max)^k, which encode() rounds to a code. The power is computed with
 // logarithms, because |x| / max may underflow.
-float expand(Format f, float x, float max, float k) {
+float expand(Format f, float x, float max_magnitude, float k) {
     if (x == 0) return 0.0f;
-    return std::copysign(info(f).fmax * std::exp2(k * (std::log2(std::abs(x)) - std::log2(max))), x);
+    const float power = std::exp2(k * (std::log2(std::abs(x)) - std::log2(max_magnitude)));
+    return std::copysign(info(f).fmax * power, x);
 }
 
 // The inverse of expand(): x = sign(y) max (|y| / FMAX)^(1/k) for a decoded y. If R_X is very large, the
 // power underflows in FP32, although the product of max and the power does not. So max is multiplied twice by
 // the square root of the power. |x| is at least the smallest positive FP32 value: a second moment that is not
 // zero must not become zero.
-float contract(Format f, float y, float max, float k) {
-    if (y == 0 || max == 0) return 0.0f;
+float contract(Format f, float y, float max_magnitude, float k) {
+    if (y == 0 || max_magnitude == 0) return 0.0f;
     const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(f).fmax)) / (2 * k));
-    return std::copysign(std::max(max * root * root, 0x1p-149f), y);
+    return std::copysign(std::max(max_magnitude * root * root, 0x1p-149f), y);
 }
 
-// Without expansion: the scale of a moment group whose amax is max. Moments are finite, because a step with
-// too large gradients is skipped (StepResult in model.h).
-static float moment_scale(Format f, float max) { return scale_of(Storage{.format = f}, max); }
+// Without expansion: the scale of a moment group. Moments are finite, because a step with gradients that are
+// too large is skipped.
+static float moment_scale(Format f, float max_magnitude) {
+    return scale_of(Storage{.format = f}, max_magnitude);
+}
 
 void Moment::init(const Optimizer& optimizer, Format f, int64_t count) {
     format = f;
@@ -386,9 +393,9 @@ float Moment::value(int64_t i) const {
     const float y = read_element(format, elements.data(), i);
     if (!moments_need_scaling(format)) return y;
     const int64_t moment_group = i / moment_group_size();
-    const float largest = max[moment_group];
-    if (expanded) return contract(format, y, largest, k[moment_group]);
-    return largest == 0 ? 0.0f : y * moment_scale(format, largest);
+    const float max_magnitude = max[moment_group];
+    if (expanded) return contract(format, y, max_magnitude, k[moment_group]);
+    return max_magnitude == 0 ? 0.0f : y * moment_scale(format, max_magnitude);
 }
 
 void Moment::load(float* x) const {
@@ -400,34 +407,35 @@ void Moment::load(float* x) const {
 // codes.
 //
 // A second moment that became zero would make the next update explode, because the update divides by
-// sqrt(v) + eps. So a positive second moment gets at least the smallest positive code, that of FMIN.
-//   without expansion  this is needed
-//   with expansion     no value becomes zero. The smallest is expanded to FMAX R_X^(-k), which is FMIN if k
-//                      is exact. k is rounded up by at most 1/512, and R_X is at most 2^277. So the smallest
-//                      becomes at least FMIN R_X^(-1/512) = 0.69 FMIN, and is rounded to FMIN
-//   fp8lm              has second moments in FP16. Only values below about 2^-41 of the largest become zero,
-//                      and they may stay zero
+// sqrt(v) + eps. So a positive second moment gets at least the smallest positive code, that of FMIN. Without
+// expansion this is needed. With expansion it never happens: the smallest magnitude is expanded to
+// FMAX R_X^(-k), which is FMIN if k is exact. k is rounded up by at most 1/512, and R_X is at most 2^277. So
+// the smallest magnitude becomes at least FMIN R_X^(-1/512) = 0.69 FMIN, and is rounded to FMIN.
 void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x,
                                 bool is_second_moment) {
-    float largest = 0, smallest = INFINITY;  // magnitudes; `smallest` leaves out zeros
+    float max_magnitude = 0, min_magnitude = INFINITY;  // min_magnitude leaves out zeros
     for (int64_t i = first; i < end; i++) {
-        largest = std::max(largest, std::abs(x[i]));
-        if (x[i] != 0) smallest = std::min(smallest, std::abs(x[i]));
+        max_magnitude = std::max(max_magnitude, std::abs(x[i]));
+        if (x[i] != 0) min_magnitude = std::min(min_magnitude, std::abs(x[i]));
     }
-    max[moment_group] = largest;
+    max[moment_group] = max_magnitude;
     if (expanded) {
-        const float k_of_moment_group = largest > 0 ? expansion_exponent(format, largest, smallest) : 1.0f;
-        k[moment_group] = k_of_moment_group;
+        const bool all_zeros = max_magnitude == 0;
+        const float exponent = all_zeros ? 1.0f : expansion_exponent(format, max_magnitude, min_magnitude);
+        k[moment_group] = exponent;
         for (int64_t i = first; i < end; i++)
-            write_element(format, elements.data(), i, expand(format, x[i], largest, k_of_moment_group));
+            write_element(format, elements.data(), i, expand(format, x[i], max_magnitude, exponent));
     } else {
-        const float reciprocal = 1.0f / moment_scale(format, largest);
+        const float reciprocal = 1.0f / moment_scale(format, max_magnitude);
         for (int64_t i = first; i < end; i++) write_element(format, elements.data(), i, x[i] * reciprocal);
     }
-    if (!is_second_moment || per_tensor) return;  // per_tensor: fp8lm
+    if (!is_second_moment) return;
+    // In fp8lm a whole parameter is one moment group, and second moments are FP16. Only values below about
+    // 2^-41 of the largest become zero there, and they may stay zero.
+    if (per_tensor) return;
     for (int64_t i = first; i < end; i++) {
-        const bool vanished = x[i] > 0 && read_element(format, elements.data(), i) == 0;
-        if (vanished) write_element(format, elements.data(), i, info(format).fmin);
+        const bool became_zero = x[i] > 0 && read_element(format, elements.data(), i) == 0;
+        if (became_zero) write_element(format, elements.data(), i, info(format).fmin);
     }
 }
 
@@ -453,7 +461,7 @@ float clip_factor(const AdamWOptions& options, double grad_norm) {
 
 // The constants of one AdamW step. Powers of beta are computed in double.
 AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm) {
-    const double step = double(options.update_number);
+    const double t = double(options.update_number);
     return {.lr = options.lr,
             .beta1 = options.beta1,
             .beta2 = options.beta2,
@@ -461,8 +469,8 @@ AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double 
             .one_minus_beta2 = 1 - options.beta2,
             .eps = options.eps,
             .decay = decays ? options.weight_decay : 0.0f,
-            .bias_correction1 = float(1 - std::pow(double(options.beta1), step)),
-            .bias_correction2_sqrt = float(std::sqrt(1 - std::pow(double(options.beta2), step))),
+            .bias_correction1 = float(1 - std::pow(double(options.beta1), t)),
+            .bias_correction2_sqrt = float(std::sqrt(1 - std::pow(double(options.beta2), t))),
             .clip_factor = clip_factor(options, grad_norm)};
 }
 
@@ -489,8 +497,8 @@ void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, fl
 // ===========================================================================================================
 // 4. Operators, forward and backward. dX is the gradient of the loss with respect to X.
 
-// The mean of a row x (C), and rstd = 1 / sqrt(variance + eps). For RMSNorm the mean is taken as 0, so that
-// rstd = 1 / rms(x).
+// The mean of a row x (C), and rstd = 1 / sqrt(variance + eps). For RMSNorm the mean is taken as 0, so
+// rstd is 1 / sqrt(mean(x^2) + eps).
 template <class Real> struct RowStatistics { Real mean, rstd; };
 template <class Real>
 static RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const Real* x) {
@@ -573,15 +581,18 @@ void qk_norm_forward(const ModelConfig& config, int64_t N, const Real* weight, R
 template <class Real>
 void qk_norm_backward(const ModelConfig& config, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
                       Real* dweight) {
-    // The heads of one row, which begin at element `first` of qkv; the norm's weight begins at `part`.
-    auto backward = [&](int64_t first, int64_t heads, int64_t part) {
-        const std::vector<Real> dy(dqkv + first, dqkv + first + heads * config.HS());
-        norm_backward<Real>(/*rms=*/true, Real(config.norm_eps), heads, config.HS(), qkv + first,
-                            weight + part, dy.data(), dqkv + first, dweight + part, /*dbias=*/nullptr);
+    // The query heads or the key heads of one token. heads_at: where they begin in qkv and dqkv. weight_at:
+    // where their norm's weight begins in weight and dweight.
+    auto backward_of_heads = [&](int64_t heads, int64_t heads_at, int64_t weight_at) {
+        Real* const dx = dqkv + heads_at;
+        const std::vector<Real> dy(dx, dx + heads * config.HS());
+        norm_backward<Real>(/*rms=*/true, Real(config.norm_eps), heads, config.HS(), qkv + heads_at,
+                            weight + weight_at, dy.data(), dx, dweight + weight_at, /*dbias=*/nullptr);
     };
     for (int64_t n = 0; n < N; n++) {  // one after the other, so that every sum runs over the rows in order
-        backward(n * config.qkv_cols(), config.NH, 0);
-        backward(n * config.qkv_cols() + config.q_cols(), config.NKV, config.HS());
+        const int64_t queries_at = n * config.qkv_cols();
+        backward_of_heads(config.NH, queries_at, 0);
+        backward_of_heads(config.NKV, queries_at + config.q_cols(), config.HS());
     }
 }
 
@@ -594,15 +605,17 @@ template <class Real> static Real tanh_of_gelu(Real x) {
     return std::tanh(Real(GELU_SCALE) * (x + Real(GELU_CUBE) * x * x * x));
 }
 
-// The activation function: act = silu(gate) * up with silu(a) = a * sigmoid(a), or act = gelu(gate_up).
+// The activation function. Gated: act = silu(gate) * up with silu(a) = a * sigmoid(a). Else act =
+// gelu(gate_up).
 template <class Real>
 void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, Real* act) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++)
         for (int64_t f = 0; f < F; f++) {
-            const Real* x = gate_up + (gated ? 2 : 1) * n * F + f;
-            const Real a = x[0];
-            if (gated) act[n * F + f] = a * sigmoid(a) * x[F];  // up is F elements after gate
+            const int64_t gate_at = (gated ? 2 : 1) * n * F + f;  // of gate, or of GELU's input
+            const int64_t up_at = gate_at + F;
+            const Real a = gate_up[gate_at];
+            if (gated) act[n * F + f] = a * sigmoid(a) * gate_up[up_at];
             else act[n * F + f] = Real(0.5) * a * (1 + tanh_of_gelu(a));
         }
 }
@@ -627,7 +640,8 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
                 dgate_up[gate_at] = d * gate_up[up_at] * s * (1 + a * (1 - s));
             } else {
                 // The limit keeps a * a finite. Where it acts, 1 - t * t is 0, and 0 * infinity would be NaN.
-                const Real t = tanh_of_gelu(a), square = std::min(a * a, Real(1000));
+                const Real square = std::min(a * a, Real(1000));
+                const Real t = tanh_of_gelu(a);
                 const Real slope = Real(GELU_SCALE) * (1 + 3 * Real(GELU_CUBE) * square);
                 dgate_up[gate_at] = d * Real(0.5) * (1 + t + a * (1 - t * t) * slope);
             }
@@ -635,17 +649,18 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
 }
 
 // The frequency f_i = theta^(-2i / HS) of pair i, in radians per position, scaled as the model wants
-// (architecture.h, RopeScaling). Llama 3's formula is apply_scaling in Meta's llama-models and
+// (RopeScaling in architecture.h). Llama 3's formula is apply_scaling in Meta's llama-models and
 // _compute_llama3_parameters in transformers, Hugging Face's library.
 double rope_frequency(const ModelConfig& config, int64_t i) {
     const RopeScaling& scaling = config.rope_scaling;
     const double f = std::pow(double(config.rope_theta), -2.0 * double(i) / double(config.HS()));
     if (scaling.type == RopeScaling::Default) return f;
-    const double wavelength = 2 * 3.14159265358979323846 / f, original = double(scaling.original_positions);
-    if (wavelength > original / scaling.low_freq_factor) return f / scaling.factor;
-    if (wavelength < original / scaling.high_freq_factor) return f;
+    const double wavelength = 2 * 3.14159265358979323846 / f;  // the positions of a whole turn
+    const double turns = double(scaling.original_positions) / wavelength;
     const double low = scaling.low_freq_factor, high = scaling.high_freq_factor;
-    const double smooth = (original / wavelength - low) / (high - low);
+    if (turns < low) return f / scaling.factor;
+    if (turns > high) return f;
+    const double smooth = (turns - low) / (high - low);  // from 0 to 1
     return (1 - smooth) * f / scaling.factor + smooth * f;
 }
 
@@ -713,13 +728,13 @@ void attention_forward(const ModelConfig& config, int64_t B, int64_t T, const Re
             for (int64_t t = 0; t < T; t++) {
                 dot_products(HS, T, queries + t * stride, keys_transposed, t + 1, score_factor,
                              scores.data());
-                const Real largest = *std::max_element(scores.begin(), scores.begin() + t + 1);
+                const Real max_score = *std::max_element(scores.begin(), scores.begin() + t + 1);
                 Real sum = 0;
                 for (int64_t j = 0; j <= t; j++) {
-                    p[j] = std::exp(scores[j] - largest);
+                    p[j] = std::exp(scores[j] - max_score);
                     sum += p[j];
                 }
-                lse[(b * NH + head) * T + t] = largest + std::log(sum);
+                lse[(b * NH + head) * T + t] = max_score + std::log(sum);
                 Real* y = out + ((b * T + t) * NH + head) * HS;
                 std::fill(y, y + HS, Real(0));
                 for (int64_t j = 0; j <= t; j++) add_scaled(HS, p[j] / sum, values + j * stride, y);
@@ -788,13 +803,14 @@ double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride
             std::fill(row, row + V_stride, Real(0));
             continue;
         }
-        const Real largest = *std::max_element(row, row + V), target_logit = row[targets[n]];
+        const Real max_logit = *std::max_element(row, row + V);
+        const Real target_logit = row[targets[n]];
         Real sum = 0;
         for (int64_t v = 0; v < V; v++) {
-            row[v] = std::exp(row[v] - largest);
+            row[v] = std::exp(row[v] - max_logit);
             sum += row[v];
         }
-        losses[n] = double(std::log(sum) + largest - target_logit);
+        losses[n] = double(std::log(sum) + max_logit - target_logit);
         for (int64_t v = 0; v < V; v++) row[v] *= loss_weight / sum;
         row[targets[n]] -= loss_weight;
         std::fill(row + V, row + V_stride, Real(0));

@@ -1,13 +1,11 @@
-// reference.h - the operators of COAT's training step on the CPU. They are in reference.cpp; only matmul() is
-// in reference_matmul.cpp. Training uses them through make_reference_model() (model.h). The last function,
-// loss_in_double(), is for tests.
-//
-// Here are arguments, results and shapes. Equations, special cases and reasons are in reference.cpp. So read
-// a section of this file, then the part of reference.cpp with its number.
+// reference.h - the operators of COAT's training step on the CPU: their arguments, results and shapes. Their
+// code is in reference.cpp, with equations, special cases and reasons; only matmul() is in
+// reference_matmul.cpp. So read a section of this file, then the part of reference.cpp with its number. The
+// training step that is made of these operators is in reference_model.cpp.
 //
 // All pointers are to row-major arrays, with shapes such as (rows, cols). The template parameter Real is
-// float. It is double only where tests compare gradients with finite differences. That is the only reason for
-// the templates of section 4, and for each `if constexpr` in reference_model.cpp.
+// float. It is double only where tests compare gradients with finite differences: that is the only reason for
+// the templates of section 4.
 #pragma once
 #include <optional>
 
@@ -29,8 +27,8 @@ float round_to(Format f, float x);  // x as the nearest value of f, which is FP3
 // An FP32 master weight -> a BF16 weight and a signed 16-bit remainder, and back.
 void split_master(float master, uint16_t* weight, int16_t* remainder);
 float join_master(uint16_t weight, int16_t remainder);
-// The BF16 bits of a weight without a master: element i of the flat order of all parameters, rounded with the
-// random bits of architecture.h, rounding_bits().
+// For weights without masters: x rounded to BF16 at random, as its bits. The random bits are
+// rounding_bits() of `key`, for element i of the flat order of all parameters (Param::flat_offset).
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
 // --- 2. Quantizers (paper, preliminaries and section 5) ---
@@ -42,7 +40,7 @@ struct StoredMatrix {
     int64_t rows = 0, cols = 0;
     Storage storage{.format = Format::FP32};
 
-    // The rows and columns of a scale block.
+    // The number of rows and of columns of a scale block.
     int64_t block_rows() const { return storage.granularity.rows ? storage.granularity.rows : rows; }
     int64_t block_cols() const { return storage.granularity.cols ? storage.granularity.cols : cols; }
     float scale(int64_t row, int64_t col) const;
@@ -54,7 +52,8 @@ float compute_amax(const float* x, int64_t n);       // the amax of n values
 
 // Stores x (rows, cols) as `storage` says.
 //   stats   null, or where the errors are added if the format is FP8
-//   scale   used in place of the just-in-time scale; for one scale per tensor only (DelayedScale)
+//   scale   the scale to use in place of the just-in-time scale, if there is one scale for the whole tensor
+//           (DelayedScale)
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage,
                       QuantStats* stats = nullptr, std::optional<float> scale = {});
 std::vector<float> dequantize(const StoredMatrix& stored);  // (rows, cols)
@@ -75,8 +74,8 @@ struct DelayedScale {
     std::vector<float> history;
     float scale = 0;  // the scale in the current step, from the history; 0: the history has no amax yet
     float amax = 0;   // the largest amax of the current step so far, over its micro-batches
-    // Raises amax to that of a tensor of the current step. Returns the scale to quantize this tensor with. If
-    // the history has no amax yet, this scale comes from `amax`.
+    // Raises `amax` to that of a tensor of the current step. Returns the scale to quantize this tensor with,
+    // which is `scale`. If the history has no amax yet, the returned scale comes from `amax`.
     float raise_amax_and_get_scale(const Storage& storage, float tensor_amax);
     // After a step: `amax` replaces the oldest of the history, and the scale of the next step is
     // max(history) / FMAX. If max(history) is 0 or not finite, the scale stays as it is.
@@ -86,14 +85,17 @@ struct DelayedScale {
 // --- 3. FP8 optimizer with dynamic range expansion (paper, section 4) ---
 // The format f of the next three functions is E4M3 or E5M2.
 
-// k of a moment group whose nonzero magnitudes lie between min_nonzero and max.
-float expansion_exponent(Format f, float max, float min_nonzero);
-float expand(Format f, float x, float max, float k);    // with the sign of x; the magnitude is at most FMAX
-float contract(Format f, float y, float max, float k);  // the inverse of expand(); at most max
+// k of a moment group. max_magnitude, min_magnitude: the largest |x| of the moment group, and the smallest
+// one that is not 0.
+float expansion_exponent(Format f, float max_magnitude, float min_magnitude);
+// x expanded. The result has the sign of x, and at most the magnitude FMAX.
+float expand(Format f, float x, float max_magnitude, float k);
+// The inverse of expand(). The result has the sign of y, and at most the magnitude max_magnitude.
+float contract(Format f, float y, float max_magnitude, float k);
 
 // One moment (n) of one parameter, in any format. The elements of a moment group share a moment scaling (max,
-// k). The last moment group may be short. A moment group of zeros has max = 0 and k = 1.
-// x' is the value that is read back:
+// k). The last moment group may be short. A moment group of zeros has max = 0 and k = 1. x' is the value that
+// is read back:
 //   with expansion:  code = encode(expand(x)),  x' = contract(decode(code))
 //   else:            code = encode(x / s),      x' = decode(code) * s,       with s = scale_of(max), and no k
 // FP32 and BF16 moments have no moment scalings, and their elements are values.
@@ -108,7 +110,7 @@ struct Moment {
 
     // A moment of `count` zeros. f: Param::moment_format().
     void init(const Optimizer& optimizer, Format f, int64_t count);
-    void load(float* x) const;  // x: (n)
+    void load(float* x) const;  // the values that are read back; x: (n)
     // Stores x (n). stats: null, or where the errors are added if the format is scaled.
     void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
@@ -128,10 +130,11 @@ struct AdamWConstants {
     float bias_correction1, bias_correction2_sqrt;  // 1 - beta1^t and sqrt(1 - beta2^t)
     float clip_factor;                              // below 1 if the gradients are clipped
 };
-// grad_norm: of all gradients, before clipping. clip_factor(): what clipping multiplies the gradients by.
+// grad_norm: the norm of all gradients, before clipping.
+// What clipping multiplies the gradients by.
 float clip_factor(const AdamWOptions& options, double grad_norm);
 AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm);
-// gradient, master, m, v: (n)
+// One step of AdamW. gradient, master, m, v: (n)
 void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, float* master, float* m,
            float* v);
 
@@ -151,12 +154,12 @@ template <class Real> MatrixView<Real> matrix_view(const std::vector<Real>& x, i
 template <class Real> MatrixView<Real> transposed_view(const std::vector<Real>& x, int64_t cols) {
     return {.data = x.data(), .row_stride = 1, .col_stride = cols};
 }
-// c (m, n) += a (m, k) b (k, n).
+// c (m, n) += a (m, k) b (k, n). c is row-major.
 template <class Real>
 void matmul(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real> b, Real* c);
 
 // x, y, dy, dx: (N, C). weight, bias, dweight, dbias: (C).
-// RMSNorm if rms, else LayerNorm. RMSNorm has a null bias, and its dbias may be null.
+// RMSNorm if rms, else LayerNorm. For RMSNorm bias is null, and dbias may be null.
 template <class Real>
 void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                   const Real* bias, Real* y);
@@ -204,7 +207,8 @@ double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride
 template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Real* y);
 
 // --- For tests (in reference_model.cpp): forward and backward of the whole model in double ---
-// Mean loss of one micro-batch in the recipe fp32, and its gradients by parameter if the pointer is not null.
+// The mean loss of one micro-batch in the recipe fp32. If `gradients` is not null, it gets the gradients
+// of this loss, by parameter.
 double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
                       const std::vector<std::vector<double>>& param_values, const int32_t* tokens,
                       const int32_t* targets, std::vector<std::vector<double>>* gradients);

@@ -1,14 +1,16 @@
-// reference_matmul.cpp - the matrix multiplication of the CPU reference. Most of the reference's time is
-// spent here, so this is not the three plain loops, but computes tiles that stay in registers. The result of
-// an element is the same for any number of threads: one thread adds up its products, in the order of k.
+// reference_matmul.cpp - the matrix multiplication of the CPU reference. It takes most of the time of a
+// step. So it is not the three plain loops, but computes tiles that stay in registers. This file can wait:
+// nothing else depends on how it works. The result of an element is the same for any number of threads,
+// because one thread adds up all its products, in the order of k.
 #include "reference.h"
 
 namespace coat::reference {
 
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 16;  // GEMMs with fewer products run on one thread
 
-// Copies a matrix (rows, depth) to panels of `width` rows, panel[depth][row], with zeros beyond the last row.
-// Elements of the matrix are `row_stride` and `col_stride` apart.
+// Copies a matrix (rows, depth) to panels. A panel has `width` rows of the matrix, transposed: (depth,
+// width). The last panel has zeros where the matrix has no rows. Neighbours in a column of the matrix are
+// `row_stride` elements apart, and neighbours in a row `col_stride`.
 template <class Real>
 static std::vector<Real> pack(int64_t width, const Real* x, int64_t row_stride, int64_t col_stride,
                               int64_t rows, int64_t depth) {
@@ -16,17 +18,18 @@ static std::vector<Real> pack(int64_t width, const Real* x, int64_t row_stride, 
 #pragma omp parallel for collapse(2) if (rows * depth > MIN_PARALLEL_ELEMENTS)
     for (int64_t first = 0; first < rows; first += width)
         for (int64_t d = 0; d < depth; d++)
-            for (int64_t r = first; r < std::min(rows, first + width); r++)
-                panels[first * depth + d * width + r - first] = x[r * row_stride + d * col_stride];
+            for (int64_t row = first; row < std::min(rows, first + width); row++)
+                panels[first * depth + d * width + row - first] = x[row * row_stride + d * col_stride];
     return panels;
 }
 
-constexpr int64_t TILE_ROWS = 6, TILE_COLS = 16, DEPTH = 512;  // matmul's tile of c, and its parts of k
+constexpr int64_t TILE_ROWS = 6, TILE_COLS = 16;  // a tile of c
+constexpr int64_t DEPTH = 512;                    // a part of k
 
-// c (m, n) += a (m, k) b (k, n). It is computed in tiles of 6 x 16 elements that stay in registers while the
-// sum runs over k. a and b are packed into panels, so that the loop over k reads memory in order. A panel of
-// a has 6 rows of a. A panel of b has 16 columns of b, which are rows of its transpose. k is cut into parts
-// of 512, so that the panels of a part stay in the caches.
+// c (m, n) += a (m, k) b (k, n). c is computed in tiles of 6 x 16 elements that stay in registers while the
+// sum runs over k. a and b are copied to panels, so that the loop over k reads memory in order. A panel of a
+// has 6 rows of a. A panel of b has 16 columns of b, which are rows of its transpose. k is cut into parts of
+// 512, so that the panels of a part stay in the caches.
 template <class Real>
 void matmul(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real> b, Real* c) {
     for (int64_t k0 = 0; k0 < k; k0 += DEPTH) {
@@ -40,7 +43,7 @@ void matmul(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real
             for (int64_t i = 0; i < m; i += TILE_ROWS) {
                 const Real* panel_a = packed_a.data() + i * depth;
                 const Real* panel_b = packed_b.data() + j * depth;
-                Real sum[TILE_ROWS][TILE_COLS] = {}, tile[TILE_ROWS][TILE_COLS];
+                Real sum[TILE_ROWS][TILE_COLS] = {};
                 for (int64_t d = 0; d < depth; d++) {
                     for (int row = 0; row < TILE_ROWS; row++) {
 #pragma omp simd
@@ -50,14 +53,15 @@ void matmul(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real
                     panel_a += TILE_ROWS;
                     panel_b += TILE_COLS;
                 }
-                // The last two loops have bounds that the compiler does not know. If they read `sum`, the
-                // compiler would keep it in memory, not in registers, also in the loop over d. So they read a
-                // copy.
+                // The last two loops read a copy of `sum`, because the compiler does not know their
+                // bounds. If they read `sum` itself, it would be in memory in the loop over d, too, and
+                // not in registers.
+                Real copy[TILE_ROWS][TILE_COLS];
                 for (int row = 0; row < TILE_ROWS; row++)
-                    for (int col = 0; col < TILE_COLS; col++) tile[row][col] = sum[row][col];
+                    for (int col = 0; col < TILE_COLS; col++) copy[row][col] = sum[row][col];
                 for (int64_t row = 0; row < std::min(TILE_ROWS, m - i); row++)
                     for (int64_t col = 0; col < std::min(TILE_COLS, n - j); col++)
-                        c[(i + row) * n + j + col] += tile[row][col];
+                        c[(i + row) * n + j + col] += copy[row][col];
             }
     }
 }
