@@ -5,28 +5,31 @@
 //   1. Network    forward and backward of a micro-batch
 //   2. GpuModel   a step, and what else one asks of a model
 //
-// This is a step. The functions of Network stand in its order:
+// This is a step:
 //
 //   GpuModel::step()
-//     begin_step_or_evaluation()     clears what the last step has found out
-//     run_micro_batch()              for each micro-batch of the step
+//     begin_step_or_evaluation()          clears what the last step has found out
+//     run_micro_batch()                   for each micro-batch of the step
 //       Network::forward_and_backward()
-//         forward()                  the embedding; then for each layer:
-//           attention_block_forward()  norm 1 -> q, k, v -> attention -> output projection -> residual sum
-//           mlp_block_forward()        norm 2 -> gate, up -> activation -> down projection -> residual sum
-//         loss_and_head_backward()   final norm -> logits -> loss; gradients of these, in the opposite order
+//         forward()
+//           embed_and_save()              the embedding, where the residual stream begins
+//           for each layer:
+//             attention_block_forward()   norm 1 -> q, k, v -> attention -> output projection -> residual sum
+//             mlp_block_forward()         norm 2 -> gate, up -> activation -> down projection -> residual sum
+//         head_forward_and_backward()     final norm -> logits -> loss; gradients of these, in opposite order
 //         for each layer, from the last to the first:
-//           mlp_block_backward()       the gradients of mlp_block_forward(), in the opposite order
-//           attention_block_backward() those of attention_block_forward(), in the opposite order
-//       Network::add_embedding_gradients()  from the gradient of the residual stream
-//     Parameters::update()           AdamW (gpu/state.cpp)
+//           mlp_block_backward()          the gradients of mlp_block_forward(), in opposite order
+//           attention_block_backward()    those of attention_block_forward(), in opposite order
+//       Network::add_embedding_gradients() from the gradient of the residual stream
+//     update_parameters()                 AdamW: Parameters::update() (gpu/state.cpp)
+//     fetch_result()                      the loss and the norm of the gradients
 //
 // README's steps come here twice. The first time, read the list above and mlp_block_forward(), and no more.
 // The second time, README says what to read.
 //
-// A function stands after the first one that calls it, except in these sections of Network: "What GpuModel
-// calls", "Where tensors are", "Arguments of kernels", and "The gradients of a bucket". Linear layers have
-// their own file, gpu/linear.h.
+// In each class the functions of the list come first, in its order. Then come the functions that they use,
+// such as those that say where a tensor is. What is apart from this path comes last: evaluations, prompts,
+// reports, weights in a cache. Linear layers have their own file, gpu/linear.h.
 #include "gpu/attention.h"
 #include "gpu/gpu_model.h"  // declares the two functions at the end of this file
 #include "gpu/layers.h"
@@ -100,7 +103,7 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 // ===========================================================================================================
 // 1. Forward and backward of a micro-batch
 //
-// Two rules:
+// Three rules:
 //   - Memory is one allocation, the arena, which is a stack. (gpu/state.h has its map.) What lasts for the
 //     run is allocated at the beginning. What a step needs besides is allocated where it is used, and given
 //     back when the Arena::Scope around it ends. A Scope with the name until_x holds what is needed until x
@@ -108,6 +111,19 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 //   - saved_per_layer() in architecture.h lists what is saved for backward. Outputs of norms and of
 //     activation functions are not saved, and exist only as operands of GEMMs. A LazyTensor (gpu/operators.h)
 //     says what such an output is computed from. The kernel that makes the operand computes it.
+//   - Some tensors replace each other in one place. This table shows what is there, from left to right in the
+//     order of a step. "-" means that the place is not touched:
+//
+//       place              forward              head                 backward, layer by layer
+//       dresidual          the final norm's     the gradient of      the gradient of the residual stream
+//                          input                this input
+//       gate and up of a   gate and up          -                    the operand of dgate_up, if
+//       layer                                                        dgate_up_in_place_; then dqkv, if
+//                                                                    dqkv_in_place_
+//       activations of     what forward saves   -                    gradients of weights, in most runs
+//       later layers                                                 (gpu/state.h)
+//       logits             -                    logits, then their   -
+//                                               gradients
 
 class Network {
     // Each member may use the members above it.
@@ -137,8 +153,12 @@ class Network {
     const bool gated_ = config_.arch.gated;       // SiLU(gate) x up; GPT-2 has GELU
     const bool qk_norms_ = config_.arch.qk_norm;  // norms of the heads of q and k; only Qwen3
 
-    // Whether the codes of dgate_up overwrite the saved gate and up: true for coat. mlp_block_backward() says
-    // when it is possible.
+    // Whether the row-major codes of dgate_up overwrite the saved gate and up: true for coat. This is
+    // possible under two conditions:
+    //   - Elements have as many bytes in both, so that the kernel may write over its input.
+    //   - dgate_up has one scale per tensor, or none. Scales of rows or blocks would lie right after the
+    //     codes (gpu/linear.cpp). There they would overwrite the scales of the groups of gate and up, which
+    //     the kernel still reads.
     const bool dgate_up_in_place_ =
         info(linear_context_.formats.g.format).bytes == info(recipe_.saved_inputs.format).bytes &&
         linear_context_.formats.g.granularity == PER_TENSOR;
@@ -167,193 +187,19 @@ public:
         if (rotary_) fill_rope_table(config_, setup_.T, memory_.rope_table, stream_);
     }
 
-private:
-    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves.
-    Layer make_layer(int64_t l) {
-        const int64_t N = padded_tokens(setup_);
-        auto index = [&](const char* param) { return parameters_.index(concat("layers.", l, ".", param)); };
-        auto linear_layer = [&](const char* weight) { return LinearLayer(linear_context_, index(weight)); };
-        Layer layer{.norm1_index = index("norm1.weight"),
-                    .norm2_index = index("norm2.weight"),
-                    .qk_norm_index = {},
-                    .qkv_proj = linear_layer("qkv"),
-                    .attention_out_proj = linear_layer("attention_out"),
-                    .gate_up_proj = linear_layer("gate_up"),
-                    .down_proj = linear_layer("down"),
-                    .saved_tensors = {}};
-        if (qk_norms_) layer.qk_norm_index = index("qk_norm.weight");
-        uint8_t* data = memory_.saved_activations + l * saved_layer_bytes(setup_);
-        for (const SavedTensor& saved : saved_per_layer(config_, recipe_)) {
-            TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .storage = saved.storage};
-            // The scales of groups lie right after the codes
-            if (saved.storage.fp8())
-                tensor.group_scales =
-                    reinterpret_cast<uint16_t*>(data + saved.storage.bytes_without_scales(N, saved.cols));
-            layer.saved_tensors.push_back(tensor);
-            data += round_up(saved.bytes(N), GPU_ALIGNMENT);
-        }
-        return layer;
-    }
-
 public:
     // -------------------------------------------------------------------------------------------------------
-    // What GpuModel calls. It also calls forward(), add_embedding_gradients() and the functions of the last
-    // section.
+    // A micro-batch
 
     // Adds the losses to memory_.outcome()->loss, and computes all gradients but the embedding's.
     void forward_and_backward(const Pass& pass) {
         forward(pass);
-        loss_and_head_backward(pass);
+        head_forward_and_backward(pass);
         for (int64_t l = config_.L - 1; l >= 0; l--) {
             mlp_block_backward(pass, layers_[l]);
             attention_block_backward(pass, layers_[l],
                                      l > 0 ? layers_[l - 1].down_proj.place_for_g_amax() : nullptr);
         }
-    }
-
-    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step writes it to
-    // memory_.outcome()->loss_or_nan. If it is NaN, Parameters::update() updates no weight.
-    void write_loss_or_nan(double* loss_or_nan) {
-        gpu::write_loss_or_nan(amax_table_.all(), amax_table_.count(), &memory_.outcome()->loss, loss_or_nan,
-                               stream_);
-    }
-
-    // If weights are cached: makes the FP8 codes of all weights, unless they are up to date. While
-    // quantization is measured, the codes are made in any case, because making them measures their errors.
-    void write_cached_weights() {
-        if (!linear_context_.caches_weights) return;
-        if (cached_weights_are_valid_ && !context_.quant_stats) return;
-        for (Layer& layer : layers_)
-            for (LinearLayer* linear_layer :
-                 {&layer.qkv_proj, &layer.attention_out_proj, &layer.gate_up_proj, &layer.down_proj})
-                linear_layer->write_cached_w_operand();
-        cached_weights_are_valid_ = true;
-    }
-    void forget_cached_weights() { cached_weights_are_valid_ = false; }
-
-private:
-    // -------------------------------------------------------------------------------------------------------
-    // Where tensors are: what layers save, the norms, the residual stream, and q, k, v
-    //
-    // Some tensors replace each other in one place, from left to right in the order of a step. "-" means that
-    // the place is not touched:
-    //
-    //   place                forward              head                 backward, layer by layer
-    //   dresidual            the final norm's     the gradient of      the gradient of the residual stream
-    //                        input                this input
-    //   gate and up of a     gate and up          -                    the operand of dgate_up, if
-    //   layer                                                          dgate_up_in_place_; then dqkv, if
-    //                                                                  dqkv_in_place_
-    //   activations of       what forward saves   -                    gradients of weights, in most runs
-    //   later layers                                                   (gpu/state.h)
-    //   logits               -                    logits, then their   -
-    //                                             gradients
-
-    // A tensor (n, cols) in the compute dtype, in memory that is allocated now. There is memory for a
-    // multiple of 16 rows, because an FP8 GEMM writes so many.
-    TensorRef allocate_tensor(int64_t n, int64_t cols) {
-        const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
-        return tensor_at(arena_.allocate(elements * info(recipe_.compute).bytes), n, cols);
-    }
-    TensorRef tensor_at(void* data, int64_t n, int64_t cols) const {
-        return {.data = data, .rows = n, .cols = cols, .storage = {recipe_.compute}};
-    }
-
-    // What a layer has saved, or is to save: the rows of this pass.
-    TensorRef saved_tensor(const Pass& pass, const Layer& layer, SavedKind kind) const {
-        TensorRef tensor = layer.saved_tensors[static_cast<size_t>(kind)];
-        tensor.rows = pass.N;
-        return tensor;
-    }
-    float* saved_log_sum_exp(const Pass& pass, const Layer& layer) const {
-        return static_cast<float*>(saved_tensor(pass, layer, SavedKind::LogSumExp).data);
-    }
-
-    ResidualNorm norm1_of(const Pass& pass, Layer& layer) const {
-        return {.norm = norm_args(layer.norm1_index, saved_tensor(pass, layer, SavedKind::Norm1Input)),
-                .weight_index = layer.norm1_index,
-                .reader = &layer.qkv_proj};
-    }
-    ResidualNorm norm2_of(const Pass& pass, Layer& layer) const {
-        return {.norm = norm_args(layer.norm2_index, saved_tensor(pass, layer, SavedKind::Norm2Input)),
-                .weight_index = layer.norm2_index,
-                .reader = &layer.gate_up_proj};
-    }
-    ResidualNorm final_norm(const Pass& pass) const {
-        return {.norm = norm_args(final_norm_index_, final_norm_input(pass)),
-                .weight_index = final_norm_index_,
-                .reader = nullptr};
-    }
-
-    // The saved input of the final norm (N, C): the residual stream after the last layer.
-    TensorRef final_norm_input(const Pass& pass) const {
-        return tensor_at(memory_.dresidual, pass.N, config_.C);
-    }
-    // The gradient of the residual stream (N, C) in the compute dtype, in backward. It begins in the memory
-    // of final_norm_input(), which norm_backward() of the final norm overwrites.
-    TensorRef dresidual(const Pass& pass) const { return tensor_at(memory_.dresidual, pass.N, config_.C); }
-
-    // Attention reads and writes the saved q, k, v and output themselves, which are in the compute dtype.
-    //
-    // With --attention groups, they are saved in groups, and attention has a buffer for each. Before
-    // attention reads a buffer, save_and_reload() writes to it what the groups hold. So forward reads what
-    // backward will read, and the saved log-sum-exp fits both.
-    TensorRef attention_buffer(const TensorRef& saved) {
-        return saved.storage.fp8() ? allocate_tensor(saved.rows, saved.cols) : saved;
-    }
-    // Saves what is in a buffer, and reloads the buffer. If the buffer is `saved` itself, there is nothing to
-    // do.
-    void save_and_reload(const TensorRef& buffer, const TensorRef& saved) {
-        if (!saved.storage.fp8()) return;
-        quantize_groups(buffer, saved, /*write_back=*/true, context_.quant_stats_of(ReportKind::Attention),
-                        stream_);
-    }
-    TensorRef load_saved(const TensorRef& saved) {
-        const TensorRef buffer = attention_buffer(saved);
-        if (saved.storage.fp8()) store_values(lazy_stored(saved), buffer, stream_);
-        return buffer;
-    }
-    // q, k, v as attention reads them: as they are saved, because forward applies RoPE right after the q, k,
-    // v projection. (In reference_model.cpp this is qkv_for_attention(), and rope_at_projection() belongs to
-    // qkv_to_save().)
-    //
-    // Qwen3: before RoPE come norms of the heads, whose backward pass needs their inputs. So q, k, v are
-    // saved as the projection writes them. The norms and RoPE follow here, in forward and again in backward.
-    TensorRef attention_input(const Pass& pass, const Layer& layer, const TensorRef& qkv) {
-        if (!qk_norms_) return qkv;
-        const TensorRef normed_and_rotated = allocate_tensor(pass.N, qkv.cols);
-        qk_norm_and_rope(qk_norm_args(layer), rope_args(pass), qkv, normed_and_rotated, stream_);
-        return normed_and_rotated;
-    }
-    bool rope_at_projection() const { return rotary_ && !qk_norms_; }
-
-    // -------------------------------------------------------------------------------------------------------
-    // Arguments of kernels
-
-    Norm norm_args(size_t weight_index, const TensorRef& in) const {
-        const std::optional<size_t> bias_index = parameters_.bias_index(weight_index);
-        return {.in = in,
-                .weight = sharding_.weight(weight_index).data,
-                .bias = bias_index ? sharding_.weight(*bias_index).data : nullptr,
-                .row_statistics = memory_.norm_statistics,
-                .rms = config_.arch.rms,
-                .eps = config_.norm_eps};
-    }
-    QkNorm qk_norm_args(const Layer& layer) const {
-        return {.weight = sharding_.weight(*layer.qk_norm_index).data,
-                .eps = config_.norm_eps,
-                .HS = config_.HS(),
-                .q_cols = config_.q_cols(),
-                .k_cols = config_.kv_cols()};
-    }
-    Rope rope_args(const Pass& pass) const {
-        return {.table = memory_.rope_table,
-                .T = pass.T,
-                .HS = config_.HS(),
-                .rotated_cols = config_.q_cols() + config_.kv_cols()};
-    }
-    AttentionShape attention_shape_args(const Pass& pass) const {
-        return attention_shape(config_, pass.B, pass.T, recipe_.compute);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -374,7 +220,6 @@ private:
     //   - attention_out_proj.x, with --attention groups
     // Delayed scaling (te) needs amaxes before the operands only while a history of amaxes is empty.
 
-public:
     // The embedding and all layers, up to the input of the final norm.
     void forward(const Pass& pass) {
         const Arena::Scope scope(arena_);
@@ -382,14 +227,7 @@ public:
         if (recipe_.saved_inputs.fp8()) residual.buffer = allocate_tensor(pass.N, config_.C);
         // Each micro-batch has its own amaxes. (Delayed scaling: begin_delayed_scaling() clears them)
         if (!amax_table_.delayed()) amax_table_.clear_operand_amaxes();
-        // embedding: a row of the weight for each token, and in GPT-2 a row for its position. The sum is
-        // saved as the input of the first norm 1
-        sharding_.gather_weights(Sharding::EMBEDDING_MODULE, Direction::Forward);
-        const TensorRef positions = rotary_ ? TensorRef{} : sharding_.weight(parameters_.index("positions"));
-        const ResidualNorm first_norm = norm1_of(pass, layers_[0]);
-        embed(sharding_.weight(embedding_index_), positions, memory_.tokens, pass.T,
-              residual.output_for(first_norm), stream_);
-        measure_norm_input_errors(residual, first_norm);
+        embed_and_save(pass, residual, norm1_of(pass, layers_[0]));
         for (int64_t l = 0; l < config_.L; l++) {
             const bool last = l + 1 == config_.L;
             attention_block_forward(pass, layers_[l], residual);
@@ -399,12 +237,23 @@ public:
     }
 
 private:
+    // The embedding: a row of the weight for each token, and in GPT-2 a row for its position. The sum is
+    // saved as the input of the first norm 1.
+    void embed_and_save(const Pass& pass, const ResidualStream& residual, const ResidualNorm& first_norm) {
+        sharding_.gather_weights(Sharding::EMBEDDING_MODULE, Direction::Forward);
+        const TensorRef positions = rotary_ ? TensorRef{} : sharding_.weight(parameters_.index("positions"));
+        embed(sharding_.weight(embedding_index_), positions, memory_.tokens, pass.T,
+              residual.output_for(first_norm), stream_);
+        measure_norm_input_errors(residual, first_norm);
+    }
+
     // The first half of a layer.
     void attention_block_forward(const Pass& pass, Layer& layer, const ResidualStream& residual) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(pass, layer);
         const TensorRef saved_qkv = saved_tensor(pass, layer, SavedKind::Qkv);
         const TensorRef saved_attention_output = saved_tensor(pass, layer, SavedKind::AttentionOutput);
+        // The saved tensors themselves. (With --attention groups: buffers)
         const TensorRef qkv = attention_buffer(saved_qkv);
         const TensorRef attention_output = attention_buffer(saved_attention_output);
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). lazy_norm() computes nothing yet:
@@ -416,15 +265,12 @@ private:
             rope(rope_args(pass), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
         save_and_reload(qkv, saved_qkv);
         // attention: causal, within each sequence of T tokens -> (N, q_cols)
-        const bool saves_groups = saved_attention_output.storage.fp8();
         const TensorRef attention_qkv = attention_input(pass, layer, qkv);
         attention_forward(attention_shape_args(pass), attention_qkv.data, attention_output.data,
                           saved_log_sum_exp(pass, layer),
-                          saves_groups ? nullptr : layer.attention_out_proj.place_for_x_amax(), stream_);
-        save_and_reload(attention_output, saved_attention_output);
+                          place_for_attention_output_amax(layer, saved_attention_output), stream_);
+        save_attention_output(layer, attention_output, saved_attention_output);
         // attention output projection: (N, q_cols) -> (N, C)
-        if (saves_groups)
-            layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved_attention_output));
         const TensorRef branch = allocate_tensor(pass.N, config_.C);
         layer.attention_out_proj.fprop(lazy_stored(saved_attention_output), branch);
         // residual sum, which saves the input of norm 2
@@ -475,81 +321,22 @@ private:
         residual_add(residual.before(own_norm), branch, residual.output_for(next), stream_);
         measure_norm_input_errors(residual, next);
     }
-    // For the quantization report. The groups of a norm's input were made of the sum in FP32. Their error is
-    // measured against the sum in BF16, which is in the buffer.
-    void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
-        if (next.saves_groups())
-            measure_quant_errors(lazy_stored(residual.buffer), {next.norm.in},
-                                 context_.quant_stats_of(ReportKind::NormInput), stream_);
-    }
-
-    // -------------------------------------------------------------------------------------------------------
-    // The gradients of a bucket (gpu/operators.h)
-
-    // To be called before the first kernel that adds to the gradients of a bucket. (The GEMMs of the head run
-    // earlier: loss_and_head_backward().)
-    void begin_bucket(const Pass& pass, int64_t bucket) {
-        sharding_.wait_for_gradient_buffer(bucket);
-        if (pass.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
-    }
-    // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to gradients, so
-    // these gradients begin at zero. The gradient of the head's weight is left out: a GEMM has written it
-    // before, even if the weight is a tied embedding.
-    void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
-        const BucketRange& range = parameters_.buckets[bucket];
-        for (size_t i = range.first_param; i < range.end_param; i++) {
-            const Param& p = parameters_.params[i];
-            if (!p.role.quantized_linear && i != head_index_)
-                clear_async(sharding_.gradient_to_write(i).data, p.padded_size() * parameters_.gradient_bytes,
-                            stream_);
-        }
-    }
-    // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
-    // that reads the weights of the bucket. Usually, with one rank, there is nothing to do: the gradients are
-    // where they must be. Otherwise:
-    //   - With several ranks, each rank sends the gradients to those that own them, where they are added.
-    //   - With --gradients none, the weights of the bucket are updated.
-    //   - In measure_quantization(), what storing the moments would lose is measured.
-    void finish_bucket(const Pass& pass, int64_t bucket) {
-        if (context_.quant_report) {
-            parameters_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
-            return;
-        }
-        sharding_.reduce_gradients(bucket, pass.first_micro_batch);
-        if (pass.update_in_backward) update_bucket(bucket, *pass.update_in_backward);
-    }
-    void update_bucket(int64_t bucket, const AdamWOptions& adamw) {
-        write_loss_or_nan(&memory_.outcome()->loss_or_nan);
-        parameters_.update(adamw, bucket, bucket + 1, sharding_);
-    }
 
     // -------------------------------------------------------------------------------------------------------
     // Head and loss. The logits of all tokens would be the largest tensor of a step. So they are computed for
     // a slice of HEAD_SLICE_TOKENS tokens at a time.
 
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
-    void loss_and_head_backward(const Pass& pass) {
+    void head_forward_and_backward(const Pass& pass) {
         const Arena::Scope scope(arena_);
-        const TensorRef dweight = sharding_.gradient_to_write(head_index_);
         const TensorRef dy = allocate_tensor(pass.N, config_.C);  // y: the final norm's output
-        // If the gradient in BF16 would be rounded too often, the slices add to an FP32 sum
-        const bool sums_in_fp32 = head_sum_in_fp32(setup_);
-        TensorRef dweight_sum = dweight;
-        if (sums_in_fp32) {
-            dweight_sum.data = arena_.allocate<float>(dweight.rows * dweight.cols);
-            dweight_sum.storage = PLAIN_FP32;
-        }
         // With several ranks: gathers the head, and begins to gather the last layer, where backward goes next
         sharding_.gather_weights(sharding_.head_module(), Direction::Backward);
-        // begin_bucket() comes too late for this gradient, which the GEMMs of the slices write
-        sharding_.wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
-        // A later micro-batch begins the sum with the gradient of the earlier ones
-        if (sums_in_fp32 && !pass.overwrites_gradients)
-            store_values(lazy_stored(dweight), dweight_sum, stream_);
+        const TensorRef dweight = begin_head_gradient(pass);
         for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS)
-            head_slice_backward(pass, first, dy, dweight_sum);
+            head_slice_forward_and_backward(pass, first, dy, dweight);
         add_up_losses(pass);
-        if (sums_in_fp32) store_values(lazy_stored(dweight_sum), dweight, stream_);
+        finish_head_gradient(dweight);
         // final norm: the gradient of the residual stream begins here. An untied head is in the final norm's
         // bucket, too, and its gradient is complete
         const int64_t bucket = parameters_.params[final_norm_index_].bucket;
@@ -560,10 +347,10 @@ private:
     }
     // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
     // gradient of the head's weight. (If the pass overwrites gradients, the first slice overwrites dweight.)
-    void head_slice_backward(const Pass& pass, int64_t first, const TensorRef& dy, const TensorRef& dweight) {
+    void head_slice_forward_and_backward(const Pass& pass, int64_t first, const TensorRef& dy,
+                                         const TensorRef& dweight) {
         const Arena::Scope scope(arena_);
-        const TensorRef y = allocate_tensor(slice_tokens(pass, first), config_.C);
-        const TensorRef logits = compute_logits(pass, first, /*out*/ y);
+        const auto [y, logits] = compute_logits(pass, first, slice_tokens(pass, first));
         cross_entropy_forward_and_backward(logits, config_.V, memory_.targets + first,
                                            &memory_.scalars->loss_weight, memory_.losses + first, stream_);
         const TensorRef& dlogits = logits;  // the gradients have taken the place of the logits
@@ -573,17 +360,22 @@ private:
                    stream_);
     }
 
-    // Computes the final norm's output y (n, C) of n tokens, from number `first` on, and the logits
-    // (n, padded_V). Returns the logits, in memory of the caller's scope.
-    TensorRef compute_logits(const Pass& pass, int64_t first, const TensorRef& y) {
-        const TensorRef logits = allocate_tensor(y.rows, config_.padded_V());
+    struct HeadOutput {
+        TensorRef y;       // (n, C) the final norm's output
+        TensorRef logits;  // (n, padded_V)
+    };
+    // Computes the output of the final norm and the logits of n tokens, from number `first` on, in memory of
+    // the caller's scope.
+    HeadOutput compute_logits(const Pass& pass, int64_t first, int64_t n) {
+        const HeadOutput out{.y = allocate_tensor(n, config_.C),
+                             .logits = allocate_tensor(n, config_.padded_V())};
         Norm norm_of_slice = final_norm(pass).norm;
-        norm_of_slice.in = row_slice(norm_of_slice.in, first, y.rows);
+        norm_of_slice.in = row_slice(norm_of_slice.in, first, n);
         norm_of_slice.row_statistics += first;
         // y is in the compute dtype: no recipe quantizes the head
-        store_values(lazy_norm(norm_of_slice), y, stream_);
-        gemms_.run(GemmKind::Fprop, {y}, {sharding_.weight(head_index_)}, logits, stream_);
-        return logits;
+        store_values(lazy_norm(norm_of_slice), out.y, stream_);
+        gemms_.run(GemmKind::Fprop, {out.y}, {sharding_.weight(head_index_)}, out.logits, stream_);
+        return out;
     }
     int64_t slice_tokens(const Pass& pass, int64_t first) const {
         return std::min(HEAD_SLICE_TOKENS, pass.N - first);
@@ -595,14 +387,36 @@ private:
                      stream_);
     }
 
+    // Returns where the slices add up the gradient of the head's weight. This is the place of the gradient.
+    // But if a gradient in BF16 would be rounded too often (head_sum_in_fp32()), it is an FP32 sum in memory
+    // of the caller's scope.
+    TensorRef begin_head_gradient(const Pass& pass) {
+        const TensorRef dweight = sharding_.gradient_to_write(head_index_);
+        // The bucket of the head begins here, before begin_bucket(): the GEMMs of the slices write to it
+        sharding_.wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
+        if (!head_sum_in_fp32(setup_)) return dweight;
+        const TensorRef fp32_sum{.data = arena_.allocate<float>(dweight.rows * dweight.cols),
+                                 .rows = dweight.rows,
+                                 .cols = dweight.cols,
+                                 .storage = PLAIN_FP32};
+        // A later micro-batch begins the sum with the gradient of the earlier ones
+        if (!pass.overwrites_gradients) store_values(lazy_stored(dweight), fp32_sum, stream_);
+        return fp32_sum;
+    }
+    // Rounds an FP32 sum, and stores it at the place of the gradient.
+    void finish_head_gradient(const TensorRef& sum) {
+        if (head_sum_in_fp32(setup_))
+            store_values(lazy_stored(sum), sharding_.gradient_to_write(head_index_), stream_);
+    }
+
     // -------------------------------------------------------------------------------------------------------
     // Backward. dX is the gradient of X. The gradient of a linear layer's output is g, and g_operand is what
     // the GEMMs of this linear layer read in place of g.
     //
     // The gradient of the residual stream, dresidual(), stays in one place: each norm adds its part there.
-    // Between two norms, dresidual() is the g of the linear layer to which backward comes next. So the norm
-    // writes the amax of dresidual() to place_for_g_amax() of this linear layer. In the functions below the
-    // argument dresidual_amax_out is this place.
+    // Between two norms, dresidual() is the g of a linear layer: of down_proj before mlp_block_backward(),
+    // and of attention_out_proj after it. So a norm writes the amax of dresidual() to place_for_g_amax() of
+    // this linear layer. In the functions below the argument dresidual_amax_out is this place.
     //
     // Gradients of parameters are computed by bucket, between begin_bucket() and finish_bucket().
     //
@@ -625,12 +439,8 @@ private:
         const Arena::Scope scope(arena_);
         const TensorRef gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. This operand is computed
-        // from dact and outlives dact, so its memory is allocated first. Its row-major codes may overwrite
-        // the saved gate and up (dgate_up_in_place_) if
-        //   - elements have as many bytes in both. Then the kernel may write over its input; and
-        //   - dgate_up has one scale per tensor, or none. Scales of rows or blocks would lie right after the
-        //     codes. There they would overwrite the scales of the groups of gate and up, which the kernel
-        //     still reads
+        // from dact and outlives dact, so its memory is allocated first. In coat its row-major codes
+        // overwrite the saved gate and up
         const Operand dgate_up_operand =
             layer.gate_up_proj.allocate_g_operand(pass.N, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
@@ -776,6 +586,209 @@ public:
         finish_bucket(pass, bucket);
     }
 
+private:
+    // -------------------------------------------------------------------------------------------------------
+    // Where tensors are: what layers save, the norms, and the residual stream
+
+    // A tensor (n, cols) in the compute dtype, in memory that is allocated now. There is memory for a
+    // multiple of 16 rows, because an FP8 GEMM writes so many.
+    TensorRef allocate_tensor(int64_t n, int64_t cols) {
+        const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
+        return tensor_at(arena_.allocate(elements * info(recipe_.compute).bytes), n, cols);
+    }
+    TensorRef tensor_at(void* data, int64_t n, int64_t cols) const {
+        return {.data = data, .rows = n, .cols = cols, .storage = {recipe_.compute}};
+    }
+
+    // What a layer has saved, or is to save: the rows of this pass.
+    TensorRef saved_tensor(const Pass& pass, const Layer& layer, SavedKind kind) const {
+        TensorRef tensor = layer.saved_tensors[static_cast<size_t>(kind)];
+        tensor.rows = pass.N;
+        return tensor;
+    }
+    float* saved_log_sum_exp(const Pass& pass, const Layer& layer) const {
+        return static_cast<float*>(saved_tensor(pass, layer, SavedKind::LogSumExp).data);
+    }
+
+    ResidualNorm norm1_of(const Pass& pass, Layer& layer) const {
+        return {.norm = norm_args(layer.norm1_index, saved_tensor(pass, layer, SavedKind::Norm1Input)),
+                .weight_index = layer.norm1_index,
+                .reader = &layer.qkv_proj};
+    }
+    ResidualNorm norm2_of(const Pass& pass, Layer& layer) const {
+        return {.norm = norm_args(layer.norm2_index, saved_tensor(pass, layer, SavedKind::Norm2Input)),
+                .weight_index = layer.norm2_index,
+                .reader = &layer.gate_up_proj};
+    }
+    ResidualNorm final_norm(const Pass& pass) const {
+        return {.norm = norm_args(final_norm_index_, final_norm_input(pass)),
+                .weight_index = final_norm_index_,
+                .reader = nullptr};
+    }
+
+    // The saved input of the final norm (N, C): the residual stream after the last layer.
+    TensorRef final_norm_input(const Pass& pass) const {
+        return tensor_at(memory_.dresidual, pass.N, config_.C);
+    }
+    // The gradient of the residual stream (N, C) in the compute dtype, in backward. It begins in the memory
+    // of final_norm_input(), which norm_backward() of the final norm overwrites.
+    TensorRef dresidual(const Pass& pass) const { return tensor_at(memory_.dresidual, pass.N, config_.C); }
+
+    // -------------------------------------------------------------------------------------------------------
+    // q, k, v and the output of attention
+
+    // Attention reads and writes the saved q, k, v and output themselves, which are in the compute dtype.
+    // Most functions of this section then have nothing to do, or return what they are given.
+    //
+    // With --attention groups, they are saved in groups, and attention has a buffer for each. Before
+    // attention reads a buffer, save_and_reload() writes to it what the groups hold. So forward reads what
+    // backward will read, and the saved log-sum-exp fits both.
+    TensorRef attention_buffer(const TensorRef& saved) {
+        return saved.storage.fp8() ? allocate_tensor(saved.rows, saved.cols) : saved;
+    }
+    // Saves what is in a buffer, and reloads the buffer.
+    void save_and_reload(const TensorRef& buffer, const TensorRef& saved) {
+        if (!saved.storage.fp8()) return;
+        quantize_groups(buffer, saved, /*write_back=*/true, context_.quant_stats_of(ReportKind::Attention),
+                        stream_);
+    }
+    TensorRef load_saved(const TensorRef& saved) {
+        const TensorRef buffer = attention_buffer(saved);
+        if (saved.storage.fp8()) store_values(lazy_stored(saved), buffer, stream_);
+        return buffer;
+    }
+    // The output of attention is the x of attention_out_proj. Its amax comes from attention_forward(). With
+    // --attention groups x is what the groups hold, and its amax takes a pass of its own.
+    AmaxAndScale* place_for_attention_output_amax(const Layer& layer, const TensorRef& saved) const {
+        return saved.storage.fp8() ? nullptr : layer.attention_out_proj.place_for_x_amax();
+    }
+    void save_attention_output(const Layer& layer, const TensorRef& buffer, const TensorRef& saved) {
+        save_and_reload(buffer, saved);
+        if (saved.storage.fp8()) layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved));
+    }
+
+    // q, k, v as attention reads them: as they are saved, because forward applies RoPE right after the q, k,
+    // v projection. (In reference_model.cpp this is qkv_for_attention(), and rope_at_projection() belongs to
+    // qkv_to_save().)
+    //
+    // Qwen3: before RoPE come norms of the heads, whose backward pass needs their inputs. So q, k, v are
+    // saved as the projection writes them. The norms and RoPE follow here, in forward and again in backward.
+    TensorRef attention_input(const Pass& pass, const Layer& layer, const TensorRef& qkv) {
+        if (!qk_norms_) return qkv;
+        const TensorRef normed_and_rotated = allocate_tensor(pass.N, qkv.cols);
+        qk_norm_and_rope(qk_norm_args(layer), rope_args(pass), qkv, normed_and_rotated, stream_);
+        return normed_and_rotated;
+    }
+    bool rope_at_projection() const { return rotary_ && !qk_norms_; }
+
+    // -------------------------------------------------------------------------------------------------------
+    // Arguments of kernels
+
+    Norm norm_args(size_t weight_index, const TensorRef& in) const {
+        const std::optional<size_t> bias_index = parameters_.bias_index(weight_index);
+        return {.in = in,
+                .weight = sharding_.weight(weight_index).data,
+                .bias = bias_index ? sharding_.weight(*bias_index).data : nullptr,
+                .row_statistics = memory_.norm_statistics,
+                .rms = config_.arch.rms,
+                .eps = config_.norm_eps};
+    }
+    QkNorm qk_norm_args(const Layer& layer) const {
+        return {.weight = sharding_.weight(*layer.qk_norm_index).data,
+                .eps = config_.norm_eps,
+                .HS = config_.HS(),
+                .q_cols = config_.q_cols(),
+                .k_cols = config_.kv_cols()};
+    }
+    Rope rope_args(const Pass& pass) const {
+        return {.table = memory_.rope_table,
+                .T = pass.T,
+                .HS = config_.HS(),
+                .rotated_cols = config_.q_cols() + config_.kv_cols()};
+    }
+    AttentionShape attention_shape_args(const Pass& pass) const {
+        return attention_shape(config_, pass.B, pass.T, recipe_.compute);
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // The gradients of a bucket (gpu/operators.h)
+
+    // To be called before the first kernel that adds to the gradients of a bucket. (The GEMMs of the head run
+    // earlier: loss_and_head_backward().)
+    void begin_bucket(const Pass& pass, int64_t bucket) {
+        sharding_.wait_for_gradient_buffer(bucket);
+        if (pass.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
+    }
+    // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to gradients, so
+    // these gradients begin at zero. The gradient of the head's weight is left out: a GEMM has written it
+    // before, even if the weight is a tied embedding.
+    void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
+        const BucketRange& range = parameters_.buckets[bucket];
+        for (size_t i = range.first_param; i < range.end_param; i++) {
+            const Param& p = parameters_.params[i];
+            if (!p.role.quantized_linear && i != head_index_)
+                clear_async(sharding_.gradient_to_write(i).data, p.padded_size() * parameters_.gradient_bytes,
+                            stream_);
+        }
+    }
+    // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
+    // that reads the weights of the bucket. Usually, with one rank, there is nothing to do: the gradients are
+    // where they must be. Otherwise:
+    //   - With several ranks, each rank sends the gradients to those that own them, where they are added.
+    //   - With --gradients none, the weights of the bucket are updated.
+    //   - In measure_quantization(), what storing the moments would lose is measured.
+    void finish_bucket(const Pass& pass, int64_t bucket) {
+        if (context_.quant_report) {
+            parameters_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
+            return;
+        }
+        sharding_.reduce_gradients(bucket, pass.first_micro_batch);
+        if (pass.update_in_backward) update_bucket(bucket, *pass.update_in_backward);
+    }
+    void update_bucket(int64_t bucket, const AdamWOptions& adamw) {
+        write_loss_or_nan(&memory_.outcome()->loss_or_nan);
+        parameters_.update(adamw, bucket, bucket + 1, sharding_);
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // Apart from the path of a step: how the layers are made, and reports
+
+    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves.
+    Layer make_layer(int64_t l) {
+        const int64_t N = padded_tokens(setup_);
+        auto index = [&](const char* param) { return parameters_.index(concat("layers.", l, ".", param)); };
+        auto linear_layer = [&](const char* weight) { return LinearLayer(linear_context_, index(weight)); };
+        Layer layer{.norm1_index = index("norm1.weight"),
+                    .norm2_index = index("norm2.weight"),
+                    .qk_norm_index = {},
+                    .qkv_proj = linear_layer("qkv"),
+                    .attention_out_proj = linear_layer("attention_out"),
+                    .gate_up_proj = linear_layer("gate_up"),
+                    .down_proj = linear_layer("down"),
+                    .saved_tensors = {}};
+        if (qk_norms_) layer.qk_norm_index = index("qk_norm.weight");
+        uint8_t* data = memory_.saved_activations + l * saved_layer_bytes(setup_);
+        for (const SavedTensor& saved : saved_per_layer(config_, recipe_)) {
+            TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .storage = saved.storage};
+            // The scales of groups lie right after the codes
+            if (saved.storage.fp8())
+                tensor.group_scales =
+                    reinterpret_cast<uint16_t*>(data + saved.storage.bytes_without_scales(N, saved.cols));
+            layer.saved_tensors.push_back(tensor);
+            data += round_up(saved.bytes(N), GPU_ALIGNMENT);
+        }
+        return layer;
+    }
+
+    // For the quantization report. The groups of a norm's input were made of the sum in FP32. Their error is
+    // measured against the sum in BF16, which is in the buffer.
+    void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
+        if (next.saves_groups())
+            measure_quant_errors(lazy_stored(residual.buffer), {next.norm.in},
+                                 context_.quant_stats_of(ReportKind::NormInput), stream_);
+    }
+
+public:
     // -------------------------------------------------------------------------------------------------------
     // What follows forward() where no gradients are wanted: in an evaluation, and after a prompt
 
@@ -785,8 +798,7 @@ public:
         sharding_.gather_weights(sharding_.head_module(), Direction::Forward);
         for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS) {
             const Arena::Scope slice_scope(arena_);
-            const TensorRef y = allocate_tensor(slice_tokens(pass, first), config_.C);
-            const TensorRef logits = compute_logits(pass, first, /*out*/ y);
+            const TensorRef logits = compute_logits(pass, first, slice_tokens(pass, first)).logits;
             cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
                                   stream_);
         }
@@ -797,13 +809,35 @@ public:
     const float* last_logits(const Pass& pass) {
         const Arena::Scope scope(arena_);
         sharding_.gather_weights(sharding_.head_module(), Direction::Forward);
-        const TensorRef y = allocate_tensor(1, config_.C);
-        const TensorRef logits = compute_logits(pass, /*first=*/pass.N - 1, /*out*/ y);
+        const TensorRef logits = compute_logits(pass, /*first=*/pass.N - 1, /*n=*/1).logits;
         const TensorRef fp32_logits{
             .data = gemms_.scratch, .rows = 1, .cols = logits.cols, .storage = PLAIN_FP32};
         store_values(lazy_stored(logits), fp32_logits, stream_);
         return static_cast<const float*>(fp32_logits.data);
     }
+
+    // -------------------------------------------------------------------------------------------------------
+    // Values that are not finite, and weights in a cache
+
+    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step writes it to
+    // memory_.outcome()->loss_or_nan. If it is NaN, Parameters::update() updates no weight.
+    void write_loss_or_nan(double* loss_or_nan) {
+        gpu::write_loss_or_nan(amax_table_.all(), amax_table_.count(), &memory_.outcome()->loss, loss_or_nan,
+                               stream_);
+    }
+
+    // If weights are cached: makes the FP8 codes of all weights, unless they are up to date. While
+    // quantization is measured, the codes are made in any case, because making them measures their errors.
+    void write_cached_weights() {
+        if (!linear_context_.caches_weights) return;
+        if (cached_weights_are_valid_ && !context_.quant_stats) return;
+        for (Layer& layer : layers_)
+            for (LinearLayer* linear_layer :
+                 {&layer.qkv_proj, &layer.attention_out_proj, &layer.gate_up_proj, &layer.down_proj})
+                linear_layer->write_cached_w_operand();
+        cached_weights_are_valid_ = true;
+    }
+    void forget_cached_weights() { cached_weights_are_valid_ = false; }
 };
 
 // ===========================================================================================================
@@ -840,6 +874,9 @@ public:
         after_weight_change();
     }
 
+    // -------------------------------------------------------------------------------------------------------
+    // A step
+
     // Forward and backward of each micro-batch, then the update.
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& adamw) override {
         const int64_t target_count = sum_of_ranks(counted_targets(targets, tokens_of_rank()));
@@ -856,37 +893,11 @@ public:
             // the amaxes. So look now
             if (setup_.keep_gradients) network_.write_loss_or_nan(&memory_.outcome()->loss_or_nan);
         }
-        sharding_->wait_for_transfers();
-        if (setup_.keep_gradients)
-            parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *sharding_);
-        after_weight_change();
-        amax_table_.update_histories(memory_.outcome());  // for delayed scaling
-
-        const StepOutcome outcome = fetch_outcome();
-        const bool skipped = outcome.gradient_state.skip != 0;
-        if (!skipped && outcome.empty_histories == 0) amax_table_.any_empty_history = false;
-        first_step_done_ = true;
-        return {.loss = sum_of_ranks(outcome.loss),
-                .grad_norm = outcome.gradient_state.norm,
-                .skipped = skipped,
-                .target_count = target_count};
+        update_parameters(adamw);
+        return fetch_result(target_count);
     }
 
 private:
-    int64_t tokens_of_rank() const { return setup_.micro_batches_per_rank * setup_.B * setup_.T; }
-    template <class Value> Value sum_of_ranks(const Value& mine) const {
-        if (!setup_.communicator) return mine;
-        Value sum{};
-        for (const Value& theirs : setup_.communicator->all_gather(mine)) sum += theirs;
-        return sum;
-    }
-    // Waits until the step has run.
-    StepOutcome fetch_outcome() const {
-        StepOutcome outcome{};
-        context_.copy_to_host(&outcome, memory_.outcome(), sizeof outcome);
-        return outcome;
-    }
-
     // step(), evaluate(), next_logits() and measure_quantization() begin with this call. It clears the
     // StepOutcome, copies 1 / target_count to the GPU, and makes the FP8 weights if they are cached.
     //   target_count   how many targets count
@@ -900,17 +911,6 @@ private:
         if (amax_table_.delayed()) begin_delayed_scaling();
         network_.write_cached_weights();
     }
-    // Delayed scaling (te): this step collects the amaxes of all operands for the histories.
-    void begin_delayed_scaling() {
-        amax_table_.clear_operand_amaxes();
-        network_.forget_cached_weights();      // they are made again, which computes their amaxes
-        sharding_->forget_gathered_weights();  // these are FP8 codes, whose scales change
-    }
-    void after_weight_change() {
-        network_.forget_cached_weights();
-        sharding_->forget_gathered_weights();
-        sharding_->combine_amaxes_of_ranks();
-    }
 
     // Forward and backward of one micro-batch. The gradient of the embedding is outside of what a CUDA graph
     // replays, because its launch depends on the tokens.
@@ -922,6 +922,49 @@ private:
         else network_.forward_and_backward(pass);
         network_.add_embedding_gradients(pass, tokens);
     }
+    // Copy tokens and targets (B, T) to the GPU, when the pass before has run.
+    void load_tokens(const Pass& pass, const int32_t* tokens) {
+        context_.wait_then_start_copy_to_gpu(memory_.tokens, tokens, pass.N * INT32_BYTES);
+    }
+    void load_targets(const Pass& pass, const int32_t* targets) {
+        context_.wait_then_start_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
+    }
+
+    // AdamW, of all parameters. (With --gradients none backward has updated them: Network::finish_bucket())
+    void update_parameters(const AdamWOptions& adamw) {
+        sharding_->wait_for_transfers();
+        if (setup_.keep_gradients)
+            parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *sharding_);
+        after_weight_change();
+        amax_table_.update_histories(memory_.outcome());  // for delayed scaling
+    }
+    // What was made of the old weights is not valid any more.
+    void after_weight_change() {
+        network_.forget_cached_weights();
+        sharding_->forget_gathered_weights();
+        sharding_->combine_amaxes_of_ranks();
+    }
+
+    // Waits until the step has run, and returns what it has found out.
+    StepResult fetch_result(int64_t target_count) {
+        const StepOutcome outcome = fetch_outcome();
+        const bool skipped = outcome.gradient_state.skip != 0;
+        if (!skipped && outcome.empty_histories == 0) amax_table_.any_empty_history = false;
+        first_step_done_ = true;
+        return {.loss = sum_of_ranks(outcome.loss),
+                .grad_norm = outcome.gradient_state.norm,
+                .skipped = skipped,
+                .target_count = target_count};
+    }
+    StepOutcome fetch_outcome() const {
+        StepOutcome outcome{};
+        context_.copy_to_host(&outcome, memory_.outcome(), sizeof outcome);
+        return outcome;
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // Apart from the path of a step: CUDA graphs, delayed scaling, several ranks
+
     // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
     // can replay them.
     bool repeats_launches(const Pass& pass) const {
@@ -934,12 +977,19 @@ private:
         // Delayed scaling: as long as a history may be empty, amaxes are computed that are not needed later
         return !amax_table_.any_empty_history;
     }
-    // Copy tokens and targets (B, T) to the GPU, when the pass before has run.
-    void load_tokens(const Pass& pass, const int32_t* tokens) {
-        context_.wait_then_start_copy_to_gpu(memory_.tokens, tokens, pass.N * INT32_BYTES);
+    // Delayed scaling (te): this step collects the amaxes of all operands for the histories.
+    void begin_delayed_scaling() {
+        amax_table_.clear_operand_amaxes();
+        network_.forget_cached_weights();      // they are made again, which computes their amaxes
+        sharding_->forget_gathered_weights();  // these are FP8 codes, whose scales change
     }
-    void load_targets(const Pass& pass, const int32_t* targets) {
-        context_.wait_then_start_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
+    int64_t tokens_of_rank() const { return setup_.micro_batches_per_rank * setup_.B * setup_.T; }
+    // With one rank: `mine`.
+    template <class Value> Value sum_of_ranks(const Value& mine) const {
+        if (!setup_.communicator) return mine;
+        Value sum{};
+        for (const Value& theirs : setup_.communicator->all_gather(mine)) sum += theirs;
+        return sum;
     }
 
     // -------------------------------------------------------------------------------------------------------
