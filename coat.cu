@@ -146,13 +146,14 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 }
 
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               AmaxAndScale* amax_out, QuantStats* quant_stats, cudaStream_t stream) {
-    // Without an amax it does not matter what is gate and what is up: F is a multiple of 16, so that no group
-    // has elements of both, and the groups are those of any tensor (N, 2F).
-    if (!amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
+                               AmaxAndScale* activation_amax_out, QuantStats* quant_stats,
+                               cudaStream_t stream) {
+    // If no amax is needed, it does not matter what is gate and what is up: F is a multiple of 16, so that no
+    // group has elements of both, and the groups are those of any tensor (N, 2F).
+    if (!activation_amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
     auto* launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*GATED=*/false>;
     if (gated) launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*GATED=*/true>;
-    launch_variant(x, groups, amax_out, quant_stats, stream);
+    launch_variant(x, groups, activation_amax_out, quant_stats, stream);
 }
 
 // ===========================================================================================================

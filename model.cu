@@ -714,7 +714,7 @@ private:
     // The gradients of a bucket (gpu/operators.h)
 
     // To be called before the first kernel that adds to the gradients of a bucket. (The GEMMs of the head run
-    // earlier: loss_and_head_backward().)
+    // earlier: head_forward_and_backward().)
     void begin_bucket(const Pass& pass, int64_t bucket) {
         sharding_.wait_for_gradient_buffer(bucket);
         if (pass.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);

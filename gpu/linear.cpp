@@ -58,6 +58,19 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
 // Whether x is stored in the compute dtype: then in recipes without FP8 a GEMM can read x as it is.
 static bool is_stored_plain(const LazyTensor& x) { return x.op == LazyOp::Stored && !x.input.storage.fp8(); }
 
+// For rowwise and deepseek: an operand whose rows or blocks have scales. These lie right after the codes to
+// which they belong.
+static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
+    const int64_t code_bytes = tensor.storage.bytes_without_scales(tensor.rows, tensor.cols);
+    auto scales_of = [&](void* codes) {
+        return codes ? reinterpret_cast<float*>(static_cast<uint8_t*>(codes) + code_bytes) : nullptr;
+    };
+    return {.tensor = tensor,
+            .transposed = transposed,
+            .block_scales = scales_of(tensor.data),
+            .transposed_block_scales = scales_of(transposed)};
+}
+
 // needed_rows: the operand's rows, before they are rounded up for an FP8 GEMM. codes: where the row-major
 // codes go; if null, memory is allocated for them, too.
 Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, Form form, void* codes) const {
@@ -68,22 +81,14 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
     void* transposed = nullptr;
     if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(storage, cols, rows));
 
-    AmaxAndScale* const all[] = {x_amax_and_scale_, w_amax_and_scale_, g_amax_and_scale_};
+    AmaxAndScale* const by_kind[] = {x_amax_and_scale_, w_amax_and_scale_, g_amax_and_scale_};
     const TensorRef tensor{
-        .data = codes, .rows = rows, .cols = cols, .storage = storage, .amax_and_scale = all[int(kind)]};
+        .data = codes, .rows = rows, .cols = cols, .storage = storage, .amax_and_scale = by_kind[int(kind)]};
     // In FP8 both forms have the one scale of the tensor. BF16 and FP32, whose granularity counts as
     // PER_TENSOR, too, have no scale and no second form.
     if (storage.granularity == PER_TENSOR)
         return {.tensor = tensor, .transposed = transposed, .delayed = context_.amax_table.delayed()};
-    // The scales of rows and blocks lie right after the codes to which they belong.
-    const int64_t code_bytes = storage.bytes_without_scales(rows, cols);
-    auto scales_of = [&](void* p) {
-        return p ? reinterpret_cast<float*>(static_cast<uint8_t*>(p) + code_bytes) : nullptr;
-    };
-    return {.tensor = tensor,
-            .transposed = transposed,
-            .block_scales = scales_of(codes),
-            .transposed_block_scales = scales_of(transposed)};
+    return with_block_scales(tensor, transposed);
 }
 
 // The operand of x or of w in the form that `gemm` reads: FP8 codes row-major for fprop, else transposed.
@@ -97,20 +102,13 @@ Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, Ge
 }
 
 // The operand of w in the form that `gemm` reads: from the cache, if weights are cached; else it is made here
-// from the weight. (With several ranks, other GPUs may have sent row-major codes. Then these only have to be
-// transposed for dgrad.)
+// from the weight.
 Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     if (context_.caches_weights) return cached_w_operand_;
     const TensorRef w = context_.sharding.weight(weight_index_);
-    const bool arrived_as_codes = w.storage.fp8();
-    if (!arrived_as_codes) {
-        compute_w_amax_if_needed();
-        return make_operand(OperandKind::W, lazy_stored(w), gemm);
-    }
-    if (gemm == GemmKind::Fprop) return {w};
-    const Operand w_operand = allocate_operand(OperandKind::W, out_, Form::Transposed);
-    transpose_codes(w, w_operand.transposed, stream());
-    return w_operand;
+    if (w.storage.fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
+    compute_w_amax_if_needed();
+    return make_operand(OperandKind::W, lazy_stored(w), gemm);
 }
 
 void LinearLayer::write_cached_w_operand() {
@@ -134,33 +132,50 @@ Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom 
     return g_operand;
 }
 
-// The passes over g. In FP8, dbias is the sum of g before g is rounded to codes:
+// The operand of g is made in one pass, if the amax of g is known; else in two, of which the first finds the
+// amax.
+void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from,
+                                                const Operand& g_operand) {
+    AmaxAndScale* const missing_amax = g_amax_from == AmaxFrom::OwnPass ? place_for_g_amax() : nullptr;
+    if (bias_index_) return write_g_operand_with_dbias(g, missing_amax, g_operand);
+    if (missing_amax) compute_amax(g, missing_amax, stream());
+    write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
+}
+
+void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
+    if (AmaxAndScale* const place = place_for_x_amax()) compute_amax(x, place, stream());
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Layers with a bias: GPT-2, and q, k and v of Qwen2
+
+// Does what write_g_operand_and_add_dbias() does without a bias, and adds the column sums of g to dbias. In
+// FP8, dbias is the sum of g before g is rounded to codes. These are the passes over g:
 //
-//   bias   amax of g        first pass          second pass
-//   no     known            operand
-//   no     to be computed   amax                operand
-//   yes    known            operand and dbias
-//   yes    to be computed   amax and dbias      operand
+//   amax of g        first pass          second pass
+//   known            operand and dbias
+//   to be computed   amax and dbias      operand
 //
 // That is COAT. In the recipes whose scales are delayed (te) or belong to rows or blocks (rowwise, deepseek),
 // "operand and dbias" takes two passes, first dbias: write_operand_and_add_column_sums() (coat.cu) decides.
 // In BF16 the operand is made first, and then dbias, as the sum of the values that were stored.
-void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from,
-                                                const Operand& g_operand) {
-    const bool fp8 = context_.formats.g.fp8();
-    AmaxAndScale* const place_of_missing_amax =
-        g_amax_from == AmaxFrom::OwnPass ? place_for_g_amax() : nullptr;
-    if (fp8 && bias_index_ && !place_of_missing_amax) {
+//
+// missing_amax: where the amax of g goes, if it is to be computed; else null.
+void LinearLayer::write_g_operand_with_dbias(const LazyTensor& g, AmaxAndScale* missing_amax,
+                                             const Operand& g_operand) {
+    QuantStats* const quant_stats = quant_stats_of(OperandKind::G);
+    if (!context_.formats.g.fp8()) {
+        write_operand(g, g_operand, quant_stats, stream());
+        add_dbias(lazy_stored(g_operand.tensor), /*g_amax_out=*/nullptr);
+    } else if (missing_amax) {
+        add_dbias(g, missing_amax);
+        write_operand(g, g_operand, quant_stats, stream());
+    } else {
         const Arena::Scope scope(arena());
         float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
         write_operand_and_add_column_sums(g, g_operand, context_.sharding.gradient_to_write(*bias_index_),
-                                          workspace, quant_stats_of(OperandKind::G), stream());
-        return;
+                                          workspace, quant_stats, stream());
     }
-    if (fp8 && bias_index_) add_dbias(g, place_of_missing_amax);
-    else if (place_of_missing_amax) compute_amax(g, place_of_missing_amax, stream());
-    write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
-    if (!fp8 && bias_index_) add_dbias(lazy_stored(g_operand.tensor), /*g_amax_out=*/nullptr);
 }
 
 // Adds the column sums of g to dbias. g_amax_out: where the amax of g goes, or null.
@@ -171,18 +186,23 @@ void LinearLayer::add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Amaxes
+// Delayed scaling, and several ranks
 
-void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
-    if (AmaxAndScale* const place = place_for_x_amax()) compute_amax(x, place, stream());
-}
-
-// Usually there is nothing to do: the update has left the amax of the weight in the entry of the parameter.
-// With delayed scaling the operand w has an entry of its own. As long as some history of amaxes is empty,
-// this amax is computed here.
+// Without delayed scaling there is nothing to do: the update has left the amax of the weight in the entry of
+// the parameter. With delayed scaling the operand w has an entry of its own. As long as some history of
+// amaxes is empty, this amax is computed here.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (context_.amax_table.delayed() && context_.needs_amax_before_codes())
         compute_amax(lazy_stored(context_.sharding.weight(weight_index_)), w_amax_and_scale_, stream());
+}
+
+// With several ranks, other GPUs may have sent the row-major codes of w. They only have to be transposed, for
+// dgrad.
+Operand LinearLayer::w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const {
+    if (gemm == GemmKind::Fprop) return {codes};
+    const Operand w_operand = allocate_operand(OperandKind::W, out_, Form::Transposed);
+    transpose_codes(codes, w_operand.transposed, stream());
+    return w_operand;
 }
 
 }  // namespace coat::gpu

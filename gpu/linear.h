@@ -2,11 +2,15 @@
 // its three GEMMs, and how their operands are made.
 //
 // g (N, out) is the gradient of y. GEMMs do not read x, w and g themselves, but operands that are made of
-// them: x_operand, w_operand and g_operand. These are FP8 codes. They have two forms, row-major and
-// transposed: fprop reads x and w row-major, dgrad reads g row-major and w transposed, and wgrad reads g and
-// x transposed: Hopper's FP8 GEMM needs the elements that it adds up to be neighbours in memory. (The recipes
-// of formats.h begin with what each GEMM sums over.) Recipes without FP8: the operands are BF16 or FP32
-// values, in one form.
+// them: x_operand, w_operand and g_operand. These are FP8 codes in two forms, row-major and transposed. A
+// GEMM of Hopper needs the FP8 codes whose products it adds up to be neighbours in memory, so it reads:
+//
+//   GEMM    sums over         reads
+//   fprop   input features    x row-major,   w row-major
+//   dgrad   output features   g row-major,   w transposed
+//   wgrad   tokens            g transposed,  x transposed
+//
+// In recipes without FP8 the operands are BF16 or FP32 values, in one form.
 //
 // How long the operands live:
 //   x_operand   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x. From
@@ -142,8 +146,13 @@ private:
     Operand allocate_operand(OperandKind kind, int64_t rows, Form form, void* codes = nullptr) const;
     Operand make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const;
     Operand get_or_make_w_operand(GemmKind gemm) const;
+
+    // These serve layers with a bias, delayed scaling, and several ranks.
+    void write_g_operand_with_dbias(const LazyTensor& g, AmaxAndScale* missing_amax,
+                                    const Operand& g_operand);
     void add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const;
     void compute_w_amax_if_needed() const;
+    Operand w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const;
 };
 
 }  // namespace coat::gpu

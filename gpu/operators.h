@@ -13,8 +13,9 @@
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16; in the recipe fp32, FP32.
 //   - An operator adds to a parameter's gradient, which is in BF16 or FP32 (gradient_format() of model.h).
 //     (A GEMM can also overwrite it: gpu/gemm.h.)
-//   - An argument whose name ends with amax_out says where an amax is wanted: the operator raises the field
-//     `amax` of this AmaxAndScale to the largest |x| that it has seen. Null means that nobody needs it.
+//   - An argument whose name ends with amax_out points to an AmaxAndScale (below). The operator sets its
+//     field `amax` to the larger of its old value and the largest |x| of the tensor that is meant. If the
+//     argument is null, nobody needs this amax.
 //   - `workspace` is temporary memory, which the caller provides. Afterwards it may be used for anything.
 //   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
 //     tensor is only read: the comment of the operator says what is written.
@@ -115,9 +116,15 @@ struct Norm {
 };
 
 // A tensor that is computed where it is needed: each kernel that reads it computes its elements on the fly
-// from stored tensors. So the tensor itself is stored only as the operand of a GEMM. A LazyTensor says what
-// is to be computed; a LazyProducer (gpu/lazy_tensor.cuh) computes it. The simplest LazyTensor is a stored
-// tensor.
+// from stored tensors. For example, the output of a norm is not stored. The kernel that makes its FP8 codes,
+// which a GEMM reads, computes the norm:
+//
+//   const LazyTensor x = lazy_norm(norm);    // computes nothing
+//   quantize(x, operand, nullptr, stream);   // launches a kernel. It loads the norm's input, computes x in
+//                                            // registers, and stores the codes of x
+//
+// A LazyTensor says what is to be computed; a LazyProducer (gpu/lazy_tensor.cuh) computes it. Stored tensors
+// are LazyTensors, too, so that an operator needs only one kind of argument.
 enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 
 struct LazyTensor {
@@ -161,23 +168,25 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 // 2. Quantizers: section 5 of the paper (coat.cu)
 //
 // Scaling per tensor takes two passes, compute_amax() and quantize(). A kernel that has the values at hand
-// anyway updates the amax itself, which saves the first pass. The functions, each of which reads x:
+// anyway updates the amax itself, which saves the first pass. Each of these functions reads a tensor x:
 //
-//   function                      x                       writes
-//   compute_amax()                a LazyTensor, no FP32   the amax of x
-//   quantize()                    a LazyTensor, no FP32   FP8 codes
-//   store_values()                any LazyTensor          values in BF16 or FP32
-//   write_operand()               calls quantize() or store_values()
-//   quantize_activation_input()   gate and up, in BF16    groups, and the amax of the activation's output
-//   quantize_groups()             in BF16                 groups
+//   function                      what x is                        what the function writes
+//   compute_amax()                a LazyTensor of BF16 or groups   the amax of x
+//   quantize()                    a LazyTensor of BF16 or groups   FP8 codes
+//   store_values()                any LazyTensor                   values in BF16 or FP32
+//   write_operand()               as of the function that it calls, quantize() or store_values()
+//   quantize_activation_input()   gate and up, in BF16             groups, and the amax of the activation's
+//                                                                  output
+//   quantize_groups()             a tensor in BF16                 groups
 //
-// "No FP32": x is computed from tensors in BF16 or in groups.
+// "Of BF16 or groups" means that x is computed from tensors in BF16 or in groups, not in FP32.
 //
-// In place: row-major output may overwrite x.input, the stored tensor from which x is computed, if both have
-// the same bytes per element. For example the codes of dgate_up may overwrite the groups of gate_up. (A
-// thread loads its elements before it stores what it makes of them.)
-// The output may have more rows than x. The other rows keep what they hold.
-// What quantizing loses is added to *quant_stats, for the report (gpu/quant_report.h). It may be null.
+// Three rules hold for all of them:
+//   - Row-major output may overwrite x.input, the stored tensor from which x is computed, if both have the
+//     same bytes per element. For example the codes of dgate_up may overwrite the groups of gate_up. (A
+//     thread loads its elements before it stores what it makes of them.)
+//   - The output may have more rows than x. The other rows keep what they hold.
+//   - What quantizing loses is added to *quant_stats, for the report (gpu/quant_report.h). It may be null.
 
 // x_amax_out->amax = max(x_amax_out->amax, |x|). The caller clears the amaxes of activations and gradients
 // before every micro-batch; adamw() clears those of weights.
@@ -195,10 +204,11 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Stores the input x of an activation in 1x16 groups: [gate | up] (N, 2F) if it is gated, else (N, F). In the
-// same pass amax_out gets the amax of the activation's output, as it is computed from the groups: this output
+// same pass it finds the amax of the activation's output, as it is computed from the groups: this output
 // becomes an operand of the next GEMM.
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               AmaxAndScale* amax_out, QuantStats* quant_stats, cudaStream_t stream);
+                               AmaxAndScale* activation_amax_out, QuantStats* quant_stats,
+                               cudaStream_t stream);
 // Stores x (BF16) in 1x16 groups. With `write_back`, x becomes what the groups hold, rounded to BF16. The
 // flag --attention groups needs this: attention then computes with the values that backward will read.
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
@@ -213,7 +223,7 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 // The number of partial sums that add_column_sums() takes of a column.
 inline constexpr int COLUMN_PARTIALS = 128;
 
-// gradient (cols) += the column sums of x. amax_out gets the amax of x in the same pass. workspace:
+// gradient (cols) += the column sums of x. In the same pass amax_out gets the amax of x. workspace:
 // (COLUMN_PARTIALS, cols) floats.
 void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,
                      cudaStream_t stream);
@@ -224,8 +234,8 @@ void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, 
                                        float* workspace, QuantStats* quant_stats, cudaStream_t stream);
 
 // The second stage alone, for kernels that take partial sums of their own: gradient (n) += the sum of the
-// rows of partials (rows, n). `second` is no tensor, or another gradient (n): its partials (rows, n) lie
-// after those of the first.
+// rows of partials (rows, n). `second` is optional: another gradient (n), whose partials (rows, n) lie after
+// those of the first.
 void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
                      const TensorRef& second = {});
 
@@ -236,9 +246,9 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
 // (Param::flat_offset), each padded to whole moment groups. The padding stays zero. The parameters whose
 // gradients backward completes at the same time are a bucket (Param::bucket).
 //
-// A shard is what one rank owns of a parameter, and the rank's order has all shards of a rank one after the
-// other, each padded in the same way. On one GPU a shard is a whole parameter, and the rank's order is the
-// flat order.
+// On one GPU, read "shard" as "parameter", and "the rank's order" as "the flat order". With several GPUs, or
+// ranks, a shard is what one rank owns of a parameter. The rank's order has all shards of a rank one after
+// the other, each padded as in the flat order.
 
 // BF16 weights, and beside them the int16 remainders of their FP32 masters, in the same order. Without
 // remainders there are no masters, and the optimizer rounds new weights stochastically. In the recipe fp32
@@ -268,11 +278,13 @@ struct Shard {
     MomentRef m, v;
     bool decays;
     AmaxAndScale* amax_out;  // gets the amax of the new weights; may be null
-    // The other two make results independent of the number of ranks. They can wait.
-    // For random bits: an element's number in the flat order minus its number in the rank's order.
+
+    // Two numbers make results independent of the number of ranks. (They can wait.)
+    //   flat_minus_rank_offset   for random bits: an element's number in the flat order minus its number in
+    //                            the rank's order. On one GPU it is 0
+    //   units_before_shard       for the order in which squares of gradients are summed: the number of shard
+    //                            units (model.h, SHARD_UNIT) before this shard in the flat order
     int64_t flat_minus_rank_offset = 0;
-    // For the order in which squares of gradients are summed: the number of shard units (model.h, SHARD_UNIT)
-    // that come before this shard in the flat order.
     int64_t units_before_shard = 0;
 };
 
@@ -295,9 +307,9 @@ struct ShardsToUpdate {
     Format format;          // the format of the gradients: FP32, or that of the weights
 };
 
-// Updates shards by AdamW. Every shard's m.format is optimizer.m or FP32, and v's likewise. rounding_key is
-// that of this step, for weights without a master. The shards' amaxes become those of the new
-// weights. Where state->skip is set, everything stays as it was.
+// Updates shards by AdamW, and finds the amaxes of the new weights. If state->skip is set, everything stays
+// as it was. The format of a shard's m is optimizer.m or FP32, and that of its v is optimizer.v or FP32.
+// rounding_key: that of this step, for weights without a master.
 void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardsToUpdate& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 
@@ -308,8 +320,8 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const Shards
 // output of its last linear layer.
 //
 // residual_add() and embed() make a sum in FP32, the new residual stream, and write what ResidualOutput says.
-// The next norm will read next_norm.in. So its row statistics and its amax are computed from what is stored
-// there. For example:
+// The next norm will read next_norm.in. So its row statistics and the amax of its output are computed from
+// what is stored there. For example:
 //
 //   field                      norms 1 and 2 in coat           final norm; in bf16, all norms
 //   x_out                      the sum, in BF16                null: next_norm.in has the same values
