@@ -165,7 +165,7 @@ inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER
 //
 // The granularities of x, w and g in recipes(), below, are those of a matrix whose columns are summed over. A
 // GEMM that sums over rows reads the transpose. In the recipes rowwise and deepseek the transpose may have
-// other scale blocks: linear_backward() in reference_model.cpp says more.
+// other scale blocks: g_for_wgrad() in reference_model.cpp says more.
 
 // Where the scale of a whole tensor comes from.
 //   JustInTime   from the tensor's own amax

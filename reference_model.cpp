@@ -28,16 +28,17 @@ using Floats = std::vector<float>;
 //   everything else               BF16: attention, final norm, embedding, head, gradients of weights (FP32 if
 //                                 more than four are summed: gradient_format())
 //
-// A residual sum is FP32 only inside the kernel that makes it. It is stored twice: in BF16 for the next sum,
-// and in E4M3 groups for the norm. Here the FP32 sum is passed on, and each reader rounds or quantizes it.
+// A GPU stores a residual sum twice: in BF16 for the next sum, and in E4M3 groups for the norm. It is FP32
+// only inside the kernel that makes it. Here the FP32 sum is passed on, and each reader rounds or
+// quantizes it.
 //
 // Some tensors are quantized from FP32. On a GPU one kernel makes the FP32 values and quantizes them:
 //   residual sums                           residual_sum and sum_after_attention in layer_forward()
 //   outputs of norms                        apply_norm()
 //   output of the activation function       apply_activation()
 //   gradient of the activation's input      dgate_up in layer_backward()
-//   attention's output                      only with --attention groups, when it is loaded from its groups
-// A tensor that is not in this list is rounded to BF16 before it is quantized.
+// All other tensors are rounded to BF16 before they are quantized. (With --attention groups attention's
+// output is quantized from FP32, too: from the values of its groups.)
 //
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Forward
 // has computed with the same saved values, so backward takes each derivative at the values of forward.
@@ -45,8 +46,15 @@ using Floats = std::vector<float>;
 
 namespace {
 
-// The forward and backward pass of one micro-batch: B sequences of T tokens, N = B T. Every tensor is a
-// vector of values, row-major, with N rows unless its comment says otherwise.
+// The sizes of a micro-batch: B sequences of T tokens.
+struct Batch {
+    int64_t B, T;
+    int64_t N() const { return B * T; }
+};
+
+// The forward and backward pass of one micro-batch. Every tensor is a vector of values, row-major, with N
+// rows unless its comment says otherwise. What only biases and other recipes than coat need comes
+// last, in a section of its own.
 template <class Real> class Network {
 public:
     // In double nothing is rounded or quantized: what is saved for backward is the tensor itself.
@@ -62,14 +70,13 @@ public:
     QuantStats* stats = nullptr;  // one element for each ReportKind; null: errors are not measured
     bool finite = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
 
-    explicit Network(const Setup& s) : setup(s), delayed_scales(params.size()) {
+    explicit Network(const Setup& s) : setup(s) {
         for (size_t i = 0; i < params.size(); i++) {
             param_index_[params[i].name] = i;
             param_values.emplace_back(params[i].size());
             gradients.emplace_back(params[i].size());
-            if (!params[i].role.quantized_linear || recipe_.scaling != Scaling::Delayed) continue;
-            for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe_.history_steps);
         }
+        prepare_delayed_scales();
     }
 
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
@@ -77,12 +84,13 @@ public:
     // loss_weight = 1 / (targets of the step that count), all micro-batches of the step together give the
     // gradients of the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
-        const Tensor x = forward(tokens, setup.B, setup.T);     // (N, C)
+        const Batch batch{.B = setup.B, .T = setup.T};
+        const Tensor x = forward(batch, tokens);                // (N, C)
         const Tensor y = rounded(apply_norm("final_norm", x));  // (N, C)
         Tensor logits = head_forward(y);                        // (N, padded_V)
         // The gradients of the logits replace the logits. (Evaluation needs only the loss, but the gradients
         // cost little.)
-        const double loss = cross_entropy_forward_and_backward(N_, config_.V, config_.padded_V(),
+        const double loss = cross_entropy_forward_and_backward(batch.N(), config_.V, config_.padded_V(),
                                                                logits.data(), targets, Real(loss_weight));
         finite = finite && std::isfinite(loss);
         if (!backward) return loss;
@@ -90,20 +98,20 @@ public:
         const Tensor dlogits = rounded(logits);
         const Tensor dy = head_backward(y, dlogits);
         Tensor dresidual = rounded(apply_norm_backward("final_norm", x, dy));
-        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
-        add_embedding_gradients(tokens, dresidual);
+        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(batch, l, dresidual);
+        add_embedding_gradients(batch, tokens, dresidual);
         return loss;
     }
 
     // The logits (padded_V) of the token that follows n tokens.
     Tensor next_logits(const int32_t* tokens, int64_t n) {
-        const Tensor x = forward(tokens, 1, n);
+        const Tensor x = forward({.B = 1, .T = n}, tokens);
         const Tensor last(x.end() - config_.C, x.end());
         return head_forward(rounded(apply_norm("final_norm", last)));
     }
 
-    // Forgets what was observed of earlier tensors. Comes before a step, and before a forward pass on its
-    // own.
+    // Forgets what was observed of earlier tensors. It is called before a step, and before a forward pass on
+    // its own.
     void reset_finite_and_amaxes() {
         finite = true;
         for (auto& operands : delayed_scales)
@@ -127,37 +135,32 @@ private:
     const Recipe& recipe_ = setup.recipe;
     const LinearFormats formats_ = linear_formats(setup);
     std::map<std::string, size_t> param_index_;  // by name: the index of the parameter in params
-    // The sizes of the current pass: forward() sets them, and nearly all functions read them. N_ = B_ * T_.
-    int64_t B_ = 0, T_ = 0, N_ = 0;
-    std::vector<SavedLayer> saved_layers_;  // of the current pass
+    std::vector<SavedLayer> saved_layers_;       // of the current pass
 
     // --- The embedding and all layers ---
 
-    // tokens (B, T) -> input of the final norm (N, C). Sets the sizes B_, T_ and N_. As in the paper, the
-    // embedding is not quantized:
+    // tokens (B, T) -> input of the final norm (N, C). As in the paper, the embedding is not quantized:
     //   residual[n] = embedding[token n]                         with RoPE
     //   residual[n] = embedding[token n] + positions[n mod T]    with learned positions
-    Tensor forward(const int32_t* tokens, int64_t B, int64_t T) {
-        B_ = B;
-        T_ = T;
-        N_ = B * T;
+    Tensor forward(const Batch& batch, const int32_t* tokens) {
         saved_layers_.clear();
         const int64_t C = config_.C;
-        Tensor residual(N_ * C);
-        for (int64_t n = 0; n < N_; n++) {
+        Tensor residual(batch.N() * C);
+        for (int64_t n = 0; n < batch.N(); n++) {
             std::copy_n(&values_of("embedding")[tokens[n] * C], C, &residual[n * C]);
             if (!config_.arch.rope)
-                add_scaled(C, Real(1), &values_of("positions")[n % T_ * C], &residual[n * C]);
+                add_scaled(C, Real(1), &values_of("positions")[n % batch.T * C], &residual[n * C]);
         }
-        for (int64_t l = 0; l < config_.L; l++) residual = layer_forward(l, residual);
+        for (int64_t l = 0; l < config_.L; l++) residual = layer_forward(batch, l, residual);
         return rounded(residual);
     }
 
     // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
-    // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C), both FP32 sums. A norm
-    // reads a residual sum from its groups, and the next sum reads it rounded to BF16.
-    Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
+    // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C). Both are FP32 sums.
+    // (Before layer 0 the stream is the embedding.) A norm reads a residual sum from its groups, and the
+    // next sum reads it rounded to BF16.
+    Tensor layer_forward(const Batch& batch, int64_t l, const Tensor& residual_sum) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         SavedLayer& saved = saved_layers_.emplace_back();
 
@@ -168,15 +171,15 @@ private:
         // Norm 1 -> q, k, v -> RoPE, which is in qkv_to_save()
         const Tensor norm1_output = apply_norm(prefix + "norm1", load_saved(saved.norm1_input));
         const Tensor projected = linear_forward(prefix + "qkv", norm1_output);
-        saved.qkv = save_for_backward(qkv_to_save(projected), config_.qkv_cols(), recipe_.saved_attention,
-                                      ReportKind::Attention);
+        saved.qkv = save_for_backward(qkv_to_save(batch, projected), config_.qkv_cols(),
+                                      recipe_.saved_attention, ReportKind::Attention);
 
         // Attention reads q, k and v as backward will load them, because the log-sum-exp has to belong to the
-        // loaded values. Values from groups are FP32, so they are rounded to BF16 for attention.
-        const Tensor qkv = qkv_for_attention(prefix, rounded(load_saved(saved.qkv)));
-        Tensor attention_output(N_ * config_.q_cols());
-        saved.lse.resize(N_ * config_.NH);
-        attention_forward(config_, B_, T_, qkv.data(), attention_output.data(), saved.lse.data());
+        // loaded values. (rounded() changes them only with --attention groups: values from groups are FP32.)
+        const Tensor qkv = qkv_for_attention(batch, prefix, rounded(load_saved(saved.qkv)));
+        Tensor attention_output(batch.N() * config_.q_cols());
+        saved.lse.resize(batch.N() * config_.NH);
+        attention_forward(config_, batch.B, batch.T, qkv.data(), attention_output.data(), saved.lse.data());
         saved.attention_output = save_for_backward(rounded(attention_output), config_.q_cols(),
                                                    recipe_.saved_attention, ReportKind::Attention);
 
@@ -192,47 +195,44 @@ private:
         saved.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
                                           ReportKind::ActivationInput);
 
-        // SiLU(gate) x up -> down -> residual sum
+        // SiLU(gate) * up -> down -> residual sum
         const Tensor act = apply_activation(load_saved(saved.gate_up));
         return add(rounded(sum_after_attention), linear_forward(prefix + "down", act));
     }
 
     // Layer l: the gradient of the residual stream after the layer (N, C) -> before the layer (N, C). Where a
     // branch leaves the stream, two gradients are added: one comes along the stream, one through the branch.
-    // dX is the gradient of X.
-    Tensor layer_backward(int64_t l, Tensor dresidual) {
+    // dX is the gradient of X. The operators come in the opposite order of forward.
+    Tensor layer_backward(const Batch& batch, int64_t l, Tensor dresidual) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         const SavedLayer& saved = saved_layers_[l];
 
-        // Down; act = SiLU(gate) x up is computed again
+        // Backward through down, whose input SiLU(gate) * up is computed again
         const Tensor gate_up = load_saved(saved.gate_up);
         const Tensor dact = linear_backward(prefix + "down", apply_activation(gate_up), dresidual);
 
-        // SiLU(gate) x up -> gate and up -> norm 2 -> residual gradient
-        Tensor dgate_up(gate_up.size());
-        activation_backward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), dact.data(),
-                                  dgate_up.data());
+        // Backward through SiLU(gate) * up, the linear layer gate_up, and norm 2
+        const Tensor dgate_up = apply_activation_backward(gate_up, dact);
         const Tensor norm2_input = load_saved(saved.norm2_input);
         const Tensor norm2_output = apply_norm(prefix + "norm2", norm2_input);
         const Tensor dnorm2_output = linear_backward(prefix + "gate_up", norm2_output, dgate_up);
         dresidual =
             rounded(add(dresidual, apply_norm_backward(prefix + "norm2", norm2_input, dnorm2_output)));
 
-        // Attention out. wgrad quantizes the attention output as it is saved. The backward pass of attention,
-        // below, reads the attention output rounded to the compute dtype.
+        // Backward through the linear layer attention_out
         const Tensor dattention_output =
             linear_backward(prefix + "attention_out", load_saved(saved.attention_output), dresidual);
 
-        // Attention -> RoPE
+        // Backward through attention and RoPE. (As in forward, rounded() is for --attention groups.)
         const Tensor attention_output = rounded(load_saved(saved.attention_output));
         const Tensor saved_qkv = rounded(load_saved(saved.qkv));
-        const Tensor qkv = qkv_for_attention(prefix, saved_qkv);
+        const Tensor qkv = qkv_for_attention(batch, prefix, saved_qkv);
         Tensor dqkv(qkv.size());
-        attention_backward(config_, B_, T_, qkv.data(), attention_output.data(), saved.lse.data(),
+        attention_backward(config_, batch.B, batch.T, qkv.data(), attention_output.data(), saved.lse.data(),
                            dattention_output.data(), dqkv.data());
-        dqkv = qkv_backward(prefix, saved_qkv, rounded(dqkv));
+        dqkv = qkv_backward(batch, prefix, saved_qkv, rounded(dqkv));
 
-        // q, k, v -> norm 1 -> residual gradient
+        // Backward through the linear layer qkv, and norm 1
         const Tensor norm1_input = load_saved(saved.norm1_input);
         const Tensor norm1_output = apply_norm(prefix + "norm1", norm1_input);
         const Tensor dnorm1_output = linear_backward(prefix + "qkv", norm1_output, dqkv);
@@ -246,8 +246,8 @@ private:
                                       ReportKind kind) {
         if constexpr (!QUANTIZES) return x;
         else {
-            if (storage.fp8()) note_whether_finite(compute_amax(x.data(), int64_t(x.size())));
-            return quantize(x.data(), N_, cols, storage, stats_of(kind));
+            note_whether_finite(x, storage);
+            return quantize(x.data(), rows_of(x, cols), cols, storage, stats_of(kind));
         }
     }
     static Tensor load_saved(const SavedActivation& saved) {
@@ -255,123 +255,89 @@ private:
         else return dequantize(saved);
     }
 
-    // FP8 codes saturate, which hides an infinity. So `finite` remembers whether the amax of each tensor that
-    // was quantized to FP8 is finite. (For scales per tensor this is needed, see scale_of(). For smaller
-    // scale blocks it costs little.)
-    void note_whether_finite(float amax) { finite = finite && std::isfinite(amax); }
+    // FP8 codes saturate, which hides an infinity. So `finite` remembers whether the amax of each tensor
+    // that is quantized to FP8 was finite. (This is needed for scales per tensor: scale_of() says why. For
+    // smaller scale blocks it costs little.)
+    void note_whether_finite(const Tensor& x, const Storage& storage) {
+        if (storage.fp8()) finite = finite && std::isfinite(compute_amax(x.data(), int64_t(x.size())));
+    }
 
-    // --- Linear layers: quantize the operands along the reduction, GEMM, round to the compute dtype ---
+    // --- Linear layers: quantize the operands, GEMM, round the result to the compute dtype ---
+    //
+    // x_operand, w_operand and g_operand are what the GEMMs read: FP32 values. If the format of an operand is
+    // FP8, each of its values is a code times a scale.
 
-    // x (N, in) -> y (N, out). x_operand, w_operand and g_operand are what the GEMMs read: FP32 values. If
-    // the format of an operand is FP8, each of its values is a code times a scale. See make_operand(), below.
+    // x (N, in) -> y (N, out)
     Tensor linear_forward(const std::string& name, const Tensor& x) {
-        const size_t index = param_index_.at(name);
-        const int64_t in = params[index].cols, out = params[index].rows;
-        const Tensor x_operand = make_operand(OperandKind::X, index, x, in, ReduceOver::Columns);
-        const Tensor w_operand =
-            make_operand(OperandKind::W, index, param_values[index], in, ReduceOver::Columns);
-        Tensor y(N_ * out);
+        const size_t weight_index = param_index_.at(name);
+        const Tensor& w = param_values[weight_index];
+        const int64_t in = params[weight_index].cols, out = params[weight_index].rows, N = rows_of(x, in);
+        const Tensor x_operand = make_operand(OperandKind::X, weight_index, x, in, ReduceOver::Columns);
+        const Tensor w_operand = make_operand(OperandKind::W, weight_index, w, in, ReduceOver::Columns);
         // fprop: y = x w^T
-        matmul(N_, out, in, matrix_view(x_operand, in), transposed_view(w_operand, in), y.data());
-        if (has_bias(name))
-            for (int64_t n = 0; n < N_; n++)
-                add_scaled(out, Real(1), values_of(name + ".bias").data(), &y[n * out]);
+        Tensor y = multiply(N, out, in, matrix_view(x_operand, in), transposed_view(w_operand, in));
+        add_bias_if_any(name, y);
         return rounded(y);
     }
 
-    // x (N, in), dy (N, out) -> dx (N, in). Adds to the gradients of the weight and of the bias.
-    //
-    // ReduceOver (this can wait: only in the recipes rowwise and deepseek it changes values). Each operand is
-    // read by two GEMMs. One of them sums over the operand's columns. The other one sums over its rows, and
-    // reads its transpose, because Hopper's FP8 GEMM needs the elements that it adds up to be neighbours in
-    // memory:
-    //
-    //   operand   summed over    summed over   codes are made
-    //             columns by     rows by
-    //   x         fprop          wgrad         in forward for fprop, and here once more for wgrad, because
-    //                                          the codes of fprop are not kept
-    //   w         fprop          dgrad         for each GEMM. A GPU may keep them for a whole step
-    //   g         dgrad          wgrad         once, if g^T has the same scale blocks as g; else for each
-    //                                          GEMM
-    //
-    // An operand's granularity is that of the matrix that the GEMM reads. For example, a scale block of x
-    // with the granularity 1x128 is
-    //   in fprop, which reads x (N, in):      128 features of one token
-    //   in wgrad, which reads x^T (in, N):    128 tokens of one feature
-    Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
-        const size_t index = param_index_.at(name);
-        const int64_t in = params[index].cols, out = params[index].rows;
-        const Tensor x_operand = make_operand(OperandKind::X, index, x, in, ReduceOver::Rows);
-        const Tensor w_operand =
-            make_operand(OperandKind::W, index, param_values[index], in, ReduceOver::Rows);
-        const Tensor g_operand = make_operand(OperandKind::G, index, dy, out, ReduceOver::Columns);
-        Tensor dx(N_ * in), dw(out * in);
+    // x (N, in), g (N, out) -> dx (N, in), where g is the gradient of y. Adds to the gradient of the
+    // weight, and to that of the bias if there is one.
+    Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& g) {
+        const size_t weight_index = param_index_.at(name);
+        const Tensor& w = param_values[weight_index];
+        const int64_t in = params[weight_index].cols, out = params[weight_index].rows, N = rows_of(x, in);
+        const Tensor x_operand = make_operand(OperandKind::X, weight_index, x, in, ReduceOver::Rows);
+        const Tensor w_operand = make_operand(OperandKind::W, weight_index, w, in, ReduceOver::Rows);
+        const Tensor g_operand = make_operand(OperandKind::G, weight_index, g, out, ReduceOver::Columns);
         // dgrad: dx = g w
-        matmul(N_, in, out, matrix_view(g_operand, out), matrix_view(w_operand, in), dx.data());
-        // wgrad: dw = g^T x
-        const Tensor g_of_wgrad = g_for_wgrad(index, dy, g_operand);
-        matmul(out, in, N_, transposed_view(g_of_wgrad, out), matrix_view(x_operand, in), dw.data());
+        const Tensor dx = multiply(N, in, out, matrix_view(g_operand, out), matrix_view(w_operand, in));
+        // wgrad: dw = g^T x. In coat g_of_wgrad is g_operand.
+        const Tensor g_of_wgrad = g_for_wgrad(weight_index, g, g_operand);
+        const Tensor dw = multiply(out, in, N, transposed_view(g_of_wgrad, out), matrix_view(x_operand, in));
         add_gradient(name, dw);
-        if (has_bias(name)) add_gradient(name + ".bias", bias_gradient(dy, g_operand, out));
+        add_bias_gradient_if_any(name, g, g_operand);
         return rounded(dx);
     }
 
-    // g (N, out) as wgrad reads it. g_operand: as dgrad reads it. If g^T has the same scale blocks as g, the
-    // two are the same. Otherwise g is quantized once more, in scale blocks along the tokens.
-    Tensor g_for_wgrad(size_t index, const Tensor& dy, const Tensor& g_operand) {
-        if (formats_.g.granularity.transpose_has_same_blocks()) return g_operand;
-        return make_operand(OperandKind::G, index, dy, params[index].rows, ReduceOver::Rows);
-    }
-
-    // The gradient of a bias (out): a sum over tokens. In FP8 recipes dy itself is summed, because the FP8
-    // values of g_operand have larger errors. In other recipes g_operand is summed: it is dy rounded to the
-    // compute dtype, which is what a GPU has in memory.
-    Tensor bias_gradient(const Tensor& dy, const Tensor& g_operand, int64_t out) const {
-        Tensor dbias(out);
-        const Tensor& g = formats_.g.fp8() ? dy : g_operand;
-        for (int64_t n = 0; n < N_; n++) add_scaled(out, Real(1), &g[n * out], dbias.data());
-        return dbias;
-    }
-
     // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. tensor: (rows, cols).
-    // weight_index: of the layer's weight in params.
-    //
-    // If the operand is FP8, its amax is looked at here. (gemm_operand() takes the amaxes of scale blocks
-    // once more, for just-in-time scales.) With delayed scaling, DelayedScale has the scale.
+    // weight_index: of the layer's weight in params. over: what the GEMM sums over. (It changes nothing in
+    // coat: see g_for_wgrad().)
     Tensor make_operand(OperandKind kind, size_t weight_index, const Tensor& tensor, int64_t cols,
                         ReduceOver over) {
         if constexpr (!QUANTIZES) return tensor;
         else {
             const Storage& storage = storage_of(formats_, kind);
-            std::optional<float> delayed_scale;
-            if (storage.fp8()) {
-                const float amax = compute_amax(tensor.data(), int64_t(tensor.size()));
-                note_whether_finite(amax);
-                if (recipe_.scaling == Scaling::Delayed)
-                    delayed_scale =
-                        delayed_scales[weight_index][int(kind)].raise_amax_and_get_scale(storage, amax);
-            }
-            return gemm_operand(tensor, int64_t(tensor.size()) / cols, cols, storage, over,
-                                stats_of(report_kind(kind)), delayed_scale);
+            note_whether_finite(tensor, storage);
+            return gemm_operand(tensor, rows_of(tensor, cols), cols, storage, over,
+                                stats_of(report_kind(kind)),
+                                delayed_scale_if_any(kind, weight_index, tensor));
         }
+    }
+
+    // a (m, k) b (k, n) -> (m, n)
+    static Tensor multiply(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real> b) {
+        Tensor product(m * n);
+        matmul(m, n, k, a, b, product.data());
+        return product;
     }
 
     // --- Norms and the activation function ---
 
     // x (rows, C) -> the norm's output (rows, C), in FP32.
     Tensor apply_norm(const std::string& name, const Tensor& x) const {
-        const int64_t C = config_.C, rows = int64_t(x.size()) / C;
+        const int64_t C = config_.C;
         const Real* bias = config_.arch.rms ? nullptr : values_of(name + ".bias").data();
         Tensor y(x.size());
-        norm_forward<Real>(config_.arch.rms, Real(config_.norm_eps), rows, C, x.data(),
+        norm_forward<Real>(config_.arch.rms, Real(config_.norm_eps), rows_of(x, C), C, x.data(),
                            values_of(name + ".weight").data(), bias, y.data());
         return y;
     }
 
     // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
     Tensor apply_norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
-        Tensor dx(x.size()), dweight(config_.C), dbias(config_.C);
-        norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), N_, config_.C, x.data(),
+        const int64_t C = config_.C;
+        Tensor dx(x.size()), dweight(C), dbias(C);
+        norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), rows_of(x, C), C, x.data(),
                             values_of(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
                             dbias.data());
         add_gradient(name + ".weight", dweight);
@@ -381,9 +347,18 @@ private:
 
     // gate_up (N, gate_up_cols) -> act (N, F), in FP32.
     Tensor apply_activation(const Tensor& gate_up) const {
-        Tensor act(N_ * config_.F);
-        activation_forward<Real>(config_.arch.gated, N_, config_.F, gate_up.data(), act.data());
+        const int64_t N = rows_of(gate_up, config_.gate_up_cols());
+        Tensor act(N * config_.F);
+        activation_forward<Real>(config_.arch.gated, N, config_.F, gate_up.data(), act.data());
         return act;
+    }
+
+    // gate_up (N, gate_up_cols), dact (N, F) -> dgate_up (N, gate_up_cols), in FP32.
+    Tensor apply_activation_backward(const Tensor& gate_up, const Tensor& dact) const {
+        Tensor dgate_up(gate_up.size());
+        activation_backward<Real>(config_.arch.gated, rows_of(dact, config_.F), config_.F, gate_up.data(),
+                                  dact.data(), dgate_up.data());
+        return dgate_up;
     }
 
     // --- RoPE, and Qwen3's norms of heads, between the q, k, v projection and attention ---
@@ -397,31 +372,31 @@ private:
     // the GPU: rope_at_projection(), attention_input() and core_attention_backward() of model.cu.)
 
     // q, k and v (N, qkv_cols) as the projection gives them -> as they are saved, in the compute dtype.
-    Tensor qkv_to_save(Tensor qkv) const {
+    Tensor qkv_to_save(const Batch& batch, Tensor qkv) const {
         const bool rotates = config_.arch.rope && !config_.arch.qk_norm;
-        if (rotates) rope(config_, B_, T_, qkv.data(), /*inverse=*/false);
+        if (rotates) rope(config_, batch.B, batch.T, qkv.data(), /*inverse=*/false);
         return rounded(qkv);
     }
     // q, k and v (N, qkv_cols) as they were saved -> as attention reads them.
-    Tensor qkv_for_attention(const std::string& prefix, Tensor qkv) const {
+    Tensor qkv_for_attention(const Batch& batch, const std::string& prefix, Tensor qkv) const {
         if (!config_.arch.qk_norm) return qkv;
-        qk_norm_forward(config_, N_, values_of(prefix + "qk_norm.weight").data(), qkv.data());
+        qk_norm_forward(config_, batch.N(), values_of(prefix + "qk_norm.weight").data(), qkv.data());
         qkv = rounded(qkv);
-        rope(config_, B_, T_, qkv.data(), /*inverse=*/false);
+        rope(config_, batch.B, batch.T, qkv.data(), /*inverse=*/false);
         return rounded(qkv);
     }
     // The backward pass of RoPE and of the norms of heads: dqkv (N, qkv_cols), the gradient of what attention
     // reads -> the gradient of what the projection gives. saved_qkv: q, k and v as they were saved. Adds to
     // the gradient of the weight of Qwen3's norms.
-    Tensor qkv_backward(const std::string& prefix, const Tensor& saved_qkv, Tensor dqkv) {
+    Tensor qkv_backward(const Batch& batch, const std::string& prefix, const Tensor& saved_qkv, Tensor dqkv) {
         if (config_.arch.rope) {
-            rope(config_, B_, T_, dqkv.data(), /*inverse=*/true);
+            rope(config_, batch.B, batch.T, dqkv.data(), /*inverse=*/true);
             dqkv = rounded(dqkv);
         }
         if (config_.arch.qk_norm) {
             const std::string name = prefix + "qk_norm.weight";
             Tensor dweight(2 * config_.HS());
-            qk_norm_backward(config_, N_, saved_qkv.data(), values_of(name).data(), dqkv.data(),
+            qk_norm_backward(config_, batch.N(), saved_qkv.data(), values_of(name).data(), dqkv.data(),
                              dweight.data());
             add_gradient(name, dweight);
             dqkv = rounded(dqkv);
@@ -433,40 +408,38 @@ private:
 
     // y (rows, C) -> logits (rows, padded_V). The head is not quantized.
     Tensor head_forward(const Tensor& y) const {
-        const int64_t C = config_.C, padded_V = config_.padded_V(), rows = int64_t(y.size()) / C;
-        const Tensor& w = values_of(head_name());  // (padded_V, C)
-        Tensor logits(rows * padded_V);
-        matmul(rows, padded_V, C, matrix_view(y, C), transposed_view(w, C), logits.data());
-        return rounded(logits);
-    }
-
-    // dlogits (N, padded_V) -> dy (N, C); adds to the gradient of the head.
-    Tensor head_backward(const Tensor& y, const Tensor& dlogits) {
         const int64_t C = config_.C, padded_V = config_.padded_V();
         const Tensor& w = values_of(head_name());  // (padded_V, C)
-        Tensor dhead(padded_V * C), dy(N_ * C);
-        matmul(padded_V, C, N_, transposed_view(dlogits, padded_V), matrix_view(y, C), dhead.data());
-        matmul(N_, C, padded_V, matrix_view(dlogits, padded_V), matrix_view(w, C), dy.data());
-        add_gradient(head_name(), dhead);
-        return rounded(dy);
+        return rounded(multiply(rows_of(y, C), padded_V, C, matrix_view(y, C), transposed_view(w, C)));
+    }
+
+    // y (N, C), dlogits (N, padded_V) -> dy (N, C). Adds to the gradient of the head.
+    Tensor head_backward(const Tensor& y, const Tensor& dlogits) {
+        const int64_t C = config_.C, padded_V = config_.padded_V(), N = rows_of(y, C);
+        const Tensor& w = values_of(head_name());  // (padded_V, C)
+        add_gradient(head_name(),
+                     multiply(padded_V, C, N, transposed_view(dlogits, padded_V), matrix_view(y, C)));
+        return rounded(multiply(N, C, padded_V, matrix_view(dlogits, padded_V), matrix_view(w, C)));
     }
 
     // Adds to the gradients of the embedding and of the learned positions. dresidual: (N, C).
     //   dembedding[token] = sum of dresidual[n] over all n with this token
     //   dpositions[t]     = sum of dresidual[n] over all n with n mod T = t
-    void add_embedding_gradients(const int32_t* tokens, const Tensor& dresidual) {
+    void add_embedding_gradients(const Batch& batch, const int32_t* tokens, const Tensor& dresidual) {
         const int64_t C = config_.C;
         const bool positions = !config_.arch.rope;
         Tensor dembedding(config_.padded_V() * C), dpositions(positions ? config_.max_T * C : 0);
-        for (int64_t n = 0; n < N_; n++) {
+        for (int64_t n = 0; n < batch.N(); n++) {
             add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
-            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T_ * C]);
+            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % batch.T * C]);
         }
         add_gradient("embedding", dembedding);
         if (positions) add_gradient("positions", dpositions);
     }
 
     // --- Rounding, sums, and parameters by name ---
+
+    static int64_t rows_of(const Tensor& x, int64_t cols) { return int64_t(x.size()) / cols; }
 
     // x, rounded to the compute dtype.
     Tensor rounded(Tensor x) const {
@@ -488,17 +461,83 @@ private:
         }
     }
 
-    bool has_bias(const std::string& linear) const { return param_index_.count(linear + ".bias"); }
     const Tensor& values_of(const std::string& name) const { return param_values[param_index_.at(name)]; }
     std::string head_name() const { return config_.tied ? "embedding" : "head"; }
+
+    // --- Linear layers: what only biases and other recipes than coat need (this can wait) ---
+
+    // The linear layers of Llama and Mistral have no biases.
+    bool has_bias(const std::string& linear) const { return param_index_.count(linear + ".bias"); }
+
+    // y (N, out): adds the bias to each row.
+    void add_bias_if_any(const std::string& linear, Tensor& y) const {
+        if (!has_bias(linear)) return;
+        const Tensor& bias = values_of(linear + ".bias");
+        const int64_t out = int64_t(bias.size());
+        for (int64_t n = 0; n < rows_of(y, out); n++) add_scaled(out, Real(1), bias.data(), &y[n * out]);
+    }
+
+    // The gradient of a bias (out) is the sum of g (N, out) over the tokens. In FP8 recipes g itself is
+    // summed, because the FP8 values of g_operand have larger errors. In other recipes g_operand is
+    // summed: it is g rounded to the compute dtype, which is what a GPU has in memory.
+    void add_bias_gradient_if_any(const std::string& linear, const Tensor& g, const Tensor& g_operand) {
+        if (!has_bias(linear)) return;
+        const Tensor& to_sum = formats_.g.fp8() ? g : g_operand;
+        const int64_t out = int64_t(values_of(linear + ".bias").size());
+        Tensor dbias(out);
+        for (int64_t n = 0; n < rows_of(g, out); n++)
+            add_scaled(out, Real(1), &to_sum[n * out], dbias.data());
+        add_gradient(linear + ".bias", dbias);
+    }
+
+    // ReduceOver changes values in the recipes rowwise and deepseek. Each operand is read by two GEMMs.
+    // One of them sums over the operand's columns. The other one sums over its rows, and reads its
+    // transpose, because Hopper's FP8 GEMM needs the elements that it adds up to be neighbours in memory:
+    //
+    //   operand   summed over    summed over   codes are made
+    //             columns by     rows by
+    //   x         fprop          wgrad         in forward for fprop, and in backward for wgrad, because the
+    //                                          codes of fprop are not kept
+    //   w         fprop          dgrad         for each GEMM. A GPU may keep them for a whole step
+    //   g         dgrad          wgrad         once, if g^T has the same scale blocks as g; else for each
+    //                                          GEMM
+    //
+    // An operand's granularity is that of the matrix that the GEMM reads. For example, a scale block of x
+    // with the granularity 1x128 is
+    //   in fprop, which reads x (N, in):      128 features of one token
+    //   in wgrad, which reads x^T (in, N):    128 tokens of one feature
+    //
+    // g_for_wgrad() returns g (N, out) as wgrad reads it. g_operand: as dgrad reads it. If g^T has the same
+    // scale blocks as g, the two are the same. Else g is quantized once more, in scale blocks along the
+    // tokens.
+    Tensor g_for_wgrad(size_t weight_index, const Tensor& g, const Tensor& g_operand) {
+        if (formats_.g.granularity.transpose_has_same_blocks()) return g_operand;
+        return make_operand(OperandKind::G, weight_index, g, params[weight_index].rows, ReduceOver::Rows);
+    }
+
+    // Delayed scaling (the recipe te): the scale of a GEMM operand, from earlier steps. Other recipes have
+    // none: quantize() then takes the scale from the operand's amax.
+    std::optional<float> delayed_scale_if_any(OperandKind kind, size_t weight_index, const Tensor& tensor) {
+        const Storage& storage = storage_of(formats_, kind);
+        if (recipe_.scaling != Scaling::Delayed || !storage.fp8()) return {};
+        const float amax = compute_amax(tensor.data(), int64_t(tensor.size()));
+        return delayed_scales[weight_index][int(kind)].raise_amax_and_get_scale(storage, amax);
+    }
+    void prepare_delayed_scales() {
+        delayed_scales.resize(params.size());
+        for (size_t i = 0; i < params.size(); i++) {
+            if (!params[i].role.quantized_linear || recipe_.scaling != Scaling::Delayed) continue;
+            for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe_.history_steps);
+        }
+    }
 };
 
 // ===========================================================================================================
 // 6. The Model that program/train.cpp drives: weights, moments, and one training step
 //
-// Read this part for one rank first. Then owned() is the whole parameter, and all_gather(x) is a list with x
-// alone. What several ranks do comes last. Each of several ranks has all weights and the sums of all
-// gradients, and updates the part of the state that it owns.
+// Read this part for one rank first. Then owned() is the whole parameter, all_gather(x) is a list with x
+// alone, and `communicator` is null. What several ranks do comes last. Each of several ranks has all
+// weights and the sums of all gradients, and updates the part of the state that it owns.
 
 class ReferenceModel : public Model {
     // The state of one parameter. `weight_bits` and `remainder` have all elements of the parameter, but only
@@ -547,8 +586,8 @@ public:
 
         const double loss = forward_and_backward(tokens, targets, target_count) / double(target_count);
         const double grad_norm = gradient_norm();
-        // No rank updates if one of them has met a value that is not finite. (Ranks send a char, because
-        // vector<bool> has no array of its elements.)
+        // No rank updates if one of them has met a value that is not finite. (Ranks send a char, because a
+        // vector<bool> does not store its elements as an array.)
         bool finite = true;
         for (char theirs : all_gather(char(network_.finite))) finite = finite && theirs;
         // If the norm after clipping is below 2^62, the square of each gradient fits every format of v. A
@@ -563,7 +602,7 @@ public:
         network_.reset_finite_and_amaxes();
         const double divisor = divisor_of_mean(targets, setup_.B * setup_.T);
         const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
-        // A division, as in step(): it gives the same bits.
+        // step() divides, too. A multiplication by 1 / divisor could give other bits.
         return network_.finite ? sum / divisor : NAN;
     }
 
@@ -580,9 +619,9 @@ public:
         network_.stats = report.kinds;
         const double loss_weight = 1.0 / divisor_of_mean(targets, setup_.B * setup_.T);
         network_.run_micro_batch(tokens, targets, loss_weight, /*backward=*/true);
-        // k_m and k_v are those of the moments that are stored now. The errors are those of the moments that
-        // an update by these gradients would store, with the default betas and without clipping. This update
-        // is made on a copy of the state, with lr = 0.
+        // k_m and k_v are the k of the moments that are stored now. The errors are those of moments that
+        // would be stored next: by an update with these gradients, with the default betas and without
+        // clipping. This update is made on a copy of the state, with lr = 0.
         for (size_t i = 0; i < params_.size(); i++) {
             ParamState s = states_[i];
             report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
@@ -636,17 +675,17 @@ private:
         return loss;
     }
 
-    // The norm of all gradients: sqrt(sum of g^2). Each shard unit is summed first, then the sums of the
-    // shard units are added. On a GPU this makes the norm the same for any number of ranks, because each rank
-    // has whole shard units.
+    // The norm of all gradients: sqrt(sum of g^2). The sum of each shard unit is taken first, then these sums
+    // are added. (On a GPU this makes the norm the same for any number of ranks, because each rank has whole
+    // shard units.)
     double gradient_norm() const {
         double sum = 0;
         for (const Floats& gradient : network_.gradients)
             for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
-                double unit = 0;
-                for (size_t e = first; e < std::min<size_t>(gradient.size(), first + SHARD_UNIT); e++)
-                    unit += double(gradient[e]) * gradient[e];
-                sum += unit;
+                const size_t end = std::min<size_t>(gradient.size(), first + SHARD_UNIT);
+                double sum_of_unit = 0;
+                for (size_t e = first; e < end; e++) sum_of_unit += double(gradient[e]) * gradient[e];
+                sum += sum_of_unit;
             }
         return std::sqrt(sum);
     }
@@ -662,8 +701,8 @@ private:
     }
 
     // Updates the elements of parameter i that this rank owns: dequantizes the moments, computes AdamW in
-    // FP32, and quantizes the moments again. s: states_[i], or a copy of it in measure_quantization(), which
-    // also sets network_.stats.
+    // FP32, and quantizes the moments again. s: states_[i]; in measure_quantization() a copy of it. key: of
+    // stochastic rounding, for weights without masters.
     void update_parameter(ParamState& s, size_t i, const AdamWConstants& constants, uint64_t key) const {
         const auto [first, n] = owned(setup_, params_[i]);
         Floats master(n), m(n), v(n);
@@ -681,8 +720,9 @@ private:
         }
     }
 
-    // Delayed scaling: the amax of an operand, the largest of all ranks, goes into the operand's history.
-    // Without FP8 operands (LinearFormats::fallback) there are no amaxes, and nothing changes.
+    // Delayed scaling (the recipe te): the amax of an operand, the largest of all ranks, goes into the
+    // operand's history. Without FP8 operands (LinearFormats::fallback) there are no amaxes, and nothing
+    // changes.
     void update_delayed_scales() {
         if (!linear_formats(setup_).x.fp8()) return;
         for (auto& operands : network_.delayed_scales)
@@ -713,7 +753,7 @@ private:
         void* data;
         size_t bytes;
     };
-    template <class Element> static Memory part(std::vector<Element>& elements, const Range& r) {
+    template <class Element> static Memory part_of(std::vector<Element>& elements, const Range& r) {
         return {.data = elements.data() + r.first, .bytes = r.count * sizeof(Element)};
     }
     template <class Element> static Memory whole(std::vector<Element>& elements) {
@@ -725,12 +765,15 @@ private:
         const size_t i = param_index_of(params_, name);
         const Range own = owned(setup_, params_[i]);
         ParamState& s = states_[i];
-        std::map<std::string, Memory> places = {{"", part(s.weight_bits, own)}, {".m", whole(s.m.elements)},
-                                                {".m.max", whole(s.m.max)},     {".m.k", whole(s.m.k)},
-                                                {".v", whole(s.v.elements)},    {".v.max", whole(s.v.max)},
+        std::map<std::string, Memory> places = {{"", part_of(s.weight_bits, own)},
+                                                {".m", whole(s.m.elements)},
+                                                {".m.max", whole(s.m.max)},
+                                                {".m.k", whole(s.m.k)},
+                                                {".v", whole(s.v.elements)},
+                                                {".v.max", whole(s.v.max)},
                                                 {".v.k", whole(s.v.k)}};
-        if (setup_.keep_masters) places[".remainder"] = part(s.remainder, own);
-        if (setup_.keep_gradients && !to_write) places[".gradient"] = part(network_.gradients[i], own);
+        if (setup_.keep_masters) places[".remainder"] = part_of(s.remainder, own);
+        if (setup_.keep_gradients && !to_write) places[".gradient"] = part_of(network_.gradients[i], own);
         for (OperandKind o : LINEAR_OPERANDS) {
             DelayedScale& d = network_.delayed_scales[i][int(o)];
             if (d.history.empty()) continue;
