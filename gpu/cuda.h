@@ -26,8 +26,8 @@ inline void require(bool ok, const char* what) {
     if (!ok) throw Error("The GPU code was called wrongly: ", what, ".");
 }
 
-// A property of the GPU in use. Without a GPU, where only a dry run can be, this returns without_gpu. A size
-// that a dry run needs is then the value of an H100 and an H200.
+// Returns a property of the GPU in use. Without a GPU, where only a dry run is possible, it returns
+// without_gpu. Where a dry run needs the property, without_gpu is its value on an H100 or an H200.
 inline int device_attribute(cudaDeviceAttr which, int without_gpu = 0) {
     int device = 0, value = 0;
     if (cudaGetDevice(&device) != cudaSuccess) {

@@ -15,9 +15,9 @@ namespace coat::gpu {
 // RoPE: the pairs (x_i, x_{i + HS/2}) of a head are rotated by the angle position * f_i
 
 // The frequency of pair i of a head: f_i = theta^(-2i / HS), scaled as the model wants it (architecture.h,
-// RopeScaling). Of f_i the part `kept` (0 to 1) stays, and the rest is divided by the scaling's factor.
-// `kept` depends on how many rotations f_i makes in the original positions: it is 0 up to low_freq_factor, 1
-// from high_freq_factor on, and linear between.
+// RopeScaling). A part of f_i, between 0 and 1, is kept as it is, and the rest is divided by the scaling's
+// factor. The part that is kept depends on how many rotations f_i makes in the original positions: it is 0 up
+// to low_freq_factor, 1 from high_freq_factor on, and linear between.
 static __device__ double rope_frequency(double theta, int i, int half, const RopeScaling& s) {
     const double f = pow(theta, -static_cast<double>(i) / half);
     if (s.type == RopeScaling::Default) return f;
@@ -132,8 +132,9 @@ constexpr int LOSS_THREADS = 512;
 // gets the same bits. `parts` is shared memory. Two successive calls need different places there: a thread
 // may still be reading the first when another thread writes the second.
 static __device__ Softmax softmax_of_block(Softmax mine, Softmax (&parts)[LOSS_THREADS / 32]) {
-    for (int lanes = 16; lanes > 0; lanes /= 2)
-        mine.merge({__shfl_down_sync(~0u, mine.maximum, lanes), __shfl_down_sync(~0u, mine.sum, lanes)});
+    for (int distance = 16; distance > 0; distance /= 2)
+        mine.merge(
+            {__shfl_down_sync(~0u, mine.maximum, distance), __shfl_down_sync(~0u, mine.sum, distance)});
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
     __syncthreads();
     Softmax all{-INFINITY, 0};
@@ -426,8 +427,8 @@ static __device__ int quad_column(int quad) {
 // quads. The order of additions is fixed, and all threads of the head get the same bits. All threads of the
 // warp call it.
 static __device__ float sum_of_head(float (&sums)[QUAD]) {
-    for (int threads = HEAD_THREADS / 2; threads > 0; threads /= 2)
-        for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, threads);
+    for (int distance = HEAD_THREADS / 2; distance > 0; distance /= 2)
+        for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, distance);
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 static __device__ float inverse_rms(float sum_of_squares, const QkNorm& n) {

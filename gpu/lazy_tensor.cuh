@@ -96,7 +96,7 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
     };
     static constexpr int BYTES =
         sizeof(Loaded::in) + BACKWARD * sizeof(Loaded::dact) + NORM * sizeof(Loaded::statistics);
-    Layout in;        // (N, INPUT_PLANES * width)
+    Layout in;        // lazy.input, (N, INPUT_PLANES * width)
     int64_t width;    // the columns of a plane
     LazyTensor lazy;  // what is computed
 

@@ -46,17 +46,17 @@ static __device__ double sum_of_squares(const ChunkValues& v) {
     return exact;
 }
 
-// A warp computes the sum of squares of one shard unit, the elements [from, stop) of a shard: SHARD_UNIT of
+// A warp computes the sum of squares of one shard unit, the elements [begin, end) of a shard: SHARD_UNIT of
 // them, or fewer at the end of the shard. The shard begins at gradients[offset].
 constexpr int NORM_UNROLL = 4;  // loads in flight
-static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t offset, int64_t from,
-                                         int64_t stop) {
+static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t offset, int64_t begin,
+                                         int64_t end) {
     constexpr int WARP_ELEMENTS = 32 * CHUNK;
     double sum = 0;
-    for (int64_t i = from + threadIdx.x % 32 * CHUNK; i < stop; i += WARP_ELEMENTS * NORM_UNROLL) {
+    for (int64_t i = begin + threadIdx.x % 32 * CHUNK; i < end; i += WARP_ELEMENTS * NORM_UNROLL) {
         Bf16OrFp32::LoadedChunk loaded[NORM_UNROLL] = {};
         for (int u = 0; u < NORM_UNROLL; u++)
-            if (i + u * WARP_ELEMENTS < stop) loaded[u] = gradients.load(offset + i + u * WARP_ELEMENTS);
+            if (i + u * WARP_ELEMENTS < end) loaded[u] = gradients.load(offset + i + u * WARP_ELEMENTS);
         for (int u = 0; u < NORM_UNROLL; u++) {
             ChunkValues v;
             gradients.unpack(loaded[u], v);
@@ -66,8 +66,9 @@ static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t of
     return sum_of_warp(sum);
 }
 
-// Writes the sums of squares of all shard units of the shards. The warps of the grid take turns with these
-// units. `first` is the element of the rank's order with which the gradients begin.
+// Writes the sums of squares of all shard units of the shards. The units are dealt to the warps of the grid
+// in turn, from the first unit of the first shard to the last unit of the last shard. `first` is the element
+// of the rank's order with which the gradients begin.
 constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
     compute_gradient_squares_kernel(const Shard* shards, int shard_count, Bf16OrFp32 gradients, int64_t first,
@@ -75,17 +76,17 @@ static __global__ void __launch_bounds__(THREADS)
     const int lane = threadIdx.x % 32;
     const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
     if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
-    int64_t before = 0;  // shard units of earlier shards
+    int64_t units_of_earlier_shards = 0;
     for (int i = 0; i < shard_count; i++) {
         const int64_t offset = shards[i].rank_offset - first, size = shards[i].size;
         const int64_t units = ceil_div(size, SHARD_UNIT);
         double* const sums_of_shard = sums + 1 + shards[i].units_before_shard - first_shard_unit;
-        // In each shard the warps go on in turn where they ended in the shard before.
-        const int64_t turn = (warp + warps - before % warps) % warps;
-        before += units;
-        for (int64_t unit = turn; unit < units; unit += warps) {
-            const int64_t from = unit * SHARD_UNIT, stop = min(size, from + SHARD_UNIT);
-            const double sum = squares_of_unit(gradients, offset, from, stop);
+        // Unit u of this shard is for the warp with the number (units_of_earlier_shards + u) % warps.
+        const int64_t first_unit = (warp + warps - units_of_earlier_shards % warps) % warps;
+        units_of_earlier_shards += units;
+        for (int64_t unit = first_unit; unit < units; unit += warps) {
+            const int64_t begin = unit * SHARD_UNIT, end = min(size, begin + SHARD_UNIT);
+            const double sum = squares_of_unit(gradients, offset, begin, end);
             if (lane == 0) sums_of_shard[unit] = sum;
         }
     }
