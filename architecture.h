@@ -1,8 +1,9 @@
-// architecture.h - the models: their shapes, the tensors that a transformer layer saves for backward, the
-// parameters, random numbers, and the table of models. It uses the words of formats.h. The last two sections
-// can wait: random numbers, and the models with their limits.
+// architecture.h - what a model consists of: its shape, the tensors that a transformer layer saves for
+// backward, and its parameters. It uses the words of formats.h and the recipes.
 #pragma once
-#include "formats.h"
+#include <cmath>
+
+#include "recipes.h"
 
 namespace coat {
 
@@ -222,149 +223,6 @@ inline int64_t parameter_count(const ModelConfig& config) {  // elements, withou
     int64_t n = 0;
     for (const Param& p : parameters(config)) n += used_elements(config, p);
     return n;
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// Random numbers: initial values, and the rounding of weights without an FP32 master (this section can wait)
-
-// A random value with the standard deviation init_std, for element i of parameter number `param`. The sum of
-// four uniform integers of 16 bits is nearly a normal variate.
-COAT_HD inline float random_weight(uint64_t seed, uint64_t param, uint64_t i, float init_std) {
-    uint64_t z = seed * 0x9E3779B97F4A7C15ull + (param << 40) + i;  // after splitmix64, mixed once more
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull + 0x9E3779B97F4A7C15ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    z = (z ^ (z >> 31)) * 0xBF58476D1CE4E5B9ull;
-    z ^= z >> 32;
-    const uint64_t sum = (z & 0xFFFF) + ((z >> 16) & 0xFFFF) + ((z >> 32) & 0xFFFF) + (z >> 48);
-    // A sum of four uniform values from 0 to 1 has the variance 4/12, so the standard deviation 1 / sqrt(3).
-    return float(int64_t(sum) - 2 * 65535) * (init_std * (1.7320508f / 65536.0f));
-}
-
-// The initial value of element i of parameter number `param`:
-//   1        in the weights of norms
-//   0        in biases, whose init_std is 0, and in padding, which begins at element `used`
-//   random   in all other elements
-COAT_HD inline float initial_value(float init_std, bool starts_at_one, int64_t used, uint64_t seed,
-                                   uint64_t param, int64_t i) {
-    if (starts_at_one) return 1.0f;
-    if (init_std == 0 || i >= used) return 0.0f;
-    return random_weight(seed, param, static_cast<uint64_t>(i), init_std);
-}
-
-// 64 bits that look random, from a number. Nearby numbers give unrelated bits.
-COAT_HD inline uint64_t mixed_bits(uint64_t number) {
-    uint64_t z = number * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 32)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 29);
-}
-
-// Stochastic rounding to BF16: bf16 = (bits of the FP32 value + 16 random bits) >> 16. The expected value of
-// bf16 is the FP32 value. So an update of less than half the spacing of BF16 values is not lost: it counts on
-// average.
-//
-// rounding_bits() returns the random bits of elements 4 * quad to 4 * quad + 3 of the flat order
-// (Param::flat_offset). The lowest 16 bits are for element 4 * quad. key: rounding_key() of the step.
-COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t quad) { return mixed_bits(key + quad); }
-// step_number: the number of the step, counting skipped ones.
-//
-// The lower 32 bits of the key are 0. In a model of at most 2^34 elements `quad` is below 2^32, so key + quad
-// has the upper 32 bits of the key. Two steps hardly ever have the same upper 32 bits (on average 5 pairs in
-// 200,000 steps).
-inline uint64_t rounding_key(uint64_t seed, int64_t step_number) {
-    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step_number)) << 32;
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// The models by name, and the limits of models (this section can wait)
-
-inline const std::vector<ModelConfig>& models() {
-    constexpr RopeScaling LLAMA3_BY_8{.type = RopeScaling::Llama3, .factor = 8};
-    constexpr RopeScaling LLAMA3_BY_32{.type = RopeScaling::Llama3, .factor = 32};
-    // clang-format off
-    static const std::vector<ModelConfig> table = {
-        {.name = "llama-tiny", .arch = LLAMA, .L = 4, .C = 128, .NH = 4, .NKV = 2, .F = 352,
-         .V = 0, .max_T = 256, .tied = true},
-        {.name = "gpt2-tiny", .arch = GPT2, .L = 4, .C = 128, .NH = 4, .NKV = 4, .F = 512,
-         .V = 0, .max_T = 256, .tied = true},
-        {.name = "llama-30m", .arch = LLAMA, .L = 8, .C = 512, .NH = 8, .NKV = 4, .F = 1408,
-         .V = 0, .max_T = 1024, .tied = true},
-        {.name = "gpt2", .arch = GPT2, .L = 12, .C = 768, .NH = 12, .NKV = 12, .F = 3072,
-         .V = 50257, .max_T = 1024, .tied = true},
-        {.name = "gpt2-medium", .arch = GPT2, .L = 24, .C = 1024, .NH = 16, .NKV = 16, .F = 4096,
-         .V = 50257, .max_T = 1024, .tied = true},
-        {.name = "gpt2-large", .arch = GPT2, .L = 36, .C = 1280, .NH = 20, .NKV = 20, .F = 5120,
-         .V = 50257, .max_T = 1024, .tied = true},
-        {.name = "gpt2-xl", .arch = GPT2, .L = 48, .C = 1600, .NH = 25, .NKV = 25, .F = 6400,
-         .V = 50257, .max_T = 1024, .tied = true},
-        {.name = "tinyllama-1.1b", .arch = LLAMA, .L = 22, .C = 2048, .NH = 32, .NKV = 4, .F = 5632,
-         .V = 32000, .max_T = 2048, .tied = false},
-        {.name = "llama-2-7b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 32, .F = 11008,
-         .V = 32000, .max_T = 4096, .tied = false},
-        {.name = "llama-2-13b", .arch = LLAMA, .L = 40, .C = 5120, .NH = 40, .NKV = 40, .F = 13824,
-         .V = 32000, .max_T = 4096, .tied = false},
-        {.name = "llama-3-8b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
-         .V = 128256, .max_T = 8192, .tied = false, .rope_theta = 5e5f},
-        {.name = "llama-30b", .arch = LLAMA, .L = 60, .C = 6656, .NH = 52, .NKV = 52, .F = 17920,
-         .V = 32000, .max_T = 2048, .tied = false},
-        {.name = "llama-3.2-1b", .arch = LLAMA, .L = 16, .C = 2048, .NH = 32, .NKV = 8, .F = 8192,
-         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_32},
-        {.name = "llama-3.2-3b", .arch = LLAMA, .L = 28, .C = 3072, .NH = 24, .NKV = 8, .F = 8192,
-         .V = 128256, .max_T = 131072, .tied = true, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_32},
-        {.name = "llama-3.1-8b", .arch = LLAMA, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
-         .V = 128256, .max_T = 131072, .tied = false, .rope_theta = 5e5f, .rope_scaling = LLAMA3_BY_8},
-        {.name = "mistral-7b", .arch = MISTRAL, .L = 32, .C = 4096, .NH = 32, .NKV = 8, .F = 14336,
-         .V = 32768, .max_T = 32768, .tied = false, .rope_theta = 1e6f},  // v0.3
-        {.name = "qwen2.5-0.5b", .arch = QWEN2, .L = 24, .C = 896, .NH = 14, .NKV = 2, .F = 4864,
-         .V = 151936, .max_T = 32768, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f},
-        {.name = "qwen2.5-7b", .arch = QWEN2, .L = 28, .C = 3584, .NH = 28, .NKV = 4, .F = 18944,
-         .V = 152064, .max_T = 131072, .tied = false, .norm_eps = 1e-6f, .rope_theta = 1e6f},
-        {.name = "qwen3-0.6b", .arch = QWEN3, .L = 28, .C = 1024, .NH = 16, .NKV = 8, .F = 3072,
-         .V = 151936, .max_T = 40960, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
-        {.name = "qwen3-1.7b", .arch = QWEN3, .L = 28, .C = 2048, .NH = 16, .NKV = 8, .F = 6144,
-         .V = 151936, .max_T = 40960, .tied = true, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
-        {.name = "qwen3-8b", .arch = QWEN3, .L = 36, .C = 4096, .NH = 32, .NKV = 8, .F = 12288,
-         .V = 151936, .max_T = 40960, .tied = false, .norm_eps = 1e-6f, .rope_theta = 1e6f, .head_size = 128},
-    };
-    // clang-format on
-    return table;
-}
-
-// Error if the shape is not supported. Nothing is allocated before this check.
-inline void require_supported(const ModelConfig& config) {
-    auto unsupported_unless = [&](bool ok, const auto&... what) {
-        if (!ok) throw Error("Model ", config.name, " is not supported: ", what..., ".");
-    };
-    // With these limits a model has fewer than 2^49 parameters, and no number of bytes overflows. A row of
-    // FP32 logits fits the workspace of a GPU's GEMMs, and a row of the hidden size fits the kernels of
-    // gpu/norm.cu.
-    const struct {
-        const char* name;
-        int64_t value, limit;
-    } sizes[] = {{.name = "number of layers", .value = config.L, .limit = 1 << 12},
-                 {.name = "hidden size", .value = config.C, .limit = 1 << 14},
-                 {.name = "number of heads", .value = config.NH, .limit = 1 << 15},
-                 {.name = "number of key/value heads", .value = config.NKV, .limit = 1 << 15},
-                 {.name = "feed-forward size", .value = config.F, .limit = 1 << 20},
-                 {.name = "vocabulary", .value = config.V, .limit = 1 << 22},
-                 {.name = "number of positions", .value = config.max_T, .limit = 1 << 21}};
-    for (const auto& [name, value, limit] : sizes)
-        unsupported_unless(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ",
-                           limit);
-    // Dimensions of FP8 GEMMs are multiples of 16, and no group may have elements of both q and k.
-    constexpr int64_t multiple = std::max(16, PER_1x16.cols);
-    unsupported_unless(config.C % multiple == 0 && config.F % multiple == 0, "hidden size ", config.C,
-                       " and feed-forward size ", config.F, " must be multiples of ", multiple,
-                       ", as FP8 GEMMs and groups need");
-    unsupported_unless(config.head_size || config.C % config.NH == 0,
-                       "hidden size must be a multiple of the number of heads");
-    unsupported_unless(config.HS() % 8 == 0 && config.HS() <= 128, "head size ", config.HS(),
-                       " must be a multiple of 8 up to 128");
-    unsupported_unless(config.q_cols() <= 1 << 20, "heads x head size is ", config.q_cols(),
-                       ", above the limit of ", 1 << 20);
-    unsupported_unless(config.q_cols() % multiple == 0 && config.kv_cols() % multiple == 0,
-                       "heads x head size must be a multiple of ", multiple,
-                       ", as FP8 GEMMs and groups need");
-    unsupported_unless(config.NH % config.NKV == 0, "query heads must be a multiple of key/value heads");
 }
 
 }  // namespace coat

@@ -1,21 +1,16 @@
 // model.h - a training run: its settings, and the interface Model, which program/train.cpp drives.
 // reference_model.cpp implements it on the CPU and model.cu on the GPU, independently, so that each checks
-// the other. The sections after Model can wait: they matter with several ranks, or to a checkpoint. They say
-// what a rank owns, how ranks exchange values, and how the tensors of a run are called.
+// the other.
 #pragma once
-#include <algorithm>
-#include <cstring>
-#include <functional>
 #include <memory>
-#include <numeric>
-#include <type_traits>
 
-#include "architecture.h"
+#include "models.h"
+#include "quant_errors.h"
 #include "step.h"
 
 namespace coat {
 
-class Communicator;  // how the ranks of a run exchange values: below
+class Communicator;  // how the ranks of a run exchange values (ranks.h)
 
 // -----------------------------------------------------------------------------------------------------------
 // The settings of a training run. A run has one or more ranks: processes with a GPU each, or with a part of
@@ -82,35 +77,6 @@ inline Format gradient_format(const Setup& s) {
 // -----------------------------------------------------------------------------------------------------------
 // Model: the weights, gradients, moments and activations of one training run on one device.
 
-struct StepResult {
-    double loss;       // nats per token: the mean over all targets of the step that count
-    double grad_norm;  // of all gradients, before clipping
-    // Whether the step was abandoned, for one of these reasons:
-    //   - the loss, a gradient or a tensor that was quantized to FP8 was not finite;
-    //   - the norm after clipping was 2^62 or more;
-    //   - no target counts.
-    // In all three cases nothing was updated. (With --gradients none a GPU may have updated a part of the
-    // parameters before it noticed the reason.)
-    bool skipped;
-    int64_t target_count = 0;  // targets that count, in all micro-batches of all ranks
-};
-
-// The errors of quantization in one micro-batch, and k of the moments.
-struct QuantReport {
-    QuantStats kinds[static_cast<int>(ReportKind::Count)];
-    std::vector<float> k_m, k_v;        // k of every moment group, of first and of second moments
-    bool moments_were_sampled = false;  // of large parameters only some moments were measured
-};
-
-// The number of targets that count.
-inline int64_t counted_targets(const int32_t* targets, int64_t n) {
-    return n - std::count(targets, targets + n, NO_TARGET);
-}
-// The number by which the sum of the losses of n targets is divided to give their mean: at least 1.
-inline double divisor_of_mean(const int32_t* targets, int64_t n) {
-    return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
-}
-
 // Tokens are in [0, V), targets in [0, V) or NO_TARGET; the caller has checked this. An unknown name of a
 // tensor is an Error.
 //
@@ -131,8 +97,8 @@ public:
     // of the moments that an update with the default betas would store. k_m and k_v belong to the moments
     // that are stored now. Nothing is updated.
     virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
-    // read() copies a tensor of weight_tensors() or tensors_besides_weights() to `out`. write() copies it
-    // from `in`. Both copy only the elements that this rank owns (owned()). With keep_gradients, read() also
+    // read() copies a tensor of the run's state (state_tensors.h) to `out`. write() copies it from `in`. Both
+    // copy only the elements that this rank owns (ranks.h). With keep_gradients, read() also
     // knows "<param>.gradient" (FP32), the gradient of the last step, until the next forward pass.
     virtual void read(const std::string& name, void* out) = 0;
     virtual void write(const std::string& name, const void* in) = 0;
@@ -141,9 +107,6 @@ public:
 
 // On the CPU (reference_model.cpp).
 std::unique_ptr<Model> make_reference_model(const Setup& setup);
-// After this call the allocator of this process returns no memory to the system. Every step on the CPU
-// allocates the same temporary tensors: a third of the time would go into fresh pages.
-void keep_freed_memory();
 // The following are in gpu/make_gpu_model.cpp or, in a program that is built without CUDA, in
 // gpu/no_cuda.cpp.
 // On a GPU. It is an Error if this machine has no GPU that can run it.
@@ -153,190 +116,5 @@ bool built_with_cuda();
 std::string why_no_gpu(int gpu = 0);
 // The compute capability of the GPU that why_no_gpu() was asked for: 90 is 9.0. 0 in a program without CUDA.
 int gpu_capability();
-
-// -----------------------------------------------------------------------------------------------------------
-// What a rank owns. (With one rank it is everything.)
-//   a matrix   is divided among the ranks, as in ZeRO-3. A rank updates the weights, masters and moments of
-//              its part. On a GPU a rank stores nothing but its part, and gathers a whole matrix just before
-//              the matrix is used. On the CPU every rank has all weights, and after each update it sends the
-//              weights of its part to the others
-//   a vector   is small: every rank owns the whole vector, and computes the same update
-
-// A matrix is cut only at multiples of SHARD_UNIT elements.
-//   - So no moment group is cut.
-//   - Sums over a matrix are the same for any number of ranks, because each shard unit is summed first.
-//   - If a matrix has fewer shard units than there are ranks, some ranks own nothing of it.
-inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP_SIZE;
-
-struct Range {  // consecutive elements
-    int64_t first, count;
-};
-
-// The elements of a parameter that a rank owns.
-inline Range owned(const Param& p, int64_t rank, int64_t ranks) {
-    if (p.is_vector()) return {.first = 0, .count = p.size()};
-    const int64_t units = ceil_div(p.size(), SHARD_UNIT);
-    const int64_t begin = std::min(p.size(), (units * rank / ranks) * SHARD_UNIT);
-    const int64_t end = std::min(p.size(), (units * (rank + 1) / ranks) * SHARD_UNIT);
-    return {.first = begin, .count = end - begin};
-}
-inline Range owned(const Setup& s, const Param& p) { return owned(p, s.rank, s.ranks); }
-// The number of elements with the padding that completes the last moment group.
-inline int64_t padded_count(const Range& r) { return round_up(r.count, MOMENT_GROUP_SIZE); }
-
-// -----------------------------------------------------------------------------------------------------------
-// How the ranks of a run exchange small values, and notice that one has ended. A model and a checkpoint use
-// this interface; program/ implements it.
-
-using Bytes = std::vector<uint8_t>;
-
-class Communicator {
-public:
-    virtual ~Communicator() = default;
-    virtual int local_rank() const = 0;  // this rank's number among those of its machine
-    // Whether the ranks are threads of one process, as in tests, and share its addresses.
-    bool ranks_are_threads = false;
-
-    // Every rank calls this at the same time. It returns what the ranks have given, by rank, on every rank. A
-    // Value is a number or a struct; or a vector or string, which may have another length on each rank.
-    template <class Value> std::vector<Value> all_gather(const Value& mine);
-    // As all_gather(), for bytes. If `on_all` is false, rank 0 alone gets the bytes.
-    virtual std::vector<Bytes> gather(const Bytes& mine, bool on_all) = 0;
-
-    // Waits until done() is true; done() may sleep for some milliseconds. If another rank ends meanwhile, so
-    // does this process.
-    virtual void wait_until(const std::function<bool()>& done) = 0;
-    // Ends all ranks with exit code 1, after rank 0 has printed this sentence once.
-    [[noreturn]] virtual void fail(const std::string& sentence) = 0;
-};
-
-template <class Value> std::vector<Value> Communicator::all_gather(const Value& mine) {
-    std::vector<Value> all;
-    if constexpr (std::is_trivially_copyable_v<Value>) {
-        for (const std::vector<Value>& theirs : all_gather(std::vector<Value>{mine}))
-            all.push_back(theirs[0]);
-    } else {
-        const auto* bytes = reinterpret_cast<const uint8_t*>(mine.data());
-        for (const Bytes& theirs : gather(Bytes(bytes, bytes + mine.size() * sizeof(mine[0])), true)) {
-            all.emplace_back(theirs.size() / sizeof(mine[0]), typename Value::value_type{});
-            if (!theirs.empty()) std::memcpy(&all.back()[0], theirs.data(), theirs.size());
-        }
-    }
-    return all;
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// State: all tensors that a run needs to resume, by name. CPU and GPU have the same tensors. (This section
-// can wait: the names are for checkpoints.)
-
-struct StateTensor {
-    // The weight has the name of its parameter. The other tensors of the parameter have this name and a
-    // suffix: ".remainder", ".m", ".v", ".m.max", ".m.k", ".x.scale", ...
-    std::string name;
-    const char* dtype;  // its name in safetensors files
-    int bytes;          // of an element
-    std::vector<int64_t> shape;
-    Param param;
-    // How many consecutive elements of the parameter share one element of this tensor; ALL: all elements. For
-    // example, the 128 elements of a moment group share the max of their moment scaling.
-    int64_t shared_by = 1;
-    static constexpr int64_t ALL = 0;
-
-    int64_t size() const {
-        return std::accumulate(shape.begin(), shape.end(), int64_t(1), std::multiplies<>());
-    }
-    int64_t total_bytes() const { return size() * bytes; }
-};
-
-// Only a mistake in the code that calls Model::read() or write() leads here.
-[[noreturn]] inline void throw_no_such_tensor(const std::string& name) {
-    throw Error("The model has no tensor ", name, ".");
-}
-
-// The index of the parameter that a state tensor belongs to: of "layers.0.qkv" for "layers.0.qkv.m.max". Of
-// all names of parameters, that of this parameter is the longest prefix of the tensor's name. The table has
-// "layers.0.qkv.bias" after "layers.0.qkv", so the last match is the longest.
-inline size_t param_index_of(const std::vector<Param>& params, const std::string& tensor) {
-    size_t best = params.size();
-    for (size_t i = 0; i < params.size(); i++)
-        if ((tensor + ".").starts_with(params[i].name + ".")) best = i;
-    if (best == params.size()) throw_no_such_tensor(tensor);
-    return best;
-}
-
-inline std::vector<StateTensor> weight_tensors(const ModelConfig& config) {
-    std::vector<StateTensor> table;
-    for (const Param& p : parameters(config))
-        table.push_back({.name = p.name, .dtype = "BF16", .bytes = 2, .shape = {p.rows, p.cols}, .param = p});
-    return table;
-}
-
-// What follows the weight's name in the names of the operand's state tensors.
-inline const char* suffix_of(OperandKind o) {
-    if (o == OperandKind::X) return ".x";
-    return o == OperandKind::W ? ".w" : ".g";
-}
-
-// The state of delayed scaling (formats.h, Scaling), for each operand of a linear layer: the amaxes of the
-// last steps, the newest first, and the scale of the next step. All are 0 before the first step.
-inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& config, const Recipe& r) {
-    std::vector<StateTensor> table;
-    auto add = [&](const Param& p, const std::string& suffix, int64_t size) {
-        table.push_back({.name = p.name + suffix,
-                         .dtype = "F32",
-                         .bytes = 4,
-                         .shape = {size},
-                         .param = p,
-                         .shared_by = StateTensor::ALL});
-    };
-    for (const Param& p : parameters(config)) {
-        if (r.scaling != Scaling::Delayed || !p.role.quantized_linear) continue;
-        for (OperandKind o : LINEAR_OPERANDS) {
-            add(p, concat(suffix_of(o), ".history"), r.history_steps);
-            add(p, concat(suffix_of(o), ".scale"), 1);
-        }
-    }
-    return table;
-}
-
-// The remainders of the masters, the moments with their moment scalings, and the state of delayed scaling. A
-// BF16 weight and its signed 16-bit remainder are the FP32 master (reference.cpp, split_master).
-inline std::vector<StateTensor> tensors_besides_weights(const Setup& s) {
-    std::vector<StateTensor> table;
-    for (const Param& p : parameters(s.config)) {
-        auto add = [&](const std::string& suffix, const char* dtype, int bytes, std::vector<int64_t> shape,
-                       int64_t shared_by) {
-            table.push_back({.name = p.name + suffix,
-                             .dtype = dtype,
-                             .bytes = bytes,
-                             .shape = std::move(shape),
-                             .param = p,
-                             .shared_by = shared_by});
-        };
-        if (s.keep_masters) add(".remainder", "I16", 2, {p.rows, p.cols}, 1);
-        for (const auto& [moment, wanted] :
-             {std::pair<std::string, Format>{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
-            const Format f = p.moment_format(wanted);
-            const int64_t moment_groups = s.optimizer.moment_group_count(f, p.size());
-            const int64_t shared_by = s.optimizer.per_tensor ? StateTensor::ALL : MOMENT_GROUP_SIZE;
-            add(moment, info(f).safetensors_dtype, info(f).bytes, {p.rows, p.cols}, 1);
-            if (moment_groups) add(moment + ".max", "F32", 4, {moment_groups}, shared_by);
-            if (s.optimizer.uses_expansion(f)) add(moment + ".k", "F32", 4, {moment_groups}, shared_by);
-        }
-    }
-    for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe)) table.push_back(t);
-    return table;
-}
-
-// The elements of a state tensor that this rank owns: those that belong to its part of the parameter. Every
-// rank owns a value that all elements of a parameter share. Model::read() and write() pass the owned
-// elements.
-inline Range owned(const Setup& s, const StateTensor& t) {
-    if (t.shared_by == StateTensor::ALL) return {.first = 0, .count = t.size()};
-    const Range part = owned(s, t.param);
-    const int64_t first = ceil_div(part.first, t.shared_by);
-    const int64_t end = ceil_div(part.first + part.count, t.shared_by);
-    return {.first = first, .count = end - first};
-}
 
 }  // namespace coat

@@ -298,7 +298,7 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 // A GPU's tensor cores multiply codes, and scale the sum of the products. Here the GEMM is in FP32 and reads
 // decoded values. (This is called fake quantization.)
 //
-// A Granularity describes a matrix whose columns are summed over (formats.h, Recipes). So if the GEMM sums
+// A Granularity describes a matrix whose columns are summed over (recipes.h, Recipe). So if the GEMM sums
 // over the rows of x, the transpose of x is quantized. If the transpose has the same scale blocks, x itself
 // gives the same values.
 Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const Storage& storage, ReduceOver over,

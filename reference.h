@@ -10,6 +10,8 @@
 #include <optional>
 
 #include "architecture.h"
+#include "quant_errors.h"
+#include "random.h"
 #include "step.h"
 
 namespace coat::reference {
@@ -66,7 +68,7 @@ std::vector<float> gemm_operand(const std::vector<float>& x, int64_t rows, int64
                                 const Storage& storage, ReduceOver over, QuantStats* stats = nullptr,
                                 std::optional<float> scale = {});
 
-// Delayed scaling (formats.h, Scaling) of one operand of a linear layer. (This can wait: only the recipe te
+// Delayed scaling (recipes.h, Scaling) of one operand of a linear layer. (This can wait: only the recipe te
 // needs it.) The scale is known before the tensor is, so values beyond FMAX * scale saturate.
 struct DelayedScale {
     // The amaxes of the last recipe.history_steps steps, the newest first; 0 for steps before the first. The

@@ -2,16 +2,15 @@
 //   5. Precision flow     which tensor has which format: layer_forward, layer_backward  (paper, section 5)
 //   6. Model              one step: forward, backward, clipping, update
 // Parts 1 to 4 are in reference.cpp.
-#include "model.h"
 #include "reference.h"
-
-#include <malloc.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
 #include <map>
 #include <optional>
+
+#include "state_tensors.h"
 
 namespace coat::reference {
 
@@ -840,9 +839,4 @@ double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
 
 std::unique_ptr<coat::Model> coat::make_reference_model(const Setup& setup) {
     return std::make_unique<reference::ReferenceModel>(setup);
-}
-
-void coat::keep_freed_memory() {
-    mallopt(M_MMAP_THRESHOLD, 1 << 30);
-    mallopt(M_TRIM_THRESHOLD, 2147483647);
 }

@@ -1,7 +1,7 @@
-// step.h - what a training step is given besides tokens and weights, and what is measured of its
-// quantization: types that operators and models share, on the CPU and on the GPU.
+// step.h - a training step: what it is given besides tokens and weights, and what it returns.
 #pragma once
-#include "formats.h"
+#include <algorithm>
+#include <cstdint>
 
 namespace coat {
 
@@ -9,9 +9,18 @@ namespace coat {
 // Targets of the loss
 
 // A target that does not count, for example a token of a user's question: its loss and its gradient are 0.
-// The loss of a step is the mean over the targets that count, in all micro-batches of all ranks. (A rank is
-// one of the processes of a run: model.h.)
+// The loss of a step is the mean over the targets that count, in all micro-batches of all ranks. (The ranks
+// are the processes of a run.)
 inline constexpr int32_t NO_TARGET = -1;
+
+// The number of targets that count.
+inline int64_t counted_targets(const int32_t* targets, int64_t n) {
+    return n - std::count(targets, targets + n, NO_TARGET);
+}
+// The number by which the sum of the losses of n targets is divided to give their mean: at least 1.
+inline double divisor_of_mean(const int32_t* targets, int64_t n) {
+    return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
+}
 
 // -----------------------------------------------------------------------------------------------------------
 // The settings of AdamW
@@ -24,45 +33,24 @@ struct AdamWOptions {
     float clip = 1.0f;
     // How many steps before this one were skipped. Weights without a master are rounded with random bits that
     // depend on the number of the step, which is update_number + skipped_steps (rounding_key(), in
-    // architecture.h).
+    // random.h).
     int64_t skipped_steps = 0;
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// The statistics of quantization errors. (This section can wait: it is for the print-out after a run.)
+// The result of a step
 
-struct QuantStats {
-    double signal = 0, noise = 0;  // sums of x^2 and of (x - dequantized x)^2
-    int64_t elements = 0;
-    // Elements that are cut off: |x| / scale is above FMAX by more than half the spacing of values there.
-    int64_t saturated = 0;
-    int64_t flushed = 0;  // elements that were not zero and became zero
-
-    double snr_db() const { return 10 * std::log10(signal / noise); }  // signal-to-noise ratio in dB
-    QuantStats& operator+=(const QuantStats& o) {
-        signal += o.signal;
-        noise += o.noise;
-        elements += o.elements;
-        saturated += o.saturated;
-        flushed += o.flushed;
-        return *this;
-    }
+struct StepResult {
+    double loss;       // nats per token: the mean over all targets of the step that count
+    double grad_norm;  // of all gradients, before clipping
+    // Whether the step was abandoned, for one of these reasons:
+    //   - the loss, a gradient or a tensor that was quantized to FP8 was not finite;
+    //   - the norm after clipping was 2^62 or more;
+    //   - no target counts.
+    // In all three cases nothing was updated. (With --gradients none a GPU may have updated a part of the
+    // parameters before it noticed the reason.)
+    bool skipped;
+    int64_t target_count = 0;  // targets that count, in all micro-batches of all ranks
 };
-
-// The kinds of tensors that the statistics tell apart. Attention: q, k, v and attention's output.
-// clang-format off
-enum class ReportKind : uint8_t {
-    NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count
-};
-inline constexpr const char* REPORT_KIND_NAMES[] = {
-    "norm inputs", "q, k, v, output", "activation inputs", "linear inputs",
-    "weights", "gradients", "first moments", "second moments"};
-// clang-format on
-
-// The kind of a linear layer's operand.
-inline ReportKind report_kind(OperandKind o) {
-    if (o == OperandKind::X) return ReportKind::LinearInput;
-    return o == OperandKind::W ? ReportKind::Weight : ReportKind::Gradient;
-}
 
 }  // namespace coat

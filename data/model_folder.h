@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "../model.h"
+#include "../state_tensors.h"
 
 namespace coat {
 

@@ -112,7 +112,7 @@ static size_t place_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
 namespace {
 
 // The description of out = A B, or out += A B, for cuBLASLt. Sums are in FP32, or in fewer bits if `fast`
-// (formats.h, FastAccumulation). The bias, if there is one, is added to the sums before they are stored.
+// (recipes.h, FastAccumulation). The bias, if there is one, is added to the sums before they are stored.
 struct Problem {
     cublasLtMatrixLayoutOpaque_t a, b, out;
     cublasLtMatmulDescOpaque_t operation;

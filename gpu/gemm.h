@@ -22,7 +22,7 @@ public:
     static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
     void* const scratch;                         // SCRATCH bytes; between GEMMs other kernels may use them
 
-    // fast_accumulation says for each GemmKind whether it sums in fewer bits (formats.h, FastAccumulation).
+    // fast_accumulation says for each GemmKind whether it sums in fewer bits (recipes.h, FastAccumulation).
     CublasGemms(void* scratch, const FastAccumulation& fast_accumulation)
         : scratch(scratch), fast_accumulation_(fast_accumulation) {}
     ~CublasGemms();

@@ -3,7 +3,7 @@
 // so a program without CUDA knows it too, for --plan. gpu/operators.h explains the words bucket, flat order
 // and rank's order. The map of the memory is drawn in gpu/state.h: read it first.
 #pragma once
-#include "../model.h"
+#include "../ranks.h"
 
 namespace coat {
 
@@ -16,7 +16,7 @@ inline constexpr int64_t GPU_ALIGNMENT = 256;
 // The part of a parameter that this rank owns (with one rank, the whole), and where it is in the rank's
 // order.
 struct ShardPlace {
-    Range owned;                     // elements of the parameter: owned() of model.h
+    Range owned;                     // elements of the parameter: owned() of ranks.h
     int64_t rank_offset;             // elements before it in the rank's order
     int64_t units_before_parameter;  // shard units of all earlier parameters, whoever owns them
 };
@@ -44,7 +44,7 @@ GradientBufferSizes gradient_buffer_sizes(const Setup& s);
 
 inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // the rows of an FP8 GEMM are a multiple of 16
 // Rows of saved tensors: the tokens of a micro-batch, rounded up. (If GEMMs are in FP8, B * T is a multiple
-// of 16 already: linear_formats() in formats.h.)
+// of 16 already: linear_formats() in recipes.h.)
 inline int64_t padded_tokens(const Setup& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
 int64_t saved_layer_bytes(const Setup& s);  // the bytes of what a layer saves for backward
 // The bytes from the first saved activation to the first gradient.

@@ -26,7 +26,7 @@
 //
 // The words group, moment group, scale and scale block are those of formats.h.
 #pragma once
-#include "../model.h"
+#include "../ranks.h"
 #include "cuda.h"
 
 namespace coat::gpu {
@@ -283,7 +283,7 @@ struct Shard {
     //   flat_minus_rank_offset   for random bits: an element's number in the flat order minus its number in
     //                            the rank's order. On one GPU it is 0
     //   units_before_shard       for the order in which squares of gradients are summed: the number of shard
-    //                            units (model.h, SHARD_UNIT) before this shard in the flat order
+    //                            units (ranks.h, SHARD_UNIT) before this shard in the flat order
     int64_t flat_minus_rank_offset = 0;
     int64_t units_before_shard = 0;
 };
@@ -293,7 +293,7 @@ struct GradientState {
     double sum_of_squares;  // of all buckets so far, before clipping
     double norm;            // the root of sum_of_squares
     float clip_factor;      // what clipping multiplies the gradients by: limit / norm, or 1
-    // Not 0: the step is skipped (StepResult::skipped of model.h says when). Then nothing is updated, and the
+    // Not 0: the step is skipped (StepResult::skipped of step.h says when). Then nothing is updated, and the
     // next step has the same bias correction.
     uint32_t skip;
 };

@@ -13,7 +13,7 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. First values
 
-// What initial_value() (architecture.h) needs besides a Param.
+// What initial_value() (random.h) needs besides a Param.
 struct InitializeArguments {
     Range owned;           // the elements of the parameter that this rank owns
     uint64_t param_index;  // the number of the parameter
@@ -28,7 +28,7 @@ void initialize(const Weights& w, int64_t rank_offset, const Param& p, const Ini
 // ===========================================================================================================
 // 2. The norm of all gradients, and steps that are skipped
 
-// Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (model.h). Their sum,
+// Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (ranks.h). Their sum,
 // in a fixed order, is the same for any number of ranks. sums (1 + shard_units.count):
 //   sums[0]       *loss, or 0 if loss is null
 //   sums[1 + u]   the sum of squares of the shard unit shard_units.first + u, or 0 if another rank owns it

@@ -1,4 +1,4 @@
-// gpu/quant_report.h - the quantization report (kernel: gpu/quant_report.cu; QuantStats is in step.h). It has
+// gpu/quant_report.h - the quantization report (kernel: gpu/quant_report.cu; QuantStats is in quant_errors.h). It has
 // a kernel of its own, so that training pays nothing for it. The rules of gpu/operators.h hold here, too.
 #pragma once
 #include "operators.h"

@@ -230,7 +230,7 @@ void Parameters::upload_shard_table() {
 }
 
 // Gives the state of a new run its values:
-//   weights   initial_value() of architecture.h; and their amaxes
+//   weights   initial_value() of random.h; and their amaxes
 //   moments   zero, which means max = 0 and k = 1 in every moment group
 //   scales    none, and empty histories
 void Parameters::initialize_state() {

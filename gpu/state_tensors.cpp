@@ -1,6 +1,8 @@
 // gpu/state_tensors.cpp - how a checkpoint reads and writes what a GPU keeps of a run (gpu/state_tensors.h).
 #include "state_tensors.h"
 
+#include "../state_tensors.h"
+
 #include <cstring>
 
 namespace coat::gpu {

@@ -1,5 +1,5 @@
 // gpu/state_tensors.h - how a checkpoint reads and writes what a GPU keeps of a run: tensor by tensor, each
-// with a name (model.h, StateTensor).
+// with a name (state_tensors.h of the top folder).
 #pragma once
 #include <map>
 

@@ -6,7 +6,7 @@
 #include <charconv>
 #include <variant>
 
-#include "../architecture.h"
+#include "../models.h"
 #include "../data/data_files.h"
 
 namespace coat {

@@ -109,7 +109,7 @@ static int run_program(const std::vector<std::string>& arguments, std::unique_pt
     processes = start_ranks(launch, flags);
     const std::string why_no_gpu = choose_device(*processes, flags);
     if (flags.on_gpu()) flags.take_gpu_defaults();
-    if (!flags.on_gpu()) keep_freed_memory();
+    if (!flags.on_gpu()) never_return_memory_to_system();
     if (flags.given("prompt")) {
         answer_prompt(flags, *processes);
         return 0;

@@ -1,8 +1,10 @@
-// plan.cpp - the tables of plan.h, computed from formats.h, architecture.h and model.h. A new recipe or model
+// plan.cpp - the tables of plan.h, computed from recipes.h, architecture.h and model.h. A new recipe or model
 // needs only its row in recipes() or models().
 #include "plan.h"
 
 #include <map>
+
+#include "../state_tensors.h"
 
 namespace coat {
 

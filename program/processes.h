@@ -9,7 +9,7 @@
 #include <mutex>
 #include <thread>
 
-#include "../model.h"
+#include "../ranks.h"
 
 namespace coat {
 

@@ -76,7 +76,7 @@ struct Run {
 // Prints what is good to know before the first step: the model and its formats, the data, and the memory that
 // the run takes.
 void print_start(const Run& run);
-// The setup of the last rank. By the formula of owned() in model.h this rank owns most of each matrix: of a
+// The setup of the last rank. By the formula of owned() in ranks.h this rank owns most of each matrix: of a
 // matrix that is a single shard unit, it owns all. So its memory is what is printed.
 Setup setup_of_last_rank(const Run& run);
 

@@ -1,4 +1,5 @@
 // start.cpp - the start of a run: from the flags to a model (start.h).
+#include <malloc.h>
 #include <omp.h>
 #include <unistd.h>
 
@@ -50,6 +51,11 @@ std::string choose_device(const ProcessGroup& processes, Flags& flags) {
         throw Error("--device gpu cannot be used: ", why, ".");
     if (flags.device == "auto") flags.device = why.empty() ? "gpu" : "cpu";
     return why;
+}
+
+void never_return_memory_to_system() {
+    mallopt(M_MMAP_THRESHOLD, 1 << 30);
+    mallopt(M_TRIM_THRESHOLD, 2147483647);
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -26,6 +26,10 @@ std::vector<std::string> files_of_output();
 std::unique_ptr<ProcessGroup> start_ranks(const Launch& launch, const Flags& flags);
 // --device auto becomes cpu or gpu. Returns RunLocation::why_no_gpu.
 std::string choose_device(const ProcessGroup& processes, Flags& flags);
+// For a run on the CPU: after this call the allocator of this process returns no memory to the system. Every
+// step allocates the same temporary tensors. A third of the time would go into memory that is new to the
+// process.
+void never_return_memory_to_system();
 
 // -----------------------------------------------------------------------------------------------------------
 // generate.cpp: --prompt, which needs nothing of what follows

@@ -1,9 +1,9 @@
-// architecture.cpp - the table of models in architecture.h, beside what was published of each model.
+// architecture.cpp - the table of models in models.h, beside what was published of each model.
 #include <doctest/doctest.h>
 
 #include <map>
 
-#include "../architecture.h"
+#include "../models.h"
 
 using namespace coat;
 

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "../model.h"
+#include "../program/start.h"
 
 namespace {
 
@@ -74,7 +74,7 @@ TEST_CASE("main: only tests that the command line chooses are counted as skipped
 
 int main(int argc, char** argv) {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);  // a run that is stopped has printed what it did
-    coat::keep_freed_memory();
+    coat::never_return_memory_to_system();
     // None of these tests uses a GPU. Many wait for programs that they start.
     const std::string groups[] = {"*test/train_*,*test/generate.cpp", "*test/processes.cpp,*test/data/*",
                                   "*test/dev/*.cpp"};

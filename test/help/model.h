@@ -4,6 +4,7 @@
 
 #include "../../program/plan.h"
 #include "../../reference.h"
+#include "../../state_tensors.h"
 #include "files.h"
 #include "random.h"
 

@@ -179,7 +179,7 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
     }
 }
 
-TEST_CASE("round_stochastically: by the rule of architecture.h; exact values stay; the mean is the value") {
+TEST_CASE("round_stochastically: by the rule of random.h; exact values stay; the mean is the value") {
     FRESH_RANDOM(rng);
     for (int64_t i = 0; i < count(200000, 10000); i++) {
         const uint64_t key = rng.bits();
