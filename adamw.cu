@@ -537,12 +537,12 @@ unsigned adamw_blocks(int64_t spans) {
     return static_cast<unsigned>(std::min(bundles, at_once * rounds));
 }
 
-MomentScalingKind moment_scaling_kind(const Optimizer& o) {
-    if (o.has_fp8_moment_groups()) return MomentScalingKind::Fp8MomentGroups;
-    if (o.per_tensor) return MomentScalingKind::OneScale;
-    require(!moments_need_scaling(o.m) && !moments_need_scaling(o.v),
+MomentScales moment_scales(const OptimizerFormats& o) {
+    if (o.has_fp8_moment_groups()) return MomentScales::PerMomentGroup;
+    if (o.one_moment_group) return MomentScales::OnePerTensor;
+    require(!moments_need_scaling(o.m_format) && !moments_need_scaling(o.v_format),
             "moments in moment groups must both be in FP8");
-    return MomentScalingKind::NoScales;
+    return MomentScales::None;
 }
 
 AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
@@ -566,12 +566,13 @@ template <Format OF_M, Format OF_V, bool EXPANSION, class F> void call_with_trai
     f.template operator()<M, V>();
 }
 // The same for an optimizer whose moments are in FP8 moment groups.
-template <class F> void with_moment_traits(const Optimizer& o, F f) {
+template <class F> void with_moment_traits(const OptimizerFormats& o, F f) {
     constexpr Format E4M3 = Format::E4M3, E5M2 = Format::E5M2;
-    const bool both_e4m3 = o.m == E4M3 && o.v == E4M3;
+    const bool both_e4m3 = o.m_format == E4M3 && o.v_format == E4M3;
     if (both_e4m3 && o.expansion) call_with_traits<E4M3, E4M3, /*EXPANSION=*/true>(f);
     else if (both_e4m3) call_with_traits<E4M3, E4M3, /*EXPANSION=*/false>(f);
-    else if (o.m == E4M3 && o.v == E5M2 && o.expansion) call_with_traits<E4M3, E5M2, /*EXPANSION=*/true>(f);
+    else if (o.m_format == E4M3 && o.v_format == E5M2 && o.expansion)
+        call_with_traits<E4M3, E5M2, /*EXPANSION=*/true>(f);
     else require(false, "adamw.cu has no kernel for moments in these formats");
 }
 
@@ -585,12 +586,12 @@ __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
 
 }  // namespace
 
-void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardsToUpdate& g,
+void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
     const AdamWArguments arguments{.constants = kernel_constants(options),
-                                   .moment_scaling_kind = moment_scaling_kind(optimizer),
-                                   .fmax_m = info(optimizer.m).fmax,
-                                   .fmax_v = info(optimizer.v).fmax,
+                                   .moment_scales = moment_scales(optimizer),
+                                   .fmax_m = info(optimizer.m_format).fmax,
+                                   .fmax_v = info(optimizer.v_format).fmax,
                                    .shards = g.shards,
                                    .shard_count = g.count,
                                    .elements = g.elements,
@@ -601,7 +602,7 @@ void adamw(const AdamWOptions& options, const Optimizer& optimizer, const Shards
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(g.count, 128), 128,
            /*shared_bytes=*/0, stream, arguments);
     update_shards_without_moment_groups(arguments, stream);
-    if (arguments.moment_scaling_kind != MomentScalingKind::Fp8MomentGroups || g.elements.count == 0) return;
+    if (arguments.moment_scales != MomentScales::PerMomentGroup || g.elements.count == 0) return;
     with_weights(weights, [&]<class W>() {
         with_moment_traits(optimizer, [&]<class M, class V>() {
             launch("adamw", adamw_kernel<W, M, V>, adamw_blocks(g.elements.count / MOMENT_GROUP_SIZE),

@@ -86,23 +86,23 @@ struct SavedTensor {
     SavedKind kind;
     const char* name;
     int64_t cols;
-    Storage storage;
+    TensorFormat format;
 
-    int64_t bytes(int64_t N) const { return storage.bytes(N, cols); }
+    int64_t bytes(int64_t N) const { return format.bytes(N, cols); }
 };
 
 inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const Recipe& r) {
     // clang-format off
     return {
-        {.kind = SavedKind::Norm1Input, .name = "norm 1 input", .cols = config.C, .storage = r.saved_inputs},
-        {.kind = SavedKind::Qkv, .name = "q, k, v", .cols = config.qkv_cols(), .storage = r.saved_attention},
+        {.kind = SavedKind::Norm1Input, .name = "norm 1 input", .cols = config.C, .format = r.saved_inputs},
+        {.kind = SavedKind::Qkv, .name = "q, k, v", .cols = config.qkv_cols(), .format = r.saved_attention},
         {.kind = SavedKind::AttentionOutput, .name = "attention output", .cols = config.q_cols(),
-         .storage = r.saved_attention},
+         .format = r.saved_attention},
         {.kind = SavedKind::LogSumExp, .name = "attention log-sum-exp", .cols = config.NH,
-         .storage = PLAIN_FP32},
-        {.kind = SavedKind::Norm2Input, .name = "norm 2 input", .cols = config.C, .storage = r.saved_inputs},
+         .format = PLAIN_FP32},
+        {.kind = SavedKind::Norm2Input, .name = "norm 2 input", .cols = config.C, .format = r.saved_inputs},
         {.kind = SavedKind::GateUp, .name = config.arch.gated ? "gate, up" : "GELU input",
-         .cols = config.gate_up_cols(), .storage = r.saved_inputs},
+         .cols = config.gate_up_cols(), .format = r.saved_inputs},
     };
     // clang-format on
 }
@@ -112,17 +112,17 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const
 
 struct Role {
     bool decays = false;  // weight decay applies
-    // Its moments have the formats Optimizer::m and v. The moments of other roles are in FP32.
+    // Its moments have the formats OptimizerFormats::m_format and v_format. The moments of other roles are in
+    // FP32.
     bool moments_follow_optimizer = false;
     // It is the weight of a linear layer whose GEMMs read quantized operands (Recipe::x, w and g). The weight
     // of the head is not: the GEMMs of the head are in the compute dtype.
-    bool quantized_linear = false;
+    bool layer_linear = false;
     bool starts_at_one = false;  // its initial values are 1
 };
 // The embedding, learned positions and the head: no GEMM reads them quantized, but their moments are.
-inline constexpr Role EMBEDDING_OR_HEAD{.decays = true, .moments_follow_optimizer = true};
-inline constexpr Role QUANTIZED_LINEAR{
-    .decays = true, .moments_follow_optimizer = true, .quantized_linear = true};
+inline constexpr Role MATRIX_OUTSIDE_LAYERS{.decays = true, .moments_follow_optimizer = true};
+inline constexpr Role LAYER_LINEAR{.decays = true, .moments_follow_optimizer = true, .layer_linear = true};
 inline constexpr Role NORM_WEIGHT{.starts_at_one = true};
 inline constexpr Role BIAS{};
 
@@ -146,7 +146,7 @@ struct Param {
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP_SIZE); }
     // The format in which this parameter's first or second moments are stored. of_optimizer: the optimizer's
-    // format for these moments, Optimizer::m or Optimizer::v.
+    // format for these moments, OptimizerFormats::m_format or OptimizerFormats::v_format.
     Format moment_format(Format of_optimizer) const {
         return role.moments_follow_optimizer ? of_optimizer : Format::FP32;
     }
@@ -174,7 +174,7 @@ struct ParamTable {
         if (!config.arch.rms) add(name + ".bias", BIAS, 1, config.C, 0);
     }
     void add_linear(const std::string& name, int64_t out, int64_t in, float init_std, bool bias) {
-        add(name, QUANTIZED_LINEAR, out, in, init_std);
+        add(name, LAYER_LINEAR, out, in, init_std);
         if (bias) add(name + ".bias", BIAS, 1, out, 0);
     }
 };
@@ -184,8 +184,8 @@ inline std::vector<Param> parameters(const ModelConfig& config) {
     // As in GPT-2, two matrices of each layer have smaller initial weights: those whose outputs are added to
     // the residual stream.
     const float init_std = 0.02f, residual_std = init_std / std::sqrt(2.0f * config.L);
-    table.add("embedding", EMBEDDING_OR_HEAD, config.padded_V(), config.C, init_std);
-    if (!config.arch.rope) table.add("positions", EMBEDDING_OR_HEAD, config.max_T, config.C, init_std);
+    table.add("embedding", MATRIX_OUTSIDE_LAYERS, config.padded_V(), config.C, init_std);
+    if (!config.arch.rope) table.add("positions", MATRIX_OUTSIDE_LAYERS, config.max_T, config.C, init_std);
     for (int64_t layer = 0; layer < config.L; layer++) {
         table.layer = layer;
         const std::string prefix = concat("layers.", layer, ".");
@@ -209,7 +209,7 @@ inline std::vector<Param> parameters(const ModelConfig& config) {
     table.layer = -1;
     table.bucket++;
     table.add_norm("final_norm");
-    if (!config.tied) table.add("head", EMBEDDING_OR_HEAD, config.padded_V(), config.C, init_std);
+    if (!config.tied) table.add("head", MATRIX_OUTSIDE_LAYERS, config.padded_V(), config.C, init_std);
     return table.params;
 }
 

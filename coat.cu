@@ -129,7 +129,7 @@ template <ExtraTask TASK, bool GATED = false>
 static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
                                    AmaxAndScale* activation_amax_out, QuantStats* quant_stats,
                                    cudaStream_t stream) {
-    require(x.storage.format == Format::BF16, "only BF16 is quantized in groups");
+    require(x.format.element_format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
     measure_quant_errors(lazy_stored(x), {groups}, quant_stats, stream);
     using P = LazyProducer<LazyOp::Stored, Plain<bf16>, GATED>;
@@ -248,7 +248,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 }
 
 void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream) {
-    require(!out.storage.fp8(), "values are stored in BF16 or FP32");
+    require(!out.format.fp8(), "values are stored in BF16 or FP32");
     with_producer(x, [&](auto producer) {
         launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, bf16_or_fp32(out));
@@ -256,19 +256,19 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
 }
 
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
-    const Storage& storage = out.tensor.storage;
-    require(storage.fp8() && storage != E4M3_1x16,
+    const TensorFormat& format = out.tensor.format;
+    require(format.fp8() && format != E4M3_1x16,
             "quantize() makes the FP8 codes of a GEMM's operand, not groups");
     // Both of these are in gpu/other_scaling.cu.
-    if (storage.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, stream);
+    if (format.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, stream);
     if (out.delayed) return quantize_delayed(x, out, quant_stats, stream);
     measure_quant_errors(x, out, quant_stats, stream);  // first, because the codes may overwrite x
-    if (storage.format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, stream);
+    if (format.element_format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, stream);
     else quantize_per_tensor<Format::E4M3>(x, out, stream);
 }
 
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
-    if (out.tensor.storage.fp8()) quantize(x, out, quant_stats, stream);
+    if (out.tensor.format.fp8()) quantize(x, out, quant_stats, stream);
     else store_values(x, out.tensor, stream);
 }
 
@@ -304,10 +304,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
 // gradients of COAT's residual stream. Otherwise there are two passes.
 void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
                                        float* workspace, QuantStats* quant_stats, cudaStream_t stream) {
-    const Storage& storage = out.tensor.storage;
-    const bool per_tensor = storage.fp8() && storage.granularity == PER_TENSOR && !out.delayed;
+    const TensorFormat& format = out.tensor.format;
+    const bool per_tensor = format.fp8() && format.granularity == PER_TENSOR && !out.delayed;
     const bool both_forms = out.tensor.data && out.transposed;
-    const bool one_pass = x.op == LazyOp::Stored && x.input.storage == PLAIN_BF16 && per_tensor && both_forms;
+    const bool one_pass = x.op == LazyOp::Stored && x.input.format == PLAIN_BF16 && per_tensor && both_forms;
     if (!one_pass) {
         add_column_sums(x, gradient, workspace, nullptr, stream);
         return write_operand(x, out, quant_stats, stream);
@@ -315,10 +315,11 @@ void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, 
     measure_quant_errors(x, out, quant_stats, stream);
     using P = LazyProducer<LazyOp::Stored, Plain<bf16>>;
     auto kernel = write_operand_and_add_column_sums_kernel<P, Format::E4M3>;
-    if (storage.format == Format::E5M2) kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;
+    if (format.element_format == Format::E5M2)
+        kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;
     launch("write_operand_and_add_column_sums", kernel, column_grid(x.cols), TILE_THREADS, /*shared_bytes=*/0,
            stream, P{plain<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.amax_and_scale,
-           info(storage.format).fmax, static_cast<uint8_t*>(out.tensor.data),
+           info(format.element_format).fmax, static_cast<uint8_t*>(out.tensor.data),
            static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }

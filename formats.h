@@ -102,26 +102,26 @@ inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) 
 // How a matrix is stored: the format of its elements and, in FP8, its scale blocks and the format of the
 // scales. The scales of a (rows, cols) matrix form a row-major (scale_rows, scale_cols) matrix. Formats other
 // than FP8 have no scales, and the granularity PER_TENSOR.
-struct Storage {
-    Format format;
+struct TensorFormat {
+    Format element_format;
     Granularity granularity = PER_TENSOR;
     Format scale_format = Format::FP32;
 
-    constexpr bool operator==(const Storage&) const = default;
-    bool fp8() const { return is_fp8(format); }
+    constexpr bool operator==(const TensorFormat&) const = default;
+    bool fp8() const { return is_fp8(element_format); }
     int64_t scale_rows(int64_t rows) const { return granularity.rows ? ceil_div(rows, granularity.rows) : 1; }
     int64_t scale_cols(int64_t cols) const { return granularity.cols ? ceil_div(cols, granularity.cols) : 1; }
     int64_t scale_count(int64_t rows, int64_t cols) const {
         return fp8() ? scale_rows(rows) * scale_cols(cols) : 0;
     }
     int64_t bytes_without_scales(int64_t rows, int64_t cols) const {
-        return rows * cols * info(format).bytes;
+        return rows * cols * info(element_format).bytes;
     }
     int64_t bytes(int64_t rows, int64_t cols) const {  // with the scales
         return bytes_without_scales(rows, cols) + scale_count(rows, cols) * info(scale_format).bytes;
     }
     std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
-        const std::string name = info(format).name;
+        const std::string name = info(element_format).name;
         if (!fp8()) return name;
         if (granularity == PER_TENSOR) return name + " tensor";
         if (granularity == PER_ROW) return name + " row";
@@ -129,31 +129,33 @@ struct Storage {
     }
 };
 // Without scales:
-inline constexpr Storage PLAIN_FP32{.format = Format::FP32};
-inline constexpr Storage PLAIN_BF16{.format = Format::BF16};
+inline constexpr TensorFormat PLAIN_FP32{.element_format = Format::FP32};
+inline constexpr TensorFormat PLAIN_BF16{.element_format = Format::BF16};
 // With scales, by granularity:
-inline constexpr Storage E4M3_TENSOR{.format = Format::E4M3};
-inline constexpr Storage E5M2_TENSOR{.format = Format::E5M2};
-inline constexpr Storage E4M3_1x16{
-    .format = Format::E4M3, .granularity = PER_1x16, .scale_format = Format::BF16};
-inline constexpr Storage E4M3_ROW{.format = Format::E4M3, .granularity = PER_ROW};
-inline constexpr Storage E4M3_1x128{.format = Format::E4M3, .granularity = PER_1x128};
-inline constexpr Storage E4M3_128x128{.format = Format::E4M3, .granularity = PER_128x128};
+inline constexpr TensorFormat E4M3_TENSOR{.element_format = Format::E4M3};
+inline constexpr TensorFormat E5M2_TENSOR{.element_format = Format::E5M2};
+inline constexpr TensorFormat E4M3_1x16{
+    .element_format = Format::E4M3, .granularity = PER_1x16, .scale_format = Format::BF16};
+inline constexpr TensorFormat E4M3_ROW{.element_format = Format::E4M3, .granularity = PER_ROW};
+inline constexpr TensorFormat E4M3_1x128{.element_format = Format::E4M3, .granularity = PER_1x128};
+inline constexpr TensorFormat E4M3_128x128{.element_format = Format::E4M3, .granularity = PER_128x128};
 
 // -----------------------------------------------------------------------------------------------------------
 // The GEMMs of a linear layer
 //
 // A linear layer has the input x (N, in), the weight w (out, in), and the gradient g (N, out) of its output.
-// Each of its three GEMMs sums over another dimension. A sum over columns goes along a row: it is NumPy's
-// axis=1. A sum over rows goes along a column: axis=0.
-//   fprop  y  = x w^T   over input features:  columns of x, columns of w
-//   dgrad  dx = g w     over output features: columns of g, rows of w
-//   wgrad  dw = g^T x   over tokens:          rows of g, rows of x
+// Each of its three GEMMs sums over another dimension. In an operand this sum goes along a row (NumPy's
+// axis=1) or along a column (axis=0):
+//   fprop  y  = x w^T   sums over input features    along rows of x      along rows of w
+//   dgrad  dx = g w     sums over output features   along rows of g      along columns of w
+//   wgrad  dw = g^T x   sums over tokens            along columns of g   along columns of x
 //
 // A GEMM adds up products of codes, and multiplies the sum by the scales. So it has to stop wherever a scale
 // changes. With groups of 1x16 this would be after every 16 products, and the tensor cores would mostly wait.
 // Therefore no GEMM reads groups: scale blocks of its operands are 128 elements long in the direction of the
 // sum, or a whole row, or the whole tensor.
+
+enum class SumAlong : uint8_t { Row, Column };
 
 // The operands of the three GEMMs.
 enum class OperandKind : uint8_t { X, W, G };

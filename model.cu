@@ -61,7 +61,7 @@ struct ResidualNorm {
     // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
     LinearLayer* reader;
 
-    bool saves_groups() const { return norm.in.storage.fp8(); }
+    bool saves_groups() const { return norm.in.format.fp8(); }
     AmaxAndScale* place_for_output_amax() const { return reader ? reader->place_for_x_amax() : nullptr; }
 };
 
@@ -159,13 +159,13 @@ class Network {
     //   - dgate_up has one scale per tensor, or none. Scales of rows or blocks would lie right after the
     //     codes (gpu/linear.cpp). There they would overwrite the scales of the groups of gate and up, which
     //     the kernel still reads.
-    const bool dgate_up_in_place_ =
-        info(linear_context_.formats.g.format).bytes == info(recipe_.saved_inputs.format).bytes &&
-        linear_context_.formats.g.granularity == PER_TENSOR;
+    const bool dgate_up_in_place_ = info(linear_context_.formats.g.element_format).bytes ==
+                                        info(recipe_.saved_inputs.element_format).bytes &&
+                                    linear_context_.formats.g.granularity == PER_TENSOR;
     // Whether dqkv, later in backward, overwrites the same place: if a row of dqkv fits into the bytes of a
     // row of gate and up, codes and scales together. (In Llama-2-7B a row of dqkv has 24,576 bytes. A row of
     // gate and up has 22,016 bytes of codes and 2,752 bytes of scales.)
-    const bool dqkv_in_place_ = Storage{recipe_.compute}.bytes(1, config_.qkv_cols()) <=
+    const bool dqkv_in_place_ = TensorFormat{recipe_.compute_format}.bytes(1, config_.qkv_cols()) <=
                                 recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
 
     // What add_embedding_gradients() copies to the GPU. It must stay until the host waits for the GPU again.
@@ -293,7 +293,7 @@ private:
         const LazyTensor x = lazy_norm(norm2.norm);
         // Both cases save gate and up. If down_proj needs the amax of its x, the output of the activation,
         // they compute it, too
-        if (gate_up.storage.fp8()) {
+        if (gate_up.format.fp8()) {
             // coat: the projection's output is the widest tensor of a layer. It exists only until its groups
             // are saved
             const Arena::Scope until_saved(arena_);
@@ -398,7 +398,7 @@ private:
         const TensorRef fp32_sum{.data = arena_.allocate<float>(dweight.rows * dweight.cols),
                                  .rows = dweight.rows,
                                  .cols = dweight.cols,
-                                 .storage = PLAIN_FP32};
+                                 .format = PLAIN_FP32};
         // A later micro-batch begins the sum with the gradient of the earlier ones
         if (!pass.overwrites_gradients) store_values(lazy_stored(dweight), fp32_sum, stream_);
         return fp32_sum;
@@ -594,10 +594,10 @@ private:
     // multiple of 16 rows, because an FP8 GEMM writes so many.
     TensorRef allocate_tensor(int64_t n, int64_t cols) {
         const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
-        return tensor_at(arena_.allocate(elements * info(recipe_.compute).bytes), n, cols);
+        return tensor_at(arena_.allocate(elements * info(recipe_.compute_format).bytes), n, cols);
     }
     TensorRef tensor_at(void* data, int64_t n, int64_t cols) const {
-        return {.data = data, .rows = n, .cols = cols, .storage = {recipe_.compute}};
+        return {.data = data, .rows = n, .cols = cols, .format = {recipe_.compute_format}};
     }
 
     // What a layer has saved, or is to save: the rows of this pass.
@@ -644,27 +644,27 @@ private:
     // attention reads a buffer, save_and_reload() writes to it what the groups hold. So forward reads what
     // backward will read, and the saved log-sum-exp fits both.
     TensorRef attention_buffer(const TensorRef& saved) {
-        return saved.storage.fp8() ? allocate_tensor(saved.rows, saved.cols) : saved;
+        return saved.format.fp8() ? allocate_tensor(saved.rows, saved.cols) : saved;
     }
     // Saves what is in a buffer, and reloads the buffer.
     void save_and_reload(const TensorRef& buffer, const TensorRef& saved) {
-        if (!saved.storage.fp8()) return;
+        if (!saved.format.fp8()) return;
         quantize_groups(buffer, saved, /*write_back=*/true, context_.quant_stats_of(ReportKind::Attention),
                         stream_);
     }
     TensorRef load_saved(const TensorRef& saved) {
         const TensorRef buffer = attention_buffer(saved);
-        if (saved.storage.fp8()) store_values(lazy_stored(saved), buffer, stream_);
+        if (saved.format.fp8()) store_values(lazy_stored(saved), buffer, stream_);
         return buffer;
     }
     // The output of attention is the x of attention_out_proj. Its amax comes from attention_forward(). With
     // --attention groups x is what the groups hold, and its amax takes a pass of its own.
     AmaxAndScale* place_for_attention_output_amax(const Layer& layer, const TensorRef& saved) const {
-        return saved.storage.fp8() ? nullptr : layer.attention_out_proj.place_for_x_amax();
+        return saved.format.fp8() ? nullptr : layer.attention_out_proj.place_for_x_amax();
     }
     void save_attention_output(const Layer& layer, const TensorRef& buffer, const TensorRef& saved) {
         save_and_reload(buffer, saved);
-        if (saved.storage.fp8()) layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved));
+        if (saved.format.fp8()) layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved));
     }
 
     // q, k, v as attention reads them: as they are saved, because forward applies RoPE right after the q, k,
@@ -707,7 +707,7 @@ private:
                 .rotated_cols = config_.q_cols() + config_.kv_cols()};
     }
     AttentionShape attention_shape_args(const Pass& pass) const {
-        return attention_shape(config_, pass.B, pass.T, recipe_.compute);
+        return attention_shape(config_, pass.B, pass.T, recipe_.compute_format);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -726,7 +726,7 @@ private:
         const BucketRange& range = parameters_.buckets[bucket];
         for (size_t i = range.first_param; i < range.end_param; i++) {
             const Param& p = parameters_.params[i];
-            if (!p.role.quantized_linear && i != head_index_)
+            if (!p.role.layer_linear && i != head_index_)
                 clear_async(sharding_.gradient_to_write(i).data, p.padded_size() * parameters_.gradient_bytes,
                             stream_);
         }
@@ -769,11 +769,11 @@ private:
         if (qk_norms_) layer.qk_norm_index = index("qk_norm.weight");
         uint8_t* data = memory_.saved_activations + l * saved_layer_bytes(setup_);
         for (const SavedTensor& saved : saved_per_layer(config_, recipe_)) {
-            TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .storage = saved.storage};
+            TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .format = saved.format};
             // The scales of groups lie right after the codes
-            if (saved.storage.fp8())
+            if (saved.format.fp8())
                 tensor.group_scales =
-                    reinterpret_cast<uint16_t*>(data + saved.storage.bytes_without_scales(N, saved.cols));
+                    reinterpret_cast<uint16_t*>(data + saved.format.bytes_without_scales(N, saved.cols));
             layer.saved_tensors.push_back(tensor);
             data += round_up(saved.bytes(N), GPU_ALIGNMENT);
         }
@@ -811,7 +811,7 @@ public:
         sharding_.gather_weights(sharding_.head_module(), Direction::Forward);
         const TensorRef logits = compute_logits(pass, /*first=*/pass.N - 1, /*n=*/1).logits;
         const TensorRef fp32_logits{
-            .data = gemms_.scratch, .rows = 1, .cols = logits.cols, .storage = PLAIN_FP32};
+            .data = gemms_.scratch, .rows = 1, .cols = logits.cols, .format = PLAIN_FP32};
         store_values(lazy_stored(logits), fp32_logits, stream_);
         return static_cast<const float*>(fp32_logits.data);
     }

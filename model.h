@@ -19,7 +19,7 @@ class Communicator;  // how the ranks of a run exchange values (ranks.h)
 struct Setup {
     ModelConfig config;
     Recipe recipe;
-    Optimizer optimizer;
+    OptimizerFormats optimizer;
     int64_t B, T;                        // a micro-batch has B sequences of T tokens
     int64_t micro_batches_per_rank = 1;  // micro-batches of a step on each rank
     uint64_t seed = 1;
@@ -48,7 +48,7 @@ inline void require_supported(const Setup& s) {
         throw Error("--batch ", s.B, " with --seq ", s.T,
                     " is too large; use a smaller --batch and more --accumulate.");
     const bool groups = s.recipe.saved_attention.fp8();
-    if (s.recipe.compute == Format::FP32 && (groups || !s.keep_masters))
+    if (s.recipe.compute_format == Format::FP32 && (groups || !s.keep_masters))
         throw Error(groups ? "--attention groups" : "--master none", " needs BF16, but --recipe ",
                     s.recipe.name, " computes in FP32; leave it out, or choose --recipe coat.");
     if (!s.keep_gradients && s.micro_batches_per_rank > 1)
@@ -56,7 +56,7 @@ inline void require_supported(const Setup& s) {
     if (!s.keep_gradients && s.ranks > 1)
         throw Error(
             "--gradients none needs more memory, not less, if there are several ranks; leave it out.");
-    if (s.ranks > 1 && s.optimizer.per_tensor)
+    if (s.ranks > 1 && s.optimizer.one_moment_group)
         throw Error("--optimizer ", s.optimizer.name,
                     " has one scale for a whole tensor, but each rank holds only a part of it; "
                     "use one rank, or another --optimizer.");
@@ -71,7 +71,7 @@ inline void require_supported(const Setup& s) {
 // The micro-batches of all ranks count, so the format does not depend on the number of ranks. (On a GPU the
 // sum of the head has a rule of its own: head_sum_in_fp32() in gpu/memory_layout.h.)
 inline Format gradient_format(const Setup& s) {
-    return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute;
+    return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute_format;
 }
 
 // -----------------------------------------------------------------------------------------------------------

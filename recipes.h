@@ -18,7 +18,7 @@ namespace coat {
 //   JustInTime   from the tensor's own amax
 //   Delayed      from the largest amax of the last Recipe::history_steps steps. In the first step there is no
 //                history: each micro-batch uses the largest amax of the step so far, its own included
-enum class Scaling : uint8_t { JustInTime, Delayed };
+enum class ScaleSource : uint8_t { JustInTime, Delayed };
 
 // Fast accumulation, for fprop, dgrad and wgrad: whether the whole sum of a GEMM stays in the FP8 tensor
 // cores of a Hopper GPU. They keep about 14 bits of the sum. Without fast accumulation partial sums are added
@@ -32,19 +32,19 @@ struct Recipe {
     const char* name;
     // The compute dtype: the format of the residual stream, attention, GEMM outputs and the head. Gradients
     // of weights are in the compute dtype, too, unless more than four are summed (model.h, gradient_format).
-    Format compute = Format::BF16;
+    Format compute_format = Format::BF16;
     // The operands of a linear layer's GEMMs: its input x, its weight w, and the gradient g of its output.
-    // (The granularities are those of a matrix that a GEMM sums along the rows. A GEMM that sums along the
-    // columns reads the transpose, which in the recipes rowwise and deepseek may have other scale blocks:
-    // g_for_wgrad() in reference_model.cpp says more.)
-    Storage x = PLAIN_BF16, w = PLAIN_BF16, g = PLAIN_BF16;
+    // (The granularities are those of a matrix that a GEMM sums along its rows. A GEMM that sums along
+    // columns reads the transpose. In the recipes rowwise and deepseek the transpose may have other scale
+    // blocks: g_for_wgrad() in reference_model.cpp says more.)
+    TensorFormat x = PLAIN_BF16, w = PLAIN_BF16, g = PLAIN_BF16;
     // How the inputs of norms 1 and 2 and of the activation function are saved for backward. Forward, too,
     // computes with the saved values.
-    Storage saved_inputs = PLAIN_BF16;
+    TensorFormat saved_inputs = PLAIN_BF16;
     // How q, k, v and attention's output are saved for backward: in the compute dtype or in groups. No row of
     // the table sets groups: the flag --attention groups does.
-    Storage saved_attention = PLAIN_BF16;
-    Scaling scaling = Scaling::JustInTime;  // of x, w and g
+    TensorFormat saved_attention = PLAIN_BF16;
+    ScaleSource scale_source = ScaleSource::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = FAST_IN_NO_GEMM;
     const char* default_optimizer = "fp32";  // a row of optimizers()
     int history_steps = 1024;                // the number of steps whose amaxes delayed scaling remembers
@@ -54,7 +54,7 @@ struct Recipe {
 inline const std::vector<Recipe>& recipes() {
     // clang-format off
     static const std::vector<Recipe> table = {
-        {.name = "fp32", .compute = Format::FP32, .x = PLAIN_FP32, .w = PLAIN_FP32, .g = PLAIN_FP32,
+        {.name = "fp32", .compute_format = Format::FP32, .x = PLAIN_FP32, .w = PLAIN_FP32, .g = PLAIN_FP32,
          .saved_inputs = PLAIN_FP32, .saved_attention = PLAIN_FP32,
          .about = "everything in FP32, to compare the others with"},
         {.name = "bf16",
@@ -62,7 +62,8 @@ inline const std::vector<Recipe>& recipes() {
         {.name = "coat", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
          .saved_inputs = E4M3_1x16, .fast_accumulation = FAST_IN_FPROP, .default_optimizer = "coat",
          .about = "FP8 GEMMs, one scale per tensor; saved activations in FP8, one scale per 16 values"},
-        {.name = "te", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR, .scaling = Scaling::Delayed,
+        {.name = "te", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
+         .scale_source = ScaleSource::Delayed,
          .fast_accumulation = FAST_IN_FPROP,
          .about = "FP8 GEMMs, one scale per tensor, taken from earlier steps (TransformerEngine)"},
         {.name = "colossal", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
@@ -86,17 +87,17 @@ inline const std::vector<Recipe>& recipes() {
 // multiple of 16. If the number of tokens N is not, all linear layers of the run fall back to the compute
 // dtype.
 struct LinearFormats {
-    Storage x, w, g;
+    TensorFormat x, w, g;
     bool fallback;
 };
 inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
-    const Storage plain{.format = r.compute};
+    const TensorFormat plain{.element_format = r.compute_format};
     if (N % 16 != 0 && r.x.fp8()) return {.x = plain, .w = plain, .g = plain, .fallback = true};
     return {.x = r.x, .w = r.w, .g = r.g, .fallback = false};
 }
 
 // How the operand is stored. formats is a Recipe or LinearFormats.
-template <class Formats> const Storage& storage_of(const Formats& formats, OperandKind o) {
+template <class Formats> const TensorFormat& format_of(const Formats& formats, OperandKind o) {
     if (o == OperandKind::X) return formats.x;
     return o == OperandKind::W ? formats.w : formats.g;
 }
@@ -112,40 +113,40 @@ inline constexpr int MOMENT_GROUP_SIZE = 128;
 // without a scale.
 COAT_HD constexpr bool moments_need_scaling(Format f) { return f != Format::FP32 && f != Format::BF16; }
 
-// A row of optimizers(): how the moments of AdamW are stored. The optimizer is AdamW in every row.
-struct Optimizer {
+// How the moments of AdamW are stored: a row of optimizers().
+struct OptimizerFormats {
     const char* name;
-    Format m, v;              // of first and of second moments
-    bool expansion = false;   // dynamic range expansion of FP8 moments
-    bool per_tensor = false;  // the whole parameter is one moment group; else 128 elements are
-    const char* about = "";   // a line of --help
+    Format m_format, v_format;      // of first and of second moments
+    bool expansion = false;         // dynamic range expansion of FP8 moments
+    bool one_moment_group = false;  // the whole parameter is one moment group; else 128 elements are
+    const char* about = "";         // a line of --help
 
     bool uses_expansion(Format f) const { return expansion && is_fp8(f); }
     // The number of moment scalings of n elements of a moment in format f: one for each moment group; 0 if
     // the format is not scaled.
     int64_t moment_group_count(Format f, int64_t n) const {
         if (!moments_need_scaling(f)) return 0;
-        return per_tensor ? 1 : ceil_div(n, MOMENT_GROUP_SIZE);
+        return one_moment_group ? 1 : ceil_div(n, MOMENT_GROUP_SIZE);
     }
     // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for such moments. In every
     // row of the table either both are stored like this, or neither is.
-    bool has_fp8_moment_groups() const { return !per_tensor && is_fp8(m) && is_fp8(v); }
+    bool has_fp8_moment_groups() const { return !one_moment_group && is_fp8(m_format) && is_fp8(v_format); }
 };
 
-inline const std::vector<Optimizer>& optimizers() {
+inline const std::vector<OptimizerFormats>& optimizers() {
     // clang-format off
-    static const std::vector<Optimizer> table = {
-        {.name = "coat", .m = Format::E4M3, .v = Format::E4M3, .expansion = true,
+    static const std::vector<OptimizerFormats> table = {
+        {.name = "coat", .m_format = Format::E4M3, .v_format = Format::E4M3, .expansion = true,
          .about = "FP8 moments with dynamic range expansion (paper, section 4)"},
-        {.name = "coat-e5m2", .m = Format::E4M3, .v = Format::E5M2, .expansion = true,
+        {.name = "coat-e5m2", .m_format = Format::E4M3, .v_format = Format::E5M2, .expansion = true,
          .about = "as coat, with second moments in E5M2"},
-        {.name = "fp8", .m = Format::E4M3, .v = Format::E4M3,
+        {.name = "fp8", .m_format = Format::E4M3, .v_format = Format::E4M3,
          .about = "FP8 moments, one scale per moment group of 128, not expanded"},
-        {.name = "fp8lm", .m = Format::E4M3, .v = Format::FP16, .per_tensor = true,
+        {.name = "fp8lm", .m_format = Format::E4M3, .v_format = Format::FP16, .one_moment_group = true,
          .about = "E4M3 and FP16 moments, one scale per tensor (FP8-LM)"},
-        {.name = "bf16", .m = Format::BF16, .v = Format::BF16,
+        {.name = "bf16", .m_format = Format::BF16, .v_format = Format::BF16,
          .about = "BF16 moments"},
-        {.name = "fp32", .m = Format::FP32, .v = Format::FP32,
+        {.name = "fp32", .m_format = Format::FP32, .v_format = Format::FP32,
          .about = "FP32 moments"},
     };
     // clang-format on

@@ -144,11 +144,11 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // of a group, of a row or of a block is then NaN. All values that share it are read back as NaN, and NaN
 // reaches the loss or a gradient. The scale of a whole tensor is then 1: here the caller checks the amax. (It
 // must do so anyway. A delayed scale comes from earlier steps, so it cannot become NaN.)
-float scale_of(const Storage& storage, float amax) {
-    if (!std::isfinite(amax)) return storage.granularity == PER_TENSOR ? 1.0f : NAN;
+float scale_of(const TensorFormat& format, float amax) {
+    if (!std::isfinite(amax)) return format.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
-    const float s = std::max(amax / info(storage.format).fmax, 0x1p-126f);  // so that 1 / s is finite
-    return round_to(storage.scale_format, s);
+    const float s = std::max(amax / info(format.element_format).fmax, 0x1p-126f);  // so that 1 / s is finite
+    return round_to(format.scale_format, s);
 }
 
 // The amax of n neighbours; infinity if one is NaN. A maximum of floats could lose a NaN, so bits are
@@ -176,13 +176,13 @@ float compute_amax(const float* x, int64_t n) {
 // The scale of the scale block that contains (row, col). Scales are a row-major matrix with one element for
 // each scale block.
 float StoredMatrix::scale(int64_t row, int64_t col) const {
-    if (!storage.fp8()) return 1.0f;
+    if (!format.fp8()) return 1.0f;
     const int64_t scale_row = row / block_rows(), scale_col = col / block_cols();
-    const int64_t block = scale_row * storage.scale_cols(cols) + scale_col;
-    return read_element(storage.scale_format, scales.data(), block);
+    const int64_t block = scale_row * format.scale_cols(cols) + scale_col;
+    return read_element(format.scale_format, scales.data(), block);
 }
 float StoredMatrix::value(int64_t row, int64_t col) const {
-    return read_element(storage.format, elements.data(), row * cols + col) * scale(row, col);
+    return read_element(format.element_format, elements.data(), row * cols + col) * scale(row, col);
 }
 
 // Adds the error of one value to statistics. (NaN is not counted as flushed, because |NaN| > 0 is false.)
@@ -197,9 +197,9 @@ static void add_error(QuantStats& stats, float x, float dequantized) {
 // Sets stored.scales to the just-in-time scales of x (rows, cols), from the amaxes of its scale blocks. (The
 // scale of a whole tensor comes from compute_amax(), which uses all threads.)
 static void compute_scales(const float* x, StoredMatrix& stored) {
-    const Storage& storage = stored.storage;
-    const int64_t blocks = storage.scale_count(stored.rows, stored.cols);
-    const int64_t scale_cols = storage.scale_cols(stored.cols);
+    const TensorFormat& format = stored.format;
+    const int64_t blocks = format.scale_count(stored.rows, stored.cols);
+    const int64_t scale_cols = format.scale_cols(stored.cols);
 #pragma omp parallel for if (blocks > 1 && stored.rows * stored.cols > MIN_PARALLEL_ELEMENTS)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first_row = block / scale_cols * stored.block_rows();
@@ -209,7 +209,7 @@ static void compute_scales(const float* x, StoredMatrix& stored) {
         float amax = 0;
         for (int64_t row = first_row; row < end_row; row++)
             amax = std::max(amax, amax_of_neighbours(x + row * stored.cols + first_col, width));
-        write_element(storage.scale_format, stored.scales.data(), block, scale_of(storage, amax));
+        write_element(format.scale_format, stored.scales.data(), block, scale_of(format, amax));
     }
 }
 
@@ -228,7 +228,7 @@ template <class Convert> static void for_each_row_part(const StoredMatrix& store
 // Sets stored.elements: encode(x / s) for all elements of x (rows, cols). In FP32 and BF16 s is 1, and an
 // element is x rounded to the format.
 static void compute_codes(const float* x, StoredMatrix& stored) {
-    const Format format = stored.storage.format;
+    const Format format = stored.format.element_format;
     uint8_t* const elements = stored.elements.data();
     for_each_row_part(stored, [&](int64_t first, int64_t end, float s) {
         const float reciprocal = 1.0f / s;
@@ -242,7 +242,7 @@ static void compute_codes(const float* x, StoredMatrix& stored) {
 //   |x| up to 464 s   is rounded to 448 s, as any value is rounded to its neighbour
 //   |x| beyond 464 s  is saturated
 static void measure_quant_errors(const float* x, const StoredMatrix& stored, QuantStats& stats) {
-    const FormatInfo& f = info(stored.storage.format);
+    const FormatInfo& f = info(stored.format.element_format);
     const float half_spacing = std::ldexp(0.5f, std::ilogb(f.fmax) - f.mantissa_bits);  // at FMAX
     for (int64_t i = 0; i < stored.rows * stored.cols; i++) {
         const int64_t row = i / stored.cols, col = i % stored.cols;
@@ -252,33 +252,33 @@ static void measure_quant_errors(const float* x, const StoredMatrix& stored, Qua
 }
 
 // First the scales of all scale blocks, then all elements.
-StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage, QuantStats* stats,
-                      std::optional<float> scale) {
-    StoredMatrix stored{.elements = {}, .scales = {}, .rows = rows, .cols = cols, .storage = storage};
-    stored.elements.resize(storage.bytes_without_scales(rows, cols));
-    stored.scales.resize(storage.scale_count(rows, cols) * info(storage.scale_format).bytes);
-    if (storage.fp8() && storage.granularity == PER_TENSOR) {
-        const float s = scale ? *scale : scale_of(storage, compute_amax(x, rows * cols));
-        write_element(storage.scale_format, stored.scales.data(), 0, s);
-    } else if (storage.fp8()) {
+StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const TensorFormat& format,
+                      QuantStats* stats, std::optional<float> scale) {
+    StoredMatrix stored{.elements = {}, .scales = {}, .rows = rows, .cols = cols, .format = format};
+    stored.elements.resize(format.bytes_without_scales(rows, cols));
+    stored.scales.resize(format.scale_count(rows, cols) * info(format.scale_format).bytes);
+    if (format.fp8() && format.granularity == PER_TENSOR) {
+        const float s = scale ? *scale : scale_of(format, compute_amax(x, rows * cols));
+        write_element(format.scale_format, stored.scales.data(), 0, s);
+    } else if (format.fp8()) {
         compute_scales(x, stored);
     }
     compute_codes(x, stored);
-    if (stats && storage.fp8()) measure_quant_errors(x, stored, *stats);
+    if (stats && format.fp8()) measure_quant_errors(x, stored, *stats);
     return stored;
 }
 
 // x' = decode(code) * s for all elements. In FP32 and BF16 elements are values.
 Floats dequantize(const StoredMatrix& stored) {
     Floats x(stored.rows * stored.cols);
-    if (!stored.storage.fp8()) {
+    if (!stored.format.fp8()) {
 #pragma omp parallel for if (stored.rows * stored.cols > MIN_PARALLEL_ELEMENTS)
         for (int64_t i = 0; i < stored.rows * stored.cols; i++)
-            x[i] = read_element(stored.storage.format, stored.elements.data(), i);
+            x[i] = read_element(stored.format.element_format, stored.elements.data(), i);
         return x;
     }
     float values[256];  // by code
-    for (uint16_t code = 0; code < 256; code++) values[code] = decode(stored.storage.format, code);
+    for (uint16_t code = 0; code < 256; code++) values[code] = decode(stored.format.element_format, code);
     for_each_row_part(stored, [&](int64_t first, int64_t end, float s) {
         for (int64_t i = first; i < end; i++) x[i] = values[stored.elements[i]] * s;
     });
@@ -298,21 +298,21 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 // A GPU's tensor cores multiply codes, and scale the sum of the products. Here the GEMM is in FP32 and reads
 // decoded values. (This is called fake quantization.)
 //
-// A Granularity describes a matrix whose columns are summed over (recipes.h, Recipe). So if the GEMM sums
-// over the rows of x, the transpose of x is quantized. If the transpose has the same scale blocks, x itself
-// gives the same values.
-Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const Storage& storage, ReduceOver over,
-                    QuantStats* stats, std::optional<float> scale) {
-    if (over == ReduceOver::Columns || storage.granularity.transpose_has_same_blocks())
-        return dequantize(quantize(x.data(), rows, cols, storage, stats, scale));
+// A Granularity describes a matrix that the GEMM sums along its rows (recipes.h, Recipe). So if the GEMM sums
+// along the columns of x, the transpose of x is quantized. If the transpose has the same scale blocks, x
+// itself gives the same values.
+Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const TensorFormat& format,
+                    SumAlong sum_along, QuantStats* stats, std::optional<float> scale) {
+    if (sum_along == SumAlong::Row || format.granularity.transpose_has_same_blocks())
+        return dequantize(quantize(x.data(), rows, cols, format, stats, scale));
     const Floats transpose = transposed(x.data(), rows, cols, cols);
-    const StoredMatrix quantized = quantize(transpose.data(), cols, rows, storage, stats, scale);
+    const StoredMatrix quantized = quantize(transpose.data(), cols, rows, format, stats, scale);
     return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
-float DelayedScale::raise_amax_and_get_scale(const Storage& storage, float tensor_amax) {
+float DelayedScale::raise_amax_and_get_scale(const TensorFormat& format, float tensor_amax) {
     amax = std::max(amax, tensor_amax);
-    return scale > 0 ? scale : scale_of(storage, amax);
+    return scale > 0 ? scale : scale_of(format, amax);
 }
 
 void DelayedScale::update_history_and_scale(Format f) {
@@ -321,7 +321,7 @@ void DelayedScale::update_history_and_scale(Format f) {
     amax = 0;
     const float amax_of_history = compute_amax(history.data(), int64_t(history.size()));
     if (std::isfinite(amax_of_history) && amax_of_history > 0)
-        scale = scale_of(Storage{.format = f}, amax_of_history);
+        scale = scale_of(TensorFormat{.element_format = f}, amax_of_history);
 }
 
 // ===========================================================================================================
@@ -374,14 +374,14 @@ float contract(Format f, float y, float max_magnitude, float k) {
 // Without expansion: the scale of a moment group. Moments are finite, because a step with gradients that are
 // too large is skipped.
 static float moment_scale(Format f, float max_magnitude) {
-    return scale_of(Storage{.format = f}, max_magnitude);
+    return scale_of(TensorFormat{.element_format = f}, max_magnitude);
 }
 
-void Moment::init(const Optimizer& optimizer, Format f, int64_t count) {
+void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count) {
     format = f;
     expanded = optimizer.uses_expansion(f);
     n = count;
-    per_tensor = optimizer.per_tensor;
+    one_moment_group = optimizer.one_moment_group;
     const int64_t moment_groups = optimizer.moment_group_count(f, n);
     elements.assign(n * info(f).bytes, 0);
     max.assign(moment_groups, 0.0f);
@@ -432,7 +432,7 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
     if (!is_second_moment) return;
     // In fp8lm a whole parameter is one moment group, and second moments are FP16. Only values below about
     // 2^-41 of the largest become zero there, and they may stay zero.
-    if (per_tensor) return;
+    if (one_moment_group) return;
     for (int64_t i = first; i < end; i++) {
         const bool became_zero = x[i] > 0 && read_element(format, elements.data(), i) == 0;
         if (became_zero) write_element(format, elements.data(), i, info(format).fmin);

@@ -34,42 +34,40 @@ float join_master(uint16_t weight, int16_t remainder);
 uint16_t round_stochastically(float x, uint64_t key, int64_t i);
 
 // --- 2. Quantizers (paper, preliminaries and section 5) ---
-// A matrix (rows, cols), stored as its Storage says (formats.h). In FP8 an element is a code, and value() is
-// the value of the code times its scale. In FP32 and BF16 there are no scales.
+// A matrix (rows, cols), stored as its TensorFormat says (formats.h). In FP8 an element is a code, and
+// value() is the value of the code times its scale. In FP32 and BF16 there are no scales.
 struct StoredMatrix {
-    std::vector<uint8_t> elements;  // rows * cols elements of storage.format
-    std::vector<uint8_t> scales;    // one for each scale block, of storage.scale_format
+    std::vector<uint8_t> elements;  // rows * cols elements of format.element_format
+    std::vector<uint8_t> scales;    // one for each scale block, of format.scale_format
     int64_t rows = 0, cols = 0;
-    Storage storage{.format = Format::FP32};
+    TensorFormat format{.element_format = Format::FP32};
 
     // The number of rows and of columns of a scale block.
-    int64_t block_rows() const { return storage.granularity.rows ? storage.granularity.rows : rows; }
-    int64_t block_cols() const { return storage.granularity.cols ? storage.granularity.cols : cols; }
+    int64_t block_rows() const { return format.granularity.rows ? format.granularity.rows : rows; }
+    int64_t block_cols() const { return format.granularity.cols ? format.granularity.cols : cols; }
     float scale(int64_t row, int64_t col) const;
     float value(int64_t row, int64_t col) const;
 };
 
-float scale_of(const Storage& storage, float amax);  // the scale of a scale block with this amax
-float compute_amax(const float* x, int64_t n);       // the amax of n values
+float scale_of(const TensorFormat& format, float amax);  // the scale of a scale block with this amax
+float compute_amax(const float* x, int64_t n);           // the amax of n values
 
-// Stores x (rows, cols) as `storage` says.
+// Stores x (rows, cols) as `format` says.
 //   stats   null, or where the errors are added if the format is FP8
 //   scale   the scale to use in place of the just-in-time scale, if there is one scale for the whole tensor
 //           (DelayedScale)
-StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const Storage& storage,
+StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const TensorFormat& format,
                       QuantStats* stats = nullptr, std::optional<float> scale = {});
 std::vector<float> dequantize(const StoredMatrix& stored);  // (rows, cols)
 
 // x (rows, cols) as a GEMM reads it: quantized, and decoded again. stats, scale: as for quantize().
-//   over   whether the GEMM sums over the columns of x, which is along each row, as fprop does; or over the
-//          rows of x, which is along each column, as wgrad does
-enum class ReduceOver : uint8_t { Columns, Rows };
+//   sum_along   whether the GEMM sums along the rows of x, as fprop does, or along its columns, as wgrad does
 std::vector<float> gemm_operand(const std::vector<float>& x, int64_t rows, int64_t cols,
-                                const Storage& storage, ReduceOver over, QuantStats* stats = nullptr,
+                                const TensorFormat& format, SumAlong sum_along, QuantStats* stats = nullptr,
                                 std::optional<float> scale = {});
 
-// Delayed scaling (recipes.h, Scaling) of one operand of a linear layer. (This can wait: only the recipe te
-// needs it.) The scale is known before the tensor is, so values beyond FMAX * scale saturate.
+// Delayed scaling (recipes.h, ScaleSource) of one operand of a linear layer. (This can wait: only the recipe
+// te needs it.) The scale is known before the tensor is, so values beyond FMAX * scale saturate.
 struct DelayedScale {
     // The amaxes of the last recipe.history_steps steps, the newest first; 0 for steps before the first. The
     // vector is empty if this operand has no delayed scaling.
@@ -78,7 +76,7 @@ struct DelayedScale {
     float amax = 0;   // the largest amax of the current step so far, over its micro-batches
     // Raises `amax` to that of a tensor of the current step. Returns the scale to quantize this tensor with,
     // which is `scale`. If the history has no amax yet, the returned scale comes from `amax`.
-    float raise_amax_and_get_scale(const Storage& storage, float tensor_amax);
+    float raise_amax_and_get_scale(const TensorFormat& format, float tensor_amax);
     // After a step: `amax` replaces the oldest of the history, and the scale of the next step is
     // max(history) / FMAX. If max(history) is 0 or not finite, the scale stays as it is.
     void update_history_and_scale(Format f);
@@ -105,18 +103,20 @@ struct Moment {
     Format format = Format::FP32;
     bool expanded = false;
     int64_t n = 0;
-    bool per_tensor = false;        // all n elements are one moment group
+    bool one_moment_group = false;  // all n elements are one moment group
     std::vector<uint8_t> elements;  // n elements of format
     std::vector<float> max;         // of each moment group; empty if the format is not scaled
     std::vector<float> k;           // of each moment group; empty without expansion
 
     // A moment of `count` zeros. f: Param::moment_format().
-    void init(const Optimizer& optimizer, Format f, int64_t count);
+    void init(const OptimizerFormats& optimizer, Format f, int64_t count);
     void load(float* x) const;  // the values that are read back; x: (n)
     // Stores x (n). stats: null, or where the errors are added if the format is scaled.
     void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
-    int64_t moment_group_size() const { return per_tensor ? std::max<int64_t>(n, 1) : MOMENT_GROUP_SIZE; }
+    int64_t moment_group_size() const {
+        return one_moment_group ? std::max<int64_t>(n, 1) : MOMENT_GROUP_SIZE;
+    }
 
 private:
     float value(int64_t i) const;

@@ -240,13 +240,13 @@ private:
 
     // --- What a layer saves for backward ---
 
-    // Saves x (N, cols) for backward, stored as `storage` says. load_saved() gives the stored values.
-    SavedActivation save_for_backward(const Tensor& x, int64_t cols, const Storage& storage,
+    // Saves x (N, cols) for backward, stored as `format` says. load_saved() gives the stored values.
+    SavedActivation save_for_backward(const Tensor& x, int64_t cols, const TensorFormat& format,
                                       ReportKind kind) {
         if constexpr (!QUANTIZES) return x;
         else {
-            note_whether_finite(x, storage);
-            return quantize(x.data(), rows_of(x, cols), cols, storage, stats_of(kind));
+            note_whether_finite(x, format);
+            return quantize(x.data(), rows_of(x, cols), cols, format, stats_of(kind));
         }
     }
     static Tensor load_saved(const SavedActivation& saved) {
@@ -257,8 +257,8 @@ private:
     // FP8 codes saturate, which hides an infinity. So `finite` remembers whether the amax of each tensor
     // that is quantized to FP8 was finite. (This is needed for scales per tensor: scale_of() says why. For
     // smaller scale blocks it costs little.)
-    void note_whether_finite(const Tensor& x, const Storage& storage) {
-        if (storage.fp8()) finite = finite && std::isfinite(compute_amax(x.data(), int64_t(x.size())));
+    void note_whether_finite(const Tensor& x, const TensorFormat& format) {
+        if (format.fp8()) finite = finite && std::isfinite(compute_amax(x.data(), int64_t(x.size())));
     }
 
     // --- Linear layers: quantize the operands, GEMM, round the result to the compute dtype ---
@@ -271,8 +271,8 @@ private:
         const size_t weight_index = param_index_.at(name);
         const Tensor& w = param_values[weight_index];
         const int64_t in = params[weight_index].cols, out = params[weight_index].rows, N = rows_of(x, in);
-        const Tensor x_operand = make_operand(OperandKind::X, weight_index, x, in, ReduceOver::Columns);
-        const Tensor w_operand = make_operand(OperandKind::W, weight_index, w, in, ReduceOver::Columns);
+        const Tensor x_operand = make_operand(OperandKind::X, weight_index, x, in, SumAlong::Row);
+        const Tensor w_operand = make_operand(OperandKind::W, weight_index, w, in, SumAlong::Row);
         // fprop: y = x w^T
         Tensor y = multiply(N, out, in, matrix_view(x_operand, in), transposed_view(w_operand, in));
         add_bias_if_any(name, y);
@@ -285,9 +285,9 @@ private:
         const size_t weight_index = param_index_.at(name);
         const Tensor& w = param_values[weight_index];
         const int64_t in = params[weight_index].cols, out = params[weight_index].rows, N = rows_of(x, in);
-        const Tensor x_operand = make_operand(OperandKind::X, weight_index, x, in, ReduceOver::Rows);
-        const Tensor w_operand = make_operand(OperandKind::W, weight_index, w, in, ReduceOver::Rows);
-        const Tensor g_operand = make_operand(OperandKind::G, weight_index, g, out, ReduceOver::Columns);
+        const Tensor x_operand = make_operand(OperandKind::X, weight_index, x, in, SumAlong::Column);
+        const Tensor w_operand = make_operand(OperandKind::W, weight_index, w, in, SumAlong::Column);
+        const Tensor g_operand = make_operand(OperandKind::G, weight_index, g, out, SumAlong::Row);
         // dgrad: dx = g w
         const Tensor dx = multiply(N, in, out, matrix_view(g_operand, out), matrix_view(w_operand, in));
         // wgrad: dw = g^T x. In coat g_of_wgrad is g_operand.
@@ -299,15 +299,15 @@ private:
     }
 
     // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. tensor: (rows, cols).
-    // weight_index: of the layer's weight in params. over: what the GEMM sums over. (It changes nothing in
+    // weight_index: of the layer's weight in params. sum_along: how the GEMM sums. (It changes nothing in
     // coat: see g_for_wgrad().)
     Tensor make_operand(OperandKind kind, size_t weight_index, const Tensor& tensor, int64_t cols,
-                        ReduceOver over) {
+                        SumAlong sum_along) {
         if constexpr (!QUANTIZES) return tensor;
         else {
-            const Storage& storage = storage_of(formats_, kind);
-            note_whether_finite(tensor, storage);
-            return gemm_operand(tensor, rows_of(tensor, cols), cols, storage, over,
+            const TensorFormat& format = format_of(formats_, kind);
+            note_whether_finite(tensor, format);
+            return gemm_operand(tensor, rows_of(tensor, cols), cols, format, sum_along,
                                 stats_of(report_kind(kind)),
                                 delayed_scale_if_any(kind, weight_index, tensor));
         }
@@ -443,7 +443,7 @@ private:
     // x, rounded to the compute dtype.
     Tensor rounded(Tensor x) const {
         for (Real& v : x)
-            if constexpr (QUANTIZES) v = round_to(recipe_.compute, v);
+            if constexpr (QUANTIZES) v = round_to(recipe_.compute_format, v);
         return x;
     }
 
@@ -489,12 +489,12 @@ private:
         add_gradient(linear + ".bias", dbias);
     }
 
-    // ReduceOver changes values in the recipes rowwise and deepseek. Each operand is read by two GEMMs.
-    // One of them sums over the operand's columns. The other one sums over its rows, and reads its
+    // SumAlong changes values in the recipes rowwise and deepseek. Each operand is read by two GEMMs.
+    // One of them sums along the operand's rows. The other one sums along its columns, and reads its
     // transpose, because Hopper's FP8 GEMM needs the elements that it adds up to be neighbours in memory:
     //
-    //   operand   summed over    summed over   codes are made
-    //             columns by     rows by
+    //   operand   summed along   summed along  codes are made
+    //             rows by        columns by
     //   x         fprop          wgrad         in forward for fprop, and in backward for wgrad, because the
     //                                          codes of fprop are not kept
     //   w         fprop          dgrad         for each GEMM. A GPU may keep them for a whole step
@@ -511,21 +511,21 @@ private:
     // tokens.
     Tensor g_for_wgrad(size_t weight_index, const Tensor& g, const Tensor& g_operand) {
         if (formats_.g.granularity.transpose_has_same_blocks()) return g_operand;
-        return make_operand(OperandKind::G, weight_index, g, params[weight_index].rows, ReduceOver::Rows);
+        return make_operand(OperandKind::G, weight_index, g, params[weight_index].rows, SumAlong::Column);
     }
 
     // Delayed scaling (the recipe te): the scale of a GEMM operand, from earlier steps. Other recipes have
     // none: quantize() then takes the scale from the operand's amax.
     std::optional<float> delayed_scale_if_any(OperandKind kind, size_t weight_index, const Tensor& tensor) {
-        const Storage& storage = storage_of(formats_, kind);
-        if (recipe_.scaling != Scaling::Delayed || !storage.fp8()) return {};
+        const TensorFormat& format = format_of(formats_, kind);
+        if (recipe_.scale_source != ScaleSource::Delayed || !format.fp8()) return {};
         const float amax = compute_amax(tensor.data(), int64_t(tensor.size()));
-        return delayed_scales[weight_index][int(kind)].raise_amax_and_get_scale(storage, amax);
+        return delayed_scales[weight_index][int(kind)].raise_amax_and_get_scale(format, amax);
     }
     void prepare_delayed_scales() {
         delayed_scales.resize(params.size());
         for (size_t i = 0; i < params.size(); i++) {
-            if (!params[i].role.quantized_linear || recipe_.scaling != Scaling::Delayed) continue;
+            if (!params[i].role.layer_linear || recipe_.scale_source != ScaleSource::Delayed) continue;
             for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe_.history_steps);
         }
     }
@@ -559,11 +559,11 @@ public:
         : network_(setup), states_(params_.size()), sums_(params_.size()) {
         for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = params_[i];
-            const Optimizer& o = setup_.optimizer;
+            const OptimizerFormats& o = setup_.optimizer;
             const int64_t used = used_elements(setup_.config, p), owned_count = owned(setup_, p).count;
             ParamState& s = states_[i];
-            s.m.init(o, p.moment_format(o.m), owned_count);
-            s.v.init(o, p.moment_format(o.v), owned_count);
+            s.m.init(o, p.moment_format(o.m_format), owned_count);
+            s.v.init(o, p.moment_format(o.v_format), owned_count);
             s.weight_bits.resize(p.size());
             s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
@@ -729,7 +729,7 @@ private:
                 DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
                 for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
-                d.update_history_and_scale(storage_of(setup_.recipe, o).format);
+                d.update_history_and_scale(format_of(setup_.recipe, o).element_format);
             }
     }
 
@@ -741,7 +741,7 @@ private:
 
     // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
     float value_for_network(const ParamState& s, int64_t e) const {
-        const bool bf16 = setup_.recipe.compute == Format::BF16;
+        const bool bf16 = setup_.recipe.compute_format == Format::BF16;
         return bf16 ? from_bf16(s.weight_bits[e]) : join_master(s.weight_bits[e], s.remainder[e]);
     }
 
@@ -825,7 +825,7 @@ double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
                       const std::vector<std::vector<double>>& param_values, const int32_t* tokens,
                       const int32_t* targets, std::vector<std::vector<double>>* gradients) {
     const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
-    const Optimizer& optimizer = find_row(optimizers(), "fp32", "--optimizer");
+    const OptimizerFormats& optimizer = find_row(optimizers(), "fp32", "--optimizer");
     Network<double> network({config, recipe, optimizer, B, T});
     network.param_values = param_values;
     const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);

@@ -56,8 +56,8 @@ inline const char* suffix_of(OperandKind o) {
     return o == OperandKind::W ? ".w" : ".g";
 }
 
-// The state of delayed scaling (recipes.h, Scaling), for each operand of a linear layer: the amaxes of the
-// last steps, the newest first, and the scale of the next step. All are 0 before the first step.
+// The state of delayed scaling (recipes.h, ScaleSource), for each operand of a linear layer: the amaxes of
+// the last steps, the newest first, and the scale of the next step. All are 0 before the first step.
 inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& config, const Recipe& r) {
     std::vector<StateTensor> table;
     auto add = [&](const Param& p, const std::string& suffix, int64_t size) {
@@ -69,7 +69,7 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& confi
                          .shared_by = StateTensor::ALL});
     };
     for (const Param& p : parameters(config)) {
-        if (r.scaling != Scaling::Delayed || !p.role.quantized_linear) continue;
+        if (r.scale_source != ScaleSource::Delayed || !p.role.layer_linear) continue;
         for (OperandKind o : LINEAR_OPERANDS) {
             add(p, concat(suffix_of(o), ".history"), r.history_steps);
             add(p, concat(suffix_of(o), ".scale"), 1);
@@ -94,10 +94,10 @@ inline std::vector<StateTensor> tensors_besides_weights(const Setup& s) {
         };
         if (s.keep_masters) add(".remainder", "I16", 2, {p.rows, p.cols}, 1);
         for (const auto& [moment, wanted] :
-             {std::pair<std::string, Format>{".m", s.optimizer.m}, {".v", s.optimizer.v}}) {
+             {std::pair<std::string, Format>{".m", s.optimizer.m_format}, {".v", s.optimizer.v_format}}) {
             const Format f = p.moment_format(wanted);
             const int64_t moment_groups = s.optimizer.moment_group_count(f, p.size());
-            const int64_t shared_by = s.optimizer.per_tensor ? StateTensor::ALL : MOMENT_GROUP_SIZE;
+            const int64_t shared_by = s.optimizer.one_moment_group ? StateTensor::ALL : MOMENT_GROUP_SIZE;
             add(moment, info(f).safetensors_dtype, info(f).bytes, {p.rows, p.cols}, 1);
             if (moment_groups) add(moment + ".max", "F32", 4, {moment_groups}, shared_by);
             if (s.optimizer.uses_expansion(f)) add(moment + ".k", "F32", 4, {moment_groups}, shared_by);

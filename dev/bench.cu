@@ -32,6 +32,7 @@
 #include "../gpu/layers.h"
 #include "../gpu/operators.h"
 #include "../program/plan.h"
+#include "../random.h"
 #include "gpu_tools.h"
 
 namespace {
@@ -81,7 +82,7 @@ public:
         return static_cast<T*>(p);
     }
     TensorRef random(int64_t rows, int64_t cols, Format format, float std = 1.0f) {
-        const TensorRef tensor{take(rows * cols * info(format).bytes), rows, cols, Storage{format}};
+        const TensorRef tensor{take(rows * cols * info(format).bytes), rows, cols, TensorFormat{format}};
         if (format == Format::FP32)
             fill_kernel<<<4096, 256>>>(static_cast<float*>(tensor.data), rows * cols, taken_.size(), std);
         else
@@ -91,12 +92,13 @@ public:
         return tensor;
     }
     // Room for a tensor in any format, in the forms that are asked for.
-    Operand allocate_operand(int64_t rows, int64_t cols, const Storage& q, bool row_major, bool transposed) {
+    Operand allocate_operand(int64_t rows, int64_t cols, const TensorFormat& q, bool row_major,
+                             bool transposed) {
         const int64_t bytes = q.bytes_without_scales(rows, cols);
         Operand out{.tensor = {.data = row_major ? take(bytes) : nullptr,
                                .rows = rows,
                                .cols = cols,
-                               .storage = q,
+                               .format = q,
                                .amax_and_scale = take<AmaxAndScale>(sizeof(AmaxAndScale))},
                     .transposed = transposed ? take(bytes) : nullptr};
         if (q == E4M3_1x16) {
@@ -139,7 +141,7 @@ using Ceilings = std::map<std::string, double>;  // name -> bytes or FLOPs per s
 constexpr const char *COPY = "copy", *FAST = "fp8 GEMM, fast accumulation",
                      *EXACT = "fp8 GEMM, exact accumulation";
 
-Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const Storage& q, Format compute) {
+Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const TensorFormat& q, Format compute) {
     const TensorRef x = memory.random(rows, cols, compute);
     if (!q.fp8()) return {x};
     const bool groups = q == E4M3_1x16;
@@ -160,16 +162,16 @@ double copy_rate(Clock& clock) {
     void* to = memory.take(BYTES);
     return 2 * BYTES / clock.seconds([&] { copy(to, from.data, BYTES); });
 }
-const char* gemm_ceiling(GemmKind kind, const Storage& operand, const Recipe& r) {
+const char* gemm_ceiling(GemmKind kind, const TensorFormat& operand, const Recipe& r) {
     if (operand.fp8()) return r.fast_accumulation[int(kind)] ? FAST : EXACT;
-    return operand.format == Format::FP32 ? "fp32 GEMM" : "bf16 GEMM";
+    return operand.element_format == Format::FP32 ? "fp32 GEMM" : "bf16 GEMM";
 }
 double gemm_rate(Clock& clock, const std::string& name) {
     constexpr int64_t SIDE = 8192;
     Memory memory;
     CublasGemms gemms(memory.take(CublasGemms::SCRATCH), {true, false, false});  // fast sums in fprop alone
     const Format compute = name == "fp32 GEMM" ? Format::FP32 : Format::BF16;
-    const Storage a = name == FAST ? E4M3_TENSOR : name == EXACT ? E5M2_TENSOR : Storage{compute};
+    const TensorFormat a = name == FAST ? E4M3_TENSOR : name == EXACT ? E5M2_TENSOR : TensorFormat{compute};
     const Operand x = random_operand(memory, SIDE, SIDE, a, compute),
                   w = random_operand(memory, SIDE, SIDE, a.fp8() ? E4M3_TENSOR : a, compute);
     const TensorRef out = memory.random(SIDE, SIDE, compute);
@@ -179,7 +181,7 @@ double gemm_rate(Clock& clock, const std::string& name) {
 Ceilings measure_ceilings(Clock& clock, const Recipe& r) {
     Ceilings rates{{COPY, copy_rate(clock)}};
     for (GemmKind kind : {GemmKind::Fprop, GemmKind::Dgrad, GemmKind::Wgrad})
-        for (const Storage& q : {Storage{r.compute}, r.x}) {
+        for (const TensorFormat& q : {TensorFormat{r.compute_format}, r.x}) {
             const char* name = gemm_ceiling(kind, q, r);
             if (!rates.count(name)) rates[name] = gemm_rate(clock, name);
         }
@@ -254,12 +256,13 @@ private:
     const Ceilings& ceilings_;
     const std::string only_;
     const ModelConfig& c_ = setup_.config;
-    const Format compute_ = r_.compute;
+    const Format compute_ = r_.compute_format;
     const bool fp8_ = r_.x.fp8(), groups_ = r_.saved_inputs.fp8();
     const int64_t N_ = setup_.B * setup_.T;
     const double batches_ = double(setup_.micro_batches_per_rank);  // micro-batches per step
     const double layers_ = batches_ * double(c_.L);                 // layer passes per step
-    const bool needs_amax_ = fp8_ && r_.x.granularity == PER_TENSOR && r_.scaling == Scaling::JustInTime;
+    const bool needs_amax_ =
+        fp8_ && r_.x.granularity == PER_TENSOR && r_.scale_source == ScaleSource::JustInTime;
     AmaxAndScale* const amax_out_ = needs_amax_ ? clock_.amax_out() : nullptr;
     Memory scratch_, memory_;
     CublasGemms gemms_{scratch_.take(CublasGemms::SCRATCH), r_.fast_accumulation};
@@ -278,12 +281,12 @@ private:
         add(group, name, count, bytes, 0, COPY, run);
     }
 
-    static double size(const TensorRef& t) { return t.data ? double(t.storage.bytes(t.rows, t.cols)) : 0; }
+    static double size(const TensorRef& t) { return t.data ? double(t.format.bytes(t.rows, t.cols)) : 0; }
     static double reads(const LazyTensor& x) {
         return size(x.input) + size(x.dact) + 8.0 * double(x.norm.in.rows);
     }
     TensorRef random(int64_t rows, int64_t cols) { return memory_.random(rows, cols, compute_); }
-    TensorRef random(int64_t rows, int64_t cols, const Storage& q) {
+    TensorRef random(int64_t rows, int64_t cols, const TensorFormat& q) {
         return random_operand(memory_, rows, cols, q, compute_).tensor;
     }
     float* floats(int64_t n) { return memory_.take<float>(n * 4); }
@@ -304,22 +307,22 @@ private:
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const LazyTensor& x, const Operand& out) const {
-        if (!out.tensor.storage.fp8() || out.tensor.storage.granularity != PER_TENSOR) return;
+        if (!out.tensor.format.fp8() || out.tensor.format.granularity != PER_TENSOR) return;
         AmaxAndScale* amax_and_scale = out.tensor.amax_and_scale;
         compute_amax(x, amax_and_scale, nullptr);
         quantize(x, out, nullptr, nullptr);
-        if (r_.scaling == Scaling::Delayed)
+        if (r_.scale_source == ScaleSource::Delayed)
             check(cudaMemcpyAsync(&amax_and_scale->delayed_scale, &amax_and_scale->scale, sizeof(float),
                                   cudaMemcpyDeviceToDevice),
                   "Copying a scale failed");
     }
-    void quantize_pass(const std::string& name, double count, const LazyTensor& x, const Storage& q,
+    void quantize_pass(const std::string& name, double count, const LazyTensor& x, const TensorFormat& q,
                        Use use) {
         if (x.op == LazyOp::Stored && !q.fp8()) return;  // used without a copy
         const bool transposed = q.fp8() && q.granularity != PER_1x16 && use != Use::Fprop;
         const bool row_major = !transposed || use == Use::Both;
         Operand out = memory_.allocate_operand(x.rows, x.cols, q, row_major, transposed);
-        out.delayed = r_.scaling == Scaling::Delayed;
+        out.delayed = r_.scale_source == ScaleSource::Delayed;
         find_scale(x, out);
         const double bytes = reads(x) + (row_major + transposed) * double(q.bytes(x.rows, x.cols));
         const char* what = row_major && transposed ? ", and transposed" : transposed ? ", transposed" : "";
@@ -329,7 +332,7 @@ private:
 
     // Both in one pass: a gradient whose amax is known.
     void write_operand_and_add_column_sums_pass(const std::string& name, double count, const LazyTensor& x,
-                                                const Storage& q) {
+                                                const TensorFormat& q) {
         const Operand out = memory_.allocate_operand(x.rows, x.cols, q, true, true);
         const TensorRef gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
@@ -345,7 +348,7 @@ private:
         if (!wanted(group, name)) return;
         gemms_.run(kind, a, b, out, nullptr, {.bias = bias});  // selects the algorithm
         const double bytes = size(a.tensor) + size(b.tensor) + (accumulate ? 2 : 1) * size(out);
-        add(group, name, count, bytes, flops, gemm_ceiling(kind, a.tensor.storage, r_),
+        add(group, name, count, bytes, flops, gemm_ceiling(kind, a.tensor.format, r_),
             [&] { gemms_.run(kind, a, b, out, nullptr, {.overwrite = !accumulate, .bias = bias}); });
     }
     void linear(const std::string& name, int64_t out, int64_t in, bool biased) {
@@ -386,7 +389,7 @@ private:
         // 4 N T C, half of which is masked
         const double flops = 2.0 * double(N_ * setup_.T * c_.q_cols());
         const double logs = 4.0 * double(N_ * c_.NH);
-        const char* ceiling = gemm_ceiling(GemmKind::Fprop, Storage{compute_}, r_);
+        const char* ceiling = gemm_ceiling(GemmKind::Fprop, TensorFormat{compute_}, r_);
         auto both_passes = [&](const char* group, double count, const float2* rope_table,
                                AmaxAndScale* amax_out) {
             add(group, "attention forward", count, size(qkv) + size(out) + logs, flops, ceiling,
@@ -409,7 +412,7 @@ private:
     }
 
     // --- Between the GEMMs ---------------------------------------------------------------------------------
-    Norm random_norm(const Storage& q) {
+    Norm random_norm(const TensorFormat& q) {
         const void *weight = random(1, c_.C).data, *bias = c_.arch.rms ? nullptr : random(1, c_.C).data;
         const Norm n{random(N_, c_.C, q), weight,     bias, memory_.take<RowStatistics>(N_ * 8),
                      c_.arch.rms,         c_.norm_eps};
@@ -509,7 +512,7 @@ private:
             double bytes = 0;
             for (const TensorRef& v : w) {
                 to.push_back(memory_.allocate_operand(v.rows, v.cols, r_.w, row_major, transposed));
-                to.back().delayed = r_.scaling == Scaling::Delayed;
+                to.back().delayed = r_.scale_source == ScaleSource::Delayed;
                 find_scale(lazy_stored(v), to.back());
                 bytes += size(v) + (row_major + transposed) * size({v.data, v.rows, v.cols, r_.w});
             }
@@ -570,7 +573,7 @@ private:
 
     // Times at most 10^9 parameters, or as many as fit, and scales the time to all parameters.
     void optimizer() {
-        const Optimizer& o = setup_.optimizer;
+        const OptimizerFormats& o = setup_.optimizer;
         const Param last = parameters(c_).back();
         const int64_t total = last.flat_offset + last.padded_size();
         size_t free = 0, all = 0;
@@ -589,21 +592,22 @@ private:
         const bool remainder = compute_ != Format::FP32;
         const Weights w{random(1, n).data, remainder ? memory_.take<int16_t>(n * 2) : nullptr, compute_};
         const TensorRef gradient = random(1, n);
-        const Shard* shard =
-            upload(std::vector<Shard>{{0, n, moment(o.m), moment(o.v), true, clock_.amax_out()}});
+        const Shard* shard = upload(
+            std::vector<Shard>{{0, n, moment(o.m_format), moment(o.v_format), true, clock_.amax_out()}});
         GradientState* state = memory_.take<GradientState>(sizeof(GradientState));
         const int64_t units = ceil_div(n, SHARD_UNIT);
         double* sums = memory_.take<double>((1 + units) * 8);
 
         const double count = double(total) / double(n);
         auto state_bytes = [&](Format f) {
-            const double scales = moments_need_scaling(f) && !o.per_tensor
+            const double scales = moments_need_scaling(f) && !o.one_moment_group
                                       ? (o.uses_expansion(f) ? 8.0 : 4.0) / double(MOMENT_GROUP_SIZE)
                                       : 0;
             return info(f).bytes + scales;
         };
         const double weight = info(compute_).bytes + (remainder ? 2 : 0),
-                     each = 2 * (weight + state_bytes(o.m) + state_bytes(o.v)) + info(compute_).bytes;
+                     each = 2 * (weight + state_bytes(o.m_format) + state_bytes(o.v_format)) +
+                            info(compute_).bytes;
         const ShardsToUpdate g{
             .shards = shard, .count = 1, .elements = {0, n}, .gradients = gradient.data, .format = compute_};
         auto norm = [&] {

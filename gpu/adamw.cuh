@@ -5,6 +5,7 @@
 //   2. eight weights in registers, and how they are rounded when they are stored
 //   3. the arguments of the kernels
 #pragma once
+#include "../random.h"
 #include "device.cuh"
 
 namespace coat::gpu {
@@ -167,15 +168,15 @@ template <class F> void with_weights(const Weights& w, F f) {
 
 // How an optimizer scales its moments, which decides which kernel updates them. (Norm weights and biases have
 // FP32 moments with every optimizer.)
-enum class MomentScalingKind : uint8_t {
-    NoScales,  // moments in FP32 or BF16: other_optimizers.cu
-    OneScale,  // in FP8 or FP16, with one scale for the whole moment of a parameter: other_optimizers.cu
-    Fp8MomentGroups,  // in FP8, with a moment scaling for each 128 elements: adamw.cu
+enum class MomentScales : uint8_t {
+    None,            // moments in FP32 or BF16: other_optimizers.cu
+    OnePerTensor,    // FP8 or FP16, one scale for the whole moment of a parameter: other_optimizers.cu
+    PerMomentGroup,  // FP8, a moment scaling for each 128 elements: adamw.cu
 };
 
 struct AdamWArguments {
     AdamWKernelConstants constants;
-    MomentScalingKind moment_scaling_kind;
+    MomentScales moment_scales;
     float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
     const Shard* shards;
     int shard_count;
@@ -185,10 +186,10 @@ struct AdamWArguments {
     Bf16OrFp32 gradients;  // the gradients of these shards, from elements.first on
     const GradientState* state;
 
-    // Only m is looked at: where m is in moment groups, v is, too (Optimizer::has_fp8_moment_groups()).
+    // Only m is looked at: where m is in moment groups, v is, too
+    // (OptimizerFormats::has_fp8_moment_groups()).
     __device__ bool in_fp8_moment_groups(const Shard& shard) const {
-        return moment_scaling_kind == MomentScalingKind::Fp8MomentGroups &&
-               moments_need_scaling(shard.m.format);
+        return moment_scales == MomentScales::PerMomentGroup && moments_need_scaling(shard.m.format);
     }
 };
 

@@ -354,7 +354,7 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, Am
     const dim3 grid(unsigned(s.NH), unsigned(s.B), block_count(s.T, TileT::ROWS));
     launch("attention_forward", attention_forward_kernel<TileT>, grid, TileT::THREADS, 3 * TileT::BYTES,
            stream, s, qkv, out, lse);
-    const TensorRef result{out, s.B * s.T, s.NH * s.HS, Storage{s.format}};
+    const TensorRef result{out, s.B * s.T, s.NH * s.HS, TensorFormat{s.format}};
     if (amax_out) compute_amax(lazy_stored(result), amax_out, stream);
 }
 
@@ -372,7 +372,7 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
     launch_pass(attention_backward_kernel<TileT, true>, s.NKV);
     launch_pass(attention_backward_kernel<TileT, false>, s.NH);
     // On Hopper the kernel itself undoes RoPE and finds the amax; here a pass over dqkv does.
-    const TensorRef dqkv{tensors.dqkv, s.B * s.T, s.qkv_cols(), Storage{s.format}};
+    const TensorRef dqkv{tensors.dqkv, s.B * s.T, s.qkv_cols(), TensorFormat{s.format}};
     const Rope positions{tensors.rope_table, s.T, s.HS, /*rotated_cols=*/(s.NH + s.NKV) * s.HS};
     if (tensors.rope_table) rope(positions, dqkv, /*inverse=*/true, tensors.dqkv_amax_out, stream);
     else if (tensors.dqkv_amax_out) compute_amax(lazy_stored(dqkv), tensors.dqkv_amax_out, stream);

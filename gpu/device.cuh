@@ -214,10 +214,10 @@ inline __device__ void rotate(float& x, float& y, float cosine, float sine) {
 // ===========================================================================================================
 // 3. Layouts
 //
-// A Layout says how the elements of a tensor lie in memory, as Storage does in formats.h. But it is a type: a
-// kernel is compiled for each Layout that it reads. There are three Layouts: Plain<bf16> and Plain<float>
-// have no scales, and Groups has E4M3 codes with one BF16 scale for 16 elements. Each Layout has two types
-// and four functions:
+// A Layout says how the elements of a tensor lie in memory, as TensorFormat does in formats.h. But it is a
+// type: a kernel is compiled for each Layout that it reads. There are three Layouts: Plain<bf16> and
+// Plain<float> have no scales, and Groups has E4M3 codes with one BF16 scale for 16 elements. Each Layout has
+// two types and four functions:
 //
 //   ComputeElement                a type: the compute dtype that goes with it
 //   LoadedChunk                   a type, which load() returns: a chunk in registers, as it is stored
@@ -337,12 +337,12 @@ inline Groups groups_of(const TensorRef& t) { return {static_cast<uint8_t*>(t.da
 
 // Calls f with the Layout of a tensor in BF16 or FP32.
 template <class F> void with_plain(const TensorRef& t, F f) {
-    if (t.storage.format == Format::FP32) return f(plain<float>(t.data));
+    if (t.format.element_format == Format::FP32) return f(plain<float>(t.data));
     f(plain<bf16>(t.data));
 }
 // The same for a tensor that may also be in groups.
 template <class F> void with_layout(const TensorRef& t, F f) {
-    if (t.storage != E4M3_1x16) return with_plain(t, f);
+    if (t.format != E4M3_1x16) return with_plain(t, f);
     f(groups_of(t));
 }
 
@@ -375,6 +375,6 @@ struct Bf16OrFp32 {
 inline Bf16OrFp32 bf16_or_fp32(const void* data, Format f) {
     return {const_cast<void*>(data), f == Format::FP32};
 }
-inline Bf16OrFp32 bf16_or_fp32(const TensorRef& t) { return bf16_or_fp32(t.data, t.storage.format); }
+inline Bf16OrFp32 bf16_or_fp32(const TensorRef& t) { return bf16_or_fp32(t.data, t.format.element_format); }
 
 }  // namespace coat::gpu

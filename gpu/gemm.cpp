@@ -59,24 +59,24 @@ struct Matrix {
 // transposed and B is not.
 static Matrix matrix_of(const Operand& operand, bool is_a, bool over_rows) {
     const TensorRef& tensor = operand.tensor;
-    const Storage& storage = tensor.storage;
-    if (!storage.fp8())
+    const TensorFormat& format = tensor.format;
+    if (!format.fp8())
         return {.data = tensor.data,
                 .scales = nullptr,
                 .rows = tensor.cols,
                 .cols = tensor.rows,
                 .transpose = over_rows != is_a,
-                .format = storage.format};
+                .format = format.element_format};
     const float* scales = over_rows ? operand.transposed_block_scales : operand.block_scales;
-    if (storage.granularity == PER_TENSOR)
+    if (format.granularity == PER_TENSOR)
         scales = tensor.amax_and_scale ? &tensor.amax_and_scale->scale : nullptr;
     const Matrix matrix{.data = over_rows ? operand.transposed : tensor.data,
                         .scales = scales,
                         .rows = over_rows ? tensor.rows : tensor.cols,
                         .cols = over_rows ? tensor.cols : tensor.rows,
                         .transpose = is_a,
-                        .format = storage.format,
-                        .scale_mode = scale_mode(storage.granularity)};
+                        .format = format.element_format,
+                        .scale_mode = scale_mode(format.granularity)};
     require(matrix.data && matrix.scales,
             "an FP8 operand lacks the codes, row-major or transposed, that this GEMM reads, or their scales");
     return matrix;
@@ -121,7 +121,7 @@ struct Problem {
     Problem(const Matrix& a_matrix, const Matrix& b_matrix, const TensorRef& to, const void* bias, bool fast)
         : a(layout(a_matrix.format, a_matrix.rows, a_matrix.cols)),
           b(layout(b_matrix.format, b_matrix.rows, b_matrix.cols)),
-          out(layout(to.storage.format, to.cols, to.rows)) {
+          out(layout(to.format.element_format, to.cols, to.rows)) {
         check_description(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
         set(CUBLASLT_MATMUL_DESC_TRANSA, a_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         set(CUBLASLT_MATMUL_DESC_TRANSB, b_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
@@ -132,7 +132,7 @@ struct Problem {
         if (b_matrix.scales) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, b_matrix.scales);
         if (!bias) return;
         set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-        set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(to.storage.format));
+        set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(to.format.element_format));
         set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     }
     template <class Value> void set(cublasLtMatmulDescAttributes_t name, Value value) {
@@ -201,7 +201,7 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
     const Key key{.kind = kind,
                   .cublas_a = a.format,
                   .cublas_b = b.format,
-                  .out = out.storage.format,
+                  .out = out.format.element_format,
                   .cublas_a_scales = a.scale_mode,
                   .cublas_b_scales = b.scale_mode,
                   .rows = out.rows,

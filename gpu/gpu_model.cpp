@@ -11,7 +11,7 @@ bool should_cache_weights(const Setup& s) {
 std::string flags_that_save_memory(const Setup& s) {
     std::string flags;
     auto add = [&](const char* flag) { flags += (flags.empty() ? "" : ", ") + std::string(flag); };
-    const bool fp32 = s.recipe.compute == Format::FP32;
+    const bool fp32 = s.recipe.compute_format == Format::FP32;
     if (s.keep_masters && !fp32) add("--master none");
     if (!s.recipe.saved_attention.fp8() && !fp32) add("--attention groups");
     if (s.keep_gradients && micro_batches_of_step(s) == 1) add("--gradients none --clip 0");
@@ -19,10 +19,10 @@ std::string flags_that_save_memory(const Setup& s) {
 }
 
 // Whether cuBLASLt has a GEMM of two such operands.
-static bool has_gemm(const Storage& a, const Storage& b) {
+static bool has_gemm(const TensorFormat& a, const TensorFormat& b) {
     if (!a.fp8() || !b.fp8()) return a == b;
-    if (a.format == Format::E5M2 && b.format == Format::E5M2) return false;
-    const auto in_blocks = [](const Storage& q) {
+    if (a.element_format == Format::E5M2 && b.element_format == Format::E5M2) return false;
+    const auto in_blocks = [](const TensorFormat& q) {
         return q.granularity == PER_1x128 || q.granularity == PER_128x128;
     };
     if (in_blocks(a) && in_blocks(b)) return a.granularity == PER_1x128 || b.granularity == PER_1x128;
@@ -36,12 +36,12 @@ Recipe recipe_on_gpu(const Recipe& r, int capability) {
                     ", which no GEMM of a GPU multiplies; give all of them one scale per tensor, ",
                     "per row or per 128 elements, at most one of them E5M2.");
     Recipe changed = r;
-    if (capability < 89 && r.x.fp8()) changed.x = changed.w = changed.g = Storage{r.compute};
+    if (capability < 89 && r.x.fp8()) changed.x = changed.w = changed.g = TensorFormat{r.compute_format};
     if (changed.x.fp8() && r.x.granularity != PER_TENSOR && capability != 90)
         throw Error("--recipe ", r.name,
                     " scales operands in rows or blocks, which needs a GPU of compute capability 9.0 "
                     "(Hopper); use --recipe tensorwise, or --device cpu.");
-    for (const Storage& q : {r.saved_inputs, r.saved_attention})
+    for (const TensorFormat& q : {r.saved_inputs, r.saved_attention})
         if (q.fp8() && q != E4M3_1x16)
             throw Error("--recipe ", r.name, " saves ", q.text(), "; GPUs save e4m3 1x16: use --device cpu.");
     return changed;

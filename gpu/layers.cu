@@ -569,7 +569,7 @@ void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dq
                /*shared_bytes=*/0, stream, n, Plain<Element, QUAD>{x.data},
                Plain<Element, QUAD>{static_cast<Element*>(dqkv.data)}, qkv.rows, qkv.cols, workspace);
     });
-    const TensorRef of_q_and_k{.data = dweight.data, .rows = 2, .cols = n.HS, .storage = dweight.storage};
+    const TensorRef of_q_and_k{.data = dweight.data, .rows = 2, .cols = n.HS, .format = dweight.format};
     reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, row_slice(of_q_and_k, 0, 1), stream);
     reduce_partials(workspace + n.q_cols * COLUMN_PARTIALS, n.k_cols / n.HS * COLUMN_PARTIALS,
                     row_slice(of_q_and_k, 1, 1), stream);

@@ -19,8 +19,8 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
 // The rows of the operand of x, and of y: a multiple of 16 for an FP8 GEMM. A micro-batch has a multiple of
 // 16 tokens anyway (linear_formats() of recipes.h). But a prompt may have any number. Then the operand and y
 // have more rows than x, and nobody reads what these further rows hold.
-static int64_t rows_of_gemm(const Storage& storage, int64_t rows) {
-    return storage.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
+static int64_t rows_of_gemm(const TensorFormat& format, int64_t rows) {
+    return format.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -56,12 +56,12 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
 // Operands
 
 // Whether x is stored in the compute dtype: then in recipes without FP8 a GEMM can read x as it is.
-static bool is_stored_plain(const LazyTensor& x) { return x.op == LazyOp::Stored && !x.input.storage.fp8(); }
+static bool is_stored_plain(const LazyTensor& x) { return x.op == LazyOp::Stored && !x.input.format.fp8(); }
 
 // For rowwise and deepseek: an operand whose rows or blocks have scales. These lie right after the codes to
 // which they belong.
 static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
-    const int64_t code_bytes = tensor.storage.bytes_without_scales(tensor.rows, tensor.cols);
+    const int64_t code_bytes = tensor.format.bytes_without_scales(tensor.rows, tensor.cols);
     auto scales_of = [&](void* codes) {
         return codes ? reinterpret_cast<float*>(static_cast<uint8_t*>(codes) + code_bytes) : nullptr;
     };
@@ -74,26 +74,26 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
 // needed_rows: the operand's rows, before they are rounded up for an FP8 GEMM. codes: where the row-major
 // codes go; if null, memory is allocated for them, too.
 Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, Form form, void* codes) const {
-    const Storage& storage = storage_of(context_.formats, kind);
-    const int64_t rows = rows_of_gemm(storage, needed_rows);
+    const TensorFormat& format = format_of(context_.formats, kind);
+    const int64_t rows = rows_of_gemm(format, needed_rows);
     const int64_t cols = kind == OperandKind::G ? out_ : in_;
-    if (!codes && form != Form::Transposed) codes = arena().allocate(operand_bytes(storage, rows, cols));
+    if (!codes && form != Form::Transposed) codes = arena().allocate(operand_bytes(format, rows, cols));
     void* transposed = nullptr;
-    if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(storage, cols, rows));
+    if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(format, cols, rows));
 
     AmaxAndScale* const by_kind[] = {x_amax_and_scale_, w_amax_and_scale_, g_amax_and_scale_};
     const TensorRef tensor{
-        .data = codes, .rows = rows, .cols = cols, .storage = storage, .amax_and_scale = by_kind[int(kind)]};
+        .data = codes, .rows = rows, .cols = cols, .format = format, .amax_and_scale = by_kind[int(kind)]};
     // In FP8 both forms have the one scale of the tensor. BF16 and FP32, whose granularity counts as
     // PER_TENSOR, too, have no scale and no second form.
-    if (storage.granularity == PER_TENSOR)
+    if (format.granularity == PER_TENSOR)
         return {.tensor = tensor, .transposed = transposed, .delayed = context_.amax_table.delayed()};
     return with_block_scales(tensor, transposed);
 }
 
 // The operand of x or of w in the form that `gemm` reads: FP8 codes row-major for fprop, else transposed.
 Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const {
-    const bool fp8 = storage_of(context_.formats, kind).fp8();
+    const bool fp8 = format_of(context_.formats, kind).fp8();
     if (!fp8 && is_stored_plain(source)) return {source.input};
     const Form form = fp8 && gemm != GemmKind::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = allocate_operand(kind, source.rows, form);
@@ -106,7 +106,7 @@ Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, Ge
 Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     if (context_.caches_weights) return cached_w_operand_;
     const TensorRef w = context_.sharding.weight(weight_index_);
-    if (w.storage.fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
+    if (w.format.fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
     compute_w_amax_if_needed();
     return make_operand(OperandKind::W, lazy_stored(w), gemm);
 }

@@ -52,14 +52,14 @@ struct alignas(16) AmaxAndScale {
 };
 
 // Refers to a tensor on the GPU. In BF16 and FP32 its elements are values. In FP8 they are codes, and a value
-// is its code times a scale. Where the scale is depends on `storage`:
+// is its code times a scale. Where the scale is depends on `format`:
 //   one for the tensor   amax_and_scale->scale
 //   one for each group   group_scales
 // Null data means "no tensor", except in an Operand (below): it may have transposed codes alone.
 struct TensorRef {
-    void* data;  // (rows, cols) elements of storage.format
+    void* data;  // (rows, cols) elements of format.element_format
     int64_t rows, cols;
-    Storage storage;
+    TensorFormat format;
     AmaxAndScale* amax_and_scale = nullptr;  // of an FP8 operand of a GEMM; otherwise null
     uint16_t* group_scales = nullptr;        // in groups: (rows, cols / 16) in BF16; otherwise null
 };
@@ -67,9 +67,9 @@ struct TensorRef {
 // The rows [first, first + n) of a tensor.
 inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
     TensorRef slice = t;
-    slice.data = static_cast<uint8_t*>(t.data) + t.storage.bytes_without_scales(first, t.cols);
+    slice.data = static_cast<uint8_t*>(t.data) + t.format.bytes_without_scales(first, t.cols);
     slice.rows = n;
-    if (t.group_scales) slice.group_scales += t.storage.scale_count(first, t.cols);
+    if (t.group_scales) slice.group_scales += t.format.scale_count(first, t.cols);
     return slice;
 }
 
@@ -89,11 +89,11 @@ struct Operand {
 };
 
 // The number of block scales of codes (rows, cols), with the padding of 128x128 scales. It is 0 in COAT.
-inline int64_t operand_scale_count(const Storage& s, int64_t rows, int64_t cols) {
+inline int64_t operand_scale_count(const TensorFormat& s, int64_t rows, int64_t cols) {
     if (!s.fp8() || s.granularity == PER_TENSOR) return 0;
     return s.scale_rows(rows) * round_up(s.scale_cols(cols), s.granularity == PER_128x128 ? 4 : 1);
 }
-inline int64_t operand_bytes(const Storage& s, int64_t rows, int64_t cols) {
+inline int64_t operand_bytes(const TensorFormat& s, int64_t rows, int64_t cols) {
     return s.bytes_without_scales(rows, cols) +
            operand_scale_count(s, rows, cols) * info(s.scale_format).bytes;
 }
@@ -308,9 +308,9 @@ struct ShardsToUpdate {
 };
 
 // Updates shards by AdamW, and finds the amaxes of the new weights. If state->skip is set, everything stays
-// as it was. The format of a shard's m is optimizer.m or FP32, and that of its v is optimizer.v or FP32.
-// rounding_key: that of this step, for weights without a master.
-void adamw(const AdamWOptions& options, const Optimizer& optimizer, const ShardsToUpdate& g,
+// as it was. The format of a shard's m is optimizer.m_format or FP32, and that of its v is optimizer.v_format
+// or FP32. rounding_key: that of this step, for weights without a master.
+void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 
 // ===========================================================================================================

@@ -103,10 +103,10 @@ void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t s
     const int64_t useful = ceil_div(a.elements.count, ADAMW_THREADS * CHUNK);
     // With FP8 moment groups, adamw_kernel updates the matrices. The rest, norm weights and biases, needs few
     // blocks each.
-    const bool no_matrices = a.moment_scaling_kind == MomentScalingKind::Fp8MomentGroups;
+    const bool no_matrices = a.moment_scales == MomentScales::PerMomentGroup;
     const int64_t blocks_per_shard = std::min<int64_t>(useful, no_matrices ? 8 : 4 * multiprocessors());
     const dim3 grid(static_cast<unsigned>(blocks_per_shard), shards);
-    const bool one_scale = a.moment_scaling_kind == MomentScalingKind::OneScale;
+    const bool one_scale = a.moment_scales == MomentScales::OnePerTensor;
     if (one_scale)
         launch("clear_new_maxima", clear_new_maxima_kernel, block_count(shards, 128), 128, /*shared_bytes=*/0,
                stream, a);

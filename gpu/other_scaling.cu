@@ -22,7 +22,7 @@ constexpr int LOG_128 = 7, ALL = 62;  // a shift by ALL makes 0 of every row or 
 static_assert(TILE == 1 << LOG_128);
 ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const TensorRef& t = out.tensor;
-    const Granularity& g = t.storage.granularity;
+    const Granularity& g = t.format.granularity;
     const void* const codes = transposed ? out.transposed : t.data;
     float* const scales = transposed ? out.transposed_block_scales : out.block_scales;
     const int64_t N = transposed ? t.cols : t.rows, K = transposed ? t.rows : t.cols;
@@ -31,14 +31,14 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     // length of a scale block, and the distance from the scale of one block to that of the next. With one
     // scale per row, every column lies in block 0 of its row.
     const int shift_n = square ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
-    const int64_t step_n = square ? round_up(t.storage.scale_cols(K), 4) : 1, step_k = square ? 1 : N;
+    const int64_t step_n = square ? round_up(t.format.scale_cols(K), 4) : 1, step_k = square ? 1 : N;
     // The rows of the tensor are counted along N, or (transposed) along K.
     return {.scales = codes ? scales : nullptr,
             .row_shift = transposed ? shift_k : shift_n,
             .col_shift = transposed ? shift_n : shift_k,
             .down = transposed ? step_k : step_n,
             .across = transposed ? step_n : step_k,
-            .count = operand_scale_count(t.storage, N, K)};
+            .count = operand_scale_count(t.format, N, K)};
 }
 
 // *amax = max(*amax, the value with these bits). One atomicMax serves all lanes of a warp that have the same
@@ -107,8 +107,8 @@ static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaSt
     for (const ScaleGrid& g : grids)
         if (g.scales)
             launch("convert_amaxes_to_scales", convert_amaxes_to_scales_kernel, block_count(g.count, 256),
-                   256, /*shared_bytes=*/0, stream, g.scales, g.count, info(out.tensor.storage.format).fmax,
-                   out.tensor.amax_and_scale);
+                   256, /*shared_bytes=*/0, stream, g.scales, g.count,
+                   info(out.tensor.format.element_format).fmax, out.tensor.amax_and_scale);
 }
 
 // The second pass: codes with a scale for each row or block. `codes` or `transposed` may be null.
@@ -155,7 +155,7 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
         if (out.transposed) kernel = quantize_in_blocks_kernel<P, /*TRANSPOSED=*/true>;
         launch("quantize_in_blocks", kernel, tile_grid(x.rows, producer.width), TILE_THREADS,
                /*shared_bytes=*/0, stream, producer, x.rows, scale_grid(out, /*transposed=*/false),
-               scale_grid(out, /*transposed=*/true), out.tensor.storage.format == Format::E5M2,
+               scale_grid(out, /*transposed=*/true), out.tensor.format.element_format == Format::E5M2,
                static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
     });
 }
@@ -185,7 +185,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 }
 
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
-    const Format fp8 = out.tensor.storage.format;
+    const Format fp8 = out.tensor.format.element_format;
     measure_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
     with_producer_for_quantizer(x, [&](auto producer) {
         using P = decltype(producer);

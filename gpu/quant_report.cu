@@ -61,13 +61,13 @@ static __global__ void __launch_bounds__(TILE_THREADS)
 void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
                           cudaStream_t stream) {
     if (!quant_stats) return;
-    const Storage& q = out.tensor.storage;
+    const TensorFormat& q = out.tensor.format;
     auto launch_with = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& block_scale_grid) {
         with_producer_for_quantizer(x, [&](auto producer) {
             launch("measure_quant_errors", measure_quant_errors_kernel<decltype(producer)>,
                    tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer,
-                   x.rows, amax_and_scale, block_scale_grid, q.format == Format::E5M2, info(q.format).fmax,
-                   quant_stats);
+                   x.rows, amax_and_scale, block_scale_grid, q.element_format == Format::E5M2,
+                   info(q.element_format).fmax, quant_stats);
         });
     };
     if (q == E4M3_1x16) return launch_with(nullptr, {});
@@ -83,8 +83,9 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
 // The CPU reference computes and stores the moments. Of a parameter with more than MOST_MEASURED elements it
 // gets only PIECES pieces of equal length, which are evenly spread. If there is one scale per tensor, the
 // reference makes one for these pieces.
-void measure_moment_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v, const void* gradient,
-                           Format format, int64_t count, QuantReport& report, cudaStream_t stream) {
+void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const MomentRef& v,
+                           const void* gradient, Format format, int64_t count, QuantReport& report,
+                           cudaStream_t stream) {
     constexpr int64_t MOST_MEASURED = 1 << 18, PIECES = 128;
     static_assert(MOST_MEASURED / PIECES % MOMENT_GROUP_SIZE == 0, "a piece consists of whole moment groups");
     if (count == 0 || (!moments_need_scaling(m.format) && !moments_need_scaling(v.format))) return;
@@ -105,7 +106,7 @@ void measure_moment_errors(const Optimizer& o, const MomentRef& m, const MomentR
         reference::Moment moment;
         moment.init(o, f, n);
         fetch_pieces(moment.elements, data, 1, info(f).bytes);
-        if (max && o.per_tensor) copy_async(moment.max.data(), max, sizeof(float), stream);
+        if (max && o.one_moment_group) copy_async(moment.max.data(), max, sizeof(float), stream);
         else if (max) fetch_pieces(moment.max, max, MOMENT_GROUP_SIZE, sizeof(float));
         if (k) fetch_pieces(moment.k, k, MOMENT_GROUP_SIZE, sizeof(float));
         check(cudaStreamSynchronize(stream), "Reading the moments failed");

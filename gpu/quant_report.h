@@ -1,5 +1,6 @@
-// gpu/quant_report.h - the quantization report (kernel: gpu/quant_report.cu; QuantStats is in quant_errors.h). It has
-// a kernel of its own, so that training pays nothing for it. The rules of gpu/operators.h hold here, too.
+// gpu/quant_report.h - the quantization report (kernel: gpu/quant_report.cu; QuantStats is in
+// quant_errors.h). It has a kernel of its own, so that training pays nothing for it. The rules of
+// gpu/operators.h hold here, too.
 #pragma once
 #include "operators.h"
 
@@ -17,7 +18,8 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
 // new moments. Adds to the report what storing these moments would lose. The CPU reference (reference.h)
 // computes and stores them; only this report calls it. Of a large parameter only a part is measured; the
 // report then says so. Waits for the stream.
-void measure_moment_errors(const Optimizer& o, const MomentRef& m, const MomentRef& v, const void* gradient,
-                           Format format, int64_t count, QuantReport& report, cudaStream_t stream);
+void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const MomentRef& v,
+                           const void* gradient, Format format, int64_t count, QuantReport& report,
+                           cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -36,7 +36,8 @@ public:
         AmaxAndScale* const all = memory_.received.amaxes;
         copy_async(all + setup_.rank * n, amax_table_.all(), bytes, compute_stream_);
         all_gather(all, bytes);
-        combine_amaxes(amax_table_.all(), all, n, setup_.ranks, setup_.recipe.w.format, compute_stream_);
+        combine_amaxes(amax_table_.all(), all, n, setup_.ranks, setup_.recipe.w.element_format,
+                       compute_stream_);
     }
     void forget_gathered_weights() override {
         for (int64_t& module : in_buffer_) module = NONE;
@@ -51,7 +52,7 @@ public:
     // --- Gradients
     TensorRef gradient_to_write(size_t i) const override {
         const Param& p = parameters_.params[i];
-        return {gradient_at(i, 0), p.rows, p.cols, parameters_.gradient_storage};
+        return {gradient_at(i, 0), p.rows, p.cols, parameters_.format_of_gradients};
     }
     void wait_for_gradient_buffer(int64_t bucket) override {
         is_sent_[buffer_of(bucket)].make_wait(compute_stream_);
@@ -77,7 +78,7 @@ public:
             add_gradients(parameters_.owned_gradient_sum(i), first_micro_batch,
                           {.mine = gradient_at(i, owned_by(i, me).first),
                            .received = place_of_received(i, /*from=*/me == 0 ? 1 : 0, me),
-                           .format = parameters_.gradient_storage.format,
+                           .format = parameters_.format_of_gradients.element_format,
                            .n = padded_count(owned_by(i, me)),
                            .rank = me,
                            .ranks = setup_.ranks},
@@ -175,7 +176,7 @@ private:
             const Param& p = parameters_.params[i];
             if (p.is_vector()) continue;
             int64_t module = EMBEDDING_MODULE;
-            if (p.role.quantized_linear) module = module_of(parameters_.linear_layer_index(i));
+            if (p.role.layer_linear) module = module_of(parameters_.linear_layer_index(i));
             else if (p.name == "head") module = head_module();
             matrices_[size_t(module)].push_back(i);
         }
@@ -206,11 +207,11 @@ private:
     // part with the scale of the whole weight; or else the weights as they are.
     TensorRef begin_to_gather(size_t i, uint8_t* to, std::vector<Transfer>& transfers) const {
         const Param& p = parameters_.params[i];
-        const bool codes = sends_codes() && p.role.quantized_linear;
-        const Storage storage = codes ? setup_.recipe.w : parameters_.weight_storage;
+        const bool codes = sends_codes() && p.role.layer_linear;
+        const TensorFormat format = codes ? setup_.recipe.w : parameters_.format_of_weights;
         AmaxAndScale* const scale =
             codes ? amax_table_.of_weight(i, parameters_.linear_layer_index(i)) : nullptr;
-        const int64_t element_bytes = info(storage.format).bytes;
+        const int64_t element_bytes = info(format.element_format).bytes;
         const auto part_of = [&](int64_t rank) {
             const Range elements = owned_by(i, rank);
             return Range{.first = elements.first * element_bytes,
@@ -218,11 +219,11 @@ private:
         };
         const Range mine = part_of(setup_.rank);
         const TensorRef weight = parameters_.owned_weight(i);
-        const TensorRef part{to + mine.first, weight.rows, weight.cols, storage, scale};
+        const TensorRef part{to + mine.first, weight.rows, weight.cols, format, scale};
         if (codes) quantize_slices(weight, part);
         else copy_async(part.data, weight.data, mine.count, comm_stream_);
         add_gather(to, part_of, transfers);
-        return {to, p.rows, p.cols, storage, scale};
+        return {to, p.rows, p.cols, format, scale};
     }
 };
 

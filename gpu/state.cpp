@@ -1,6 +1,8 @@
 // gpu/state.cpp - what one GPU keeps of a training run (gpu/state.h): its memory, amaxes and parameters.
 #include "state.h"
 
+#include "../random.h"
+#include "../state_tensors.h"
 #include "gemm.h"
 #include "other_scaling.h"
 #include "quant_report.h"
@@ -32,8 +34,8 @@ void GpuContext::copy_to_host(void* to_host, const void* from_gpu, int64_t bytes
 // while the update encodes with the new scale, the old one still decodes.)
 static void allocate_moments(MemoryMap& m, GpuContext& context, const std::vector<ShardPlace>& places) {
     Arena& arena = context.arena;
-    const Optimizer& o = context.setup.optimizer;
-    const int64_t maxima = o.per_tensor ? 2 : 1;
+    const OptimizerFormats& o = context.setup.optimizer;
+    const int64_t maxima = o.one_moment_group ? 2 : 1;
     m.moments_begin = arena.allocate(0);
     auto allocate = [&](Format f, const Range& owned) {
         const int64_t moment_groups = o.moment_group_count(f, owned.count);
@@ -47,8 +49,8 @@ static void allocate_moments(MemoryMap& m, GpuContext& context, const std::vecto
     };
     for (size_t i = 0; i < context.params.size(); i++) {
         const Param& p = context.params[i];
-        m.first_moments.push_back(allocate(p.moment_format(o.m), places[i].owned));
-        m.second_moments.push_back(allocate(p.moment_format(o.v), places[i].owned));
+        m.first_moments.push_back(allocate(p.moment_format(o.m_format), places[i].owned));
+        m.second_moments.push_back(allocate(p.moment_format(o.v_format), places[i].owned));
     }
     m.moments_bytes = arena.allocate(0) - static_cast<uint8_t*>(m.moments_begin);
 }
@@ -93,8 +95,7 @@ static void allocate_activations_and_gradients(MemoryMap& m, GpuContext& context
 }
 
 static int64_t count_linear_layers(const std::vector<Param>& params) {
-    return std::count_if(params.begin(), params.end(),
-                         [](const Param& p) { return p.role.quantized_linear; });
+    return std::count_if(params.begin(), params.end(), [](const Param& p) { return p.role.layer_linear; });
 }
 
 MemoryMap allocate_memory(GpuContext& context) {
@@ -102,10 +103,10 @@ MemoryMap allocate_memory(GpuContext& context) {
     Arena& arena = context.arena;
     const ModelConfig& config = s.config;
     const std::vector<ShardPlace> places = shard_places(s);
-    const int64_t owned = places.back().rank_offset, compute_bytes = info(s.recipe.compute).bytes;
+    const int64_t owned = places.back().rank_offset, compute_bytes = info(s.recipe.compute_format).bytes;
     const int64_t param_count = int64_t(context.params.size());
     const int64_t linear_layers = count_linear_layers(context.params);
-    const bool delayed = s.recipe.scaling == Scaling::Delayed, several = s.ranks > 1;
+    const bool delayed = s.recipe.scale_source == ScaleSource::Delayed, several = s.ranks > 1;
 
     MemoryMap m{};
     m.amax_count = param_count + OPERAND_COUNT * linear_layers;
@@ -120,8 +121,8 @@ MemoryMap allocate_memory(GpuContext& context) {
     m.received.amaxes = arena.allocate<AmaxAndScale>(several ? s.ranks * m.amax_count : 0);
 
     m.weights.values = arena.allocate(owned * compute_bytes);
-    m.weights.format = s.recipe.compute;
-    if (s.keep_masters && s.recipe.compute != Format::FP32)
+    m.weights.format = s.recipe.compute_format;
+    if (s.keep_masters && s.recipe.compute_format != Format::FP32)
         m.weights.remainders = arena.allocate<int16_t>(owned);
     m.shards = arena.allocate<Shard>(param_count);
     m.amax_table = arena.allocate<AmaxAndScale>(m.amax_count);
@@ -176,7 +177,7 @@ void AmaxTable::update_histories(StepOutcome* outcome) const {
                                .histories = history(o, 0),
                                .n = linear_layer_count,
                                .length = setup_.recipe.history_steps,
-                               .fp8 = storage_of(setup_.recipe, o).format},
+                               .fp8 = format_of(setup_.recipe, o).element_format},
                               &outcome->gradient_state.skip, &outcome->empty_histories, stream_);
 }
 
@@ -185,13 +186,14 @@ void AmaxTable::update_histories(StepOutcome* outcome) const {
 
 Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table)
     : setup(context.setup), params(context.params), buckets(bucket_ranges(params)),
-      places(shard_places(setup)), weight_storage{setup.recipe.compute},
-      gradient_storage(Storage{gradient_format(setup)}), weight_bytes(info(weight_storage.format).bytes),
-      gradient_bytes(info(gradient_storage.format).bytes), context_(context), memory_(memory),
+      places(shard_places(setup)), format_of_weights{setup.recipe.compute_format},
+      format_of_gradients(TensorFormat{gradient_format(setup)}),
+      weight_bytes(info(format_of_weights.element_format).bytes),
+      gradient_bytes(info(format_of_gradients.element_format).bytes), context_(context), memory_(memory),
       amax_table_(amax_table), stream_(context.stream) {
     int64_t linear_layers = 0;
     for (size_t i = 0; i < params.size(); i++) {
-        linear_layer_indices_.push_back(params[i].role.quantized_linear ? linear_layers++ : -1);
+        linear_layer_indices_.push_back(params[i].role.layer_linear ? linear_layers++ : -1);
         indices_[params[i].name] = i;
     }
     upload_shard_table();
@@ -221,7 +223,7 @@ void Parameters::upload_shard_table() {
                          .m = memory_.first_moments[i],
                          .v = memory_.second_moments[i],
                          .decays = p.role.decays,
-                         .amax_out = p.role.quantized_linear ? amax_table_.of_parameter(i) : nullptr,
+                         .amax_out = p.role.layer_linear ? amax_table_.of_parameter(i) : nullptr,
                          .flat_minus_rank_offset = p.flat_offset + owned.first - rank_offset,
                          .units_before_shard = units_before_parameter + owned.first / SHARD_UNIT});
     }
@@ -271,7 +273,7 @@ void Parameters::update(const AdamWOptions& options, int64_t first_bucket, int64
         .count = int(end_param - first_param),
         .elements = {.first = from.rank_offset, .count = to.rank_offset - from.rank_offset},
         .gradients = owned_gradient_sum(first_param),
-        .format = gradient_storage.format};
+        .format = format_of_gradients.element_format};
     const Range units{.first = from.units_before_parameter,
                       .count = to.units_before_parameter - from.units_before_parameter};
     StepOutcome* const outcome = memory_.outcome();  // on the device
@@ -295,8 +297,8 @@ void Parameters::measure_moment_errors_of(int64_t bucket, const Sharding& shardi
         const Range& owned = places[i].owned;
         const uint8_t* const gradient = static_cast<const uint8_t*>(sharding.gradient_to_write(i).data);
         measure_moment_errors(setup.optimizer, memory_.first_moments[i], memory_.second_moments[i],
-                              gradient + owned.first * gradient_bytes, gradient_storage.format, owned.count,
-                              report, stream_);
+                              gradient + owned.first * gradient_bytes, format_of_gradients.element_format,
+                              owned.count, report, stream_);
     }
 }
 
@@ -313,10 +315,10 @@ std::vector<float> Parameters::expansion_exponents(const std::vector<MomentRef>&
 }
 
 void Parameters::compute_weight_amax(size_t i) const {
-    if (!params[i].role.quantized_linear) return;
+    if (!params[i].role.layer_linear) return;
     AmaxAndScale* const amax_out = amax_table_.of_parameter(i);
     clear_async(amax_out, sizeof(AmaxAndScale), stream_);
-    if (weight_storage.format == Format::FP32) return;
+    if (format_of_weights.element_format == Format::FP32) return;
     for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
         compute_amax(lazy_stored(slice), amax_out, stream_);
 }

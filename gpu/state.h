@@ -199,7 +199,7 @@ public:
     float* history(OperandKind o, int64_t linear_layer) const {
         return histories_ + index_of(o, linear_layer) * setup_.recipe.history_steps;
     }
-    bool delayed() const { return setup_.recipe.scaling == Scaling::Delayed; }
+    bool delayed() const { return setup_.recipe.scale_source == ScaleSource::Delayed; }
 
     // Clears amaxes, scales and histories, for a run that begins.
     void clear();
@@ -244,7 +244,7 @@ public:
     const std::vector<BucketRange> buckets;
     // By parameter: what this rank owns, and where. One more entry says where the last parameter ends.
     const std::vector<ShardPlace> places;
-    const Storage weight_storage, gradient_storage;
+    const TensorFormat format_of_weights, format_of_gradients;
     const int64_t weight_bytes, gradient_bytes;  // the bytes of one element
 
     // The index of the parameter with this name.
@@ -263,20 +263,20 @@ public:
     // The whole parameter, (rows, cols). With several ranks only for a vector: of a matrix this rank owns a
     // part, and Sharding::weight() has the whole.
     TensorRef whole_weight(size_t i) const {
-        return {owned_weight_data(i), params[i].rows, params[i].cols, weight_storage};
+        return {owned_weight_data(i), params[i].rows, params[i].cols, format_of_weights};
     }
     // What this rank owns of the weight of a linear layer. With several ranks that may not be whole rows, so
     // the tensor has MOMENT_GROUP_SIZE columns. (The size of such a part is a multiple of MOMENT_GROUP_SIZE.
     // Other parameters have other sizes: of these the last elements would be missing.)
     TensorRef owned_weight(size_t i) const {
         return {owned_weight_data(i), places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
-                weight_storage};
+                format_of_weights};
     }
     // The sums of the gradients of this rank's part of parameter i, which the update reads.
     uint8_t* owned_gradient_sum(size_t i) const;
     // The whole gradient, (rows, cols). With several ranks only for a vector, as whole_weight().
     TensorRef whole_gradient(size_t i) const {
-        return {owned_gradient_sum(i), params[i].rows, params[i].cols, gradient_storage};
+        return {owned_gradient_sum(i), params[i].rows, params[i].cols, format_of_gradients};
     }
 
     // Updates the buckets [first_bucket, end_bucket), whose gradients are complete. StepOutcome::loss_or_nan

@@ -15,7 +15,7 @@ StateTensors::StateTensors(const GpuContext& context, const MemoryMap& memory, c
 
 void StateTensors::list_tensors(const MemoryMap& memory) {
     const Setup& s = context_.setup;
-    const bool fp32_masters = parameters_.weight_storage.format == Format::FP32;
+    const bool fp32_masters = parameters_.format_of_weights.element_format == Format::FP32;
     for (size_t i = 0; i < parameters_.params.size(); i++) {
         const Param& p = parameters_.params[i];
         const auto& [owned, rank_offset, units_before_parameter] = parameters_.places[i];
@@ -40,7 +40,7 @@ void StateTensors::list_tensors(const MemoryMap& memory) {
         };
         list_moment(p.name + ".m", memory.first_moments[i]);
         list_moment(p.name + ".v", memory.second_moments[i]);
-        if (amax_table_.delayed() && p.role.quantized_linear) list_delayed_scales(i);
+        if (amax_table_.delayed() && p.role.layer_linear) list_delayed_scales(i);
     }
 }
 void StateTensors::list_delayed_scales(size_t i) {

@@ -304,7 +304,7 @@ void print_help() {
     std::printf("\n--recipe\n");
     for (const Recipe& r : recipes()) std::printf("  %-12s %s\n", r.name, r.about);
     std::printf("\n--optimizer\n");
-    for (const Optimizer& o : optimizers()) std::printf("  %-12s %s\n", o.name, o.about);
+    for (const OptimizerFormats& o : optimizers()) std::printf("  %-12s %s\n", o.name, o.about);
     print_default_schedule();
     std::printf(
         "\n--data\n"

@@ -33,9 +33,9 @@ struct FormatTexts {
 static FormatTexts format_texts(const Setup& s) {
     const Recipe& recipe = s.recipe;
     const LinearFormats linear = linear_formats(s);
-    const std::string compute = info(recipe.compute).name;
+    const std::string compute = info(recipe.compute_format).name;
     const std::string saved_inputs = recipe.saved_inputs.text();
-    const bool has_remainder = s.keep_masters && recipe.compute != Format::FP32;
+    const bool has_remainder = s.keep_masters && recipe.compute_format != Format::FP32;
     return {
         .compute = compute,
         .saved_inputs = saved_inputs,
@@ -55,7 +55,7 @@ static FormatTexts format_texts(const Setup& s) {
 // A saved tensor with its format: "norm 1 input e4m3 1x16".
 static std::string saved_text(const Setup& s, SavedKind kind) {
     const SavedTensor t = saved_per_layer(s.config, s.recipe)[int(kind)];
-    return concat(t.name, " ", t.storage.text());
+    return concat(t.name, " ", t.format.text());
 }
 
 static std::vector<Operator> layer_operators(const Setup& s, const FormatTexts& f) {
@@ -137,7 +137,7 @@ static Operator moment_operator(const Setup& s, const char* name, Format f) {
     std::string writes = info(f).name;
     if (moments_need_scaling(f)) {
         writes += s.optimizer.uses_expansion(f) ? ", max and k" : ", max";
-        writes += s.optimizer.per_tensor ? " per tensor" : concat(" per ", MOMENT_GROUP_SIZE);
+        writes += s.optimizer.one_moment_group ? " per tensor" : concat(" per ", MOMENT_GROUP_SIZE);
     }
     return {.name = name, .reads = info(f).name, .writes = writes};
 }
@@ -146,8 +146,8 @@ static std::vector<Operator> update_operators(const Setup& s, const FormatTexts&
     return {{.name = "AdamW, weights",
              .reads = f.weights,
              .writes = f.weights + (s.keep_masters ? "" : ", stochastic")},
-            moment_operator(s, "AdamW, first moment", s.optimizer.m),
-            moment_operator(s, "AdamW, second moment", s.optimizer.v)};
+            moment_operator(s, "AdamW, first moment", s.optimizer.m_format),
+            moment_operator(s, "AdamW, second moment", s.optimizer.v_format)};
 }
 
 std::vector<PrecisionPart> precision_plan(const Setup& s) {
@@ -167,7 +167,7 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
 std::vector<MemoryRow> memory_plan(const Setup& s) {
     const ModelConfig& config = s.config;
     const int64_t N = s.B * s.T, count = parameter_count(config);
-    const Format compute = s.recipe.compute, dw = gradient_format(s);
+    const Format compute = s.recipe.compute_format, dw = gradient_format(s);
     // The bytes of all tensors that this rank keeps, by the end of their names: ".m", ".m.max", ...; "": the
     // weights.
     std::map<std::string, int64_t> kept_of;

@@ -126,7 +126,7 @@ static std::string duration(double seconds) {
 double flops_per_token(const ModelConfig& config, int64_t T) {
     double weights = 0;
     for (const Param& p : parameters(config))
-        if (p.role.quantized_linear || p.name == (config.tied ? "embedding" : "head"))
+        if (p.role.layer_linear || p.name == (config.tied ? "embedding" : "head"))
             weights += double(used_elements(config, p));
     return 6 * (weights + double(config.L * config.q_cols() * T));
 }

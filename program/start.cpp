@@ -81,7 +81,7 @@ ModelAndFormats choose_model_and_formats(const RunLocation& location, const Resu
     if (flags.optimizer.empty()) flags.optimizer = recipe.default_optimizer;
     if (flags.attention == "groups") recipe.saved_attention = E4M3_1x16;
     if (flags.on_gpu() && location.why_no_gpu.empty()) recipe = recipe_on_gpu(recipe, gpu_capability());
-    const Optimizer optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
+    const OptimizerFormats optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
     if (flags.gradients == "none" && flags.clip > 0 && location.ranks == 1)
         throw Error("--gradients none updates before the norm of all gradients is known; give --clip 0.");
     const std::string folder = find_weights(resumed, flags);

@@ -65,7 +65,7 @@ struct ModelAndFormats {
     std::string weights_folder;
     ModelConfig config;  // with the vocabulary size 0 in some rows of the table: make_setup() sets it
     Recipe recipe;       // as this GPU runs it, for the print-outs. make_gpu_model() asks the GPU once more
-    Optimizer optimizer;
+    OptimizerFormats optimizer;
 };
 // Sets --optimizer if it is not given. Error if --gradients and --clip contradict each other.
 ModelAndFormats choose_model_and_formats(const RunLocation& location, const Resumed& resumed, Flags& flags);

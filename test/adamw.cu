@@ -30,7 +30,7 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
          .distribution = "exp of normal"},
         {.compute = Format::FP32, .has_master = true, .gradients = Format::FP32, .distribution = "normal"}};
     for (const auto& row : rows)
-        for (const Optimizer& o : optimizers())
+        for (const OptimizerFormats& o : optimizers())
             for (const Distribution& d : distributions()) {
                 if (row.distribution && d.name != row.distribution) continue;
                 if (d.name == "huge" || d.name == "any magnitude") continue;  // their squares overflow
@@ -63,7 +63,7 @@ GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its w
 GPU_TEST_CASE("measure_moment_errors: errors of the moments equal the reference's") {
     FRESH_RANDOM(rng);
     for (const char* name : {"coat", "fp8", "fp8lm"}) {
-        const Optimizer& o = find_row(optimizers(), name, "--optimizer");
+        const OptimizerFormats& o = find_row(optimizers(), name, "--optimizer");
         for (int64_t n : {50000, 600077}) {
             CAPTURE(name);
             CAPTURE(n);
@@ -86,7 +86,7 @@ GPU_TEST_CASE("measure_moment_errors: errors of the moments equal the reference'
                 for (int64_t j = 0; j < n; j++)
                     if (!in_part || (j / apart < 128 && j % apart < 2048)) measured.push_back(x[i][j]);
                 Moment expected;
-                expected.init(o, i ? o.v : o.m, int64_t(measured.size()));
+                expected.init(o, i ? o.v_format : o.m_format, int64_t(measured.size()));
                 QuantStats stats;
                 expected.store(measured.data(), i, &stats);
                 const QuantStats& got = report.kinds[int(i ? ReportKind::Moment2 : ReportKind::Moment1)];
@@ -103,7 +103,7 @@ GPU_TEST_CASE("measure_moment_errors: errors of the moments equal the reference'
 TEST_CASE("adamw: moments in groups that are not both in FP8 are an error") {
     // A dry run calls the same functions without a GPU.
     auto update = [](Format m, Format v) {
-        const Optimizer optimizer{.name = "", .m = m, .v = v, .expansion = true};
+        const OptimizerFormats optimizer{.name = "", .m_format = m, .v_format = v, .expansion = true};
         const gpu::Weights none{nullptr, nullptr, Format::BF16};
         const gpu::ShardsToUpdate nothing{
             .shards = nullptr, .count = 0, .elements = {}, .gradients = nullptr, .format = Format::BF16};

@@ -30,7 +30,7 @@ static void check_statistics(const Buffer<QuantStats>& stats, QuantStats wanted)
 
 // Quantizes a stored tensor, in groups or as an operand. With one scale per tensor its amax is taken first.
 static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = nullptr) {
-    if (out.storage == E4M3_1x16) {
+    if (out.format == E4M3_1x16) {
         gpu::quantize_groups(x, out.ref(), /*write_back=*/false, stats, 0);
         return;
     }
@@ -62,9 +62,9 @@ static void check_groups(const Floats& x, const Tensor& groups) {
 // Checks codes, scales, transposes, amaxes and statistics of x (BF16) in every format.
 static void check_all_formats(const Floats& x, Shape s) {
     const Tensor in(x, s, PLAIN_BF16);
-    std::vector<Storage> formats(std::begin(GEMM_FORMATS), std::end(GEMM_FORMATS));
+    std::vector<TensorFormat> formats(std::begin(GEMM_FORMATS), std::end(GEMM_FORMATS));
     formats.push_back(E4M3_1x16);
-    for (Storage q : formats) {
+    for (TensorFormat q : formats) {
         const Tensor out(s, q);
         const Buffer<QuantStats> stats({BEFORE});
         quantize(in.ref(), out, stats.get());
@@ -88,7 +88,7 @@ static void check_all_formats(const Floats& x, Shape s) {
 static void check_activation(RecipeFormats formats, bool gated, Shape s, const Floats& values,
                              const Floats& d) {
     const Tensor gate_up(values, {s.rows, s.cols * (gated ? 2 : 1)}, formats.saved_inputs);
-    const Tensor dact(d, s, Storage{formats.compute});
+    const Tensor dact(d, s, TensorFormat{formats.compute});
     const Floats x = gate_up.values();
     auto forward = [&](const auto& in) {
         auto act = in;
@@ -132,12 +132,12 @@ GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values
     for (Shape s : SHAPES) {
         const Floats x = heavy(rng, Format::FP32, s.n());
         const Tensor in(x, s, PLAIN_FP32);
-        for (Storage q : {PLAIN_FP32, PLAIN_BF16}) {
+        for (TensorFormat q : {PLAIN_FP32, PLAIN_BF16}) {
             const Tensor out(s, q);
             gpu::store_values(gpu::lazy_stored(in.ref()), out.ref(), 0);
             check_quantized(out, x);
         }
-        for (Storage q : {E4M3_TENSOR, E4M3_ROW}) {
+        for (TensorFormat q : {E4M3_TENSOR, E4M3_ROW}) {
             const Tensor out(s, q);
             CHECK_THROWS_AS(gpu::quantize(gpu::lazy_stored(in.ref()), out.operand(), nullptr, 0), Error);
         }
@@ -152,10 +152,10 @@ GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values
 GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
     FRESH_RANDOM(rng);
     const int64_t rows = 300, cols = 272;
-    for (Storage q : {E4M3_TENSOR, E5M2_TENSOR}) {
+    for (TensorFormat q : {E4M3_TENSOR, E5M2_TENSOR}) {
         CAPTURE(q.text());
-        const float fmax = info(q.format).fmax, scale = 0x1p-8f;
-        const float half_step = std::ldexp(fmax / 1.75f, -info(q.format).mantissa_bits - 1);
+        const float fmax = info(q.element_format).fmax, scale = 0x1p-8f;
+        const float half_step = std::ldexp(fmax / 1.75f, -info(q.element_format).mantissa_bits - 1);
         Floats x = heavy(rng, Format::BF16, rows * cols);
         for (int64_t i = 0; i < 100; i++)
             x[rng.below(rows * cols)] = (fmax + float(i % 7 - 3) / 2 * half_step) * scale;
@@ -176,7 +176,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
     Floats x = heavy(rng, Format::BF16, rows * cols);
     const Tensor in(x, {rows, cols}, PLAIN_BF16);
     x.resize(padded * cols);  // the reference has zeros as padding, whose codes the GPU does not write
-    for (Storage q : {E4M3_TENSOR, E4M3_ROW, E4M3_1x128, E4M3_128x128}) {
+    for (TensorFormat q : {E4M3_TENSOR, E4M3_ROW, E4M3_1x128, E4M3_128x128}) {
         CAPTURE(q.text());
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
@@ -247,7 +247,7 @@ GPU_TEST_CASE(
     "write_operand_and_add_column_sums: codes and sums have the bits of quantize and add_column_sums") {
     FRESH_RANDOM(rng);
     for (Shape s : shapes({{1, 16}, {144, 144}, {272, 400}, {16640, 48}}))
-        for (Storage q : {E5M2_TENSOR, E4M3_TENSOR, E4M3_1x128, PLAIN_BF16}) {
+        for (TensorFormat q : {E5M2_TENSOR, E4M3_TENSOR, E4M3_1x128, PLAIN_BF16}) {
             CAPTURE(s.rows);
             CAPTURE(q.text());
             const Floats x = heavy(rng, Format::BF16, s.n()), before = normals(rng, Format::FP32, s.cols);
@@ -294,7 +294,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
         CHECK(out.amax() == amax);
         const reference::StoredMatrix wanted =
             reference::quantize(values.data(), rows, 2 * F, E5M2_TENSOR, nullptr, scale);
-        CHECK(same_codes(E5M2_TENSOR.format, in.codes.read(), wanted.elements));
+        CHECK(same_codes(E5M2_TENSOR.element_format, in.codes.read(), wanted.elements));
     }
 }
 

@@ -21,7 +21,7 @@ static Floats masters(const Snapshot& state, const std::string& name) {
 static reference::Moment moment_of(const Setup& s, const Param& p, const Snapshot& state, bool second) {
     const std::string name = p.name + (second ? ".v" : ".m");
     reference::Moment moment;
-    moment.init(s.optimizer, p.moment_format(second ? s.optimizer.v : s.optimizer.m), p.size());
+    moment.init(s.optimizer, p.moment_format(second ? s.optimizer.v_format : s.optimizer.m_format), p.size());
     moment.elements = state.at(name);
     if (!moment.max.empty()) moment.max = values_of<float>(state, name + ".max");
     if (!moment.k.empty()) moment.k = values_of<float>(state, name + ".k");
@@ -235,7 +235,7 @@ PROPERTY("the residual stream is rounded to BF16 after each branch; groups are m
                 losses[biased] = t.evaluate();
             }
             const bool reads_sum = reader > 0 && recipe.saved_inputs.fp8();
-            CHECK((losses[0] == losses[1]) == (recipe.compute == Format::BF16 && !reads_sum));
+            CHECK((losses[0] == losses[1]) == (recipe.compute_format == Format::BF16 && !reads_sum));
         }
 }
 
@@ -248,7 +248,7 @@ PROPERTY("backward hands on BF16 values; wgrad reads g quantized over tokens; bi
         for (const Architecture& arch : {GPT2, QWEN2}) {
             Training t(make, setup_of(recipe.name, tiny_config(arch, false), 1, 16, 5));
             const Setup& s = t.setup();
-            if (s.recipe.compute != Format::BF16) continue;
+            if (s.recipe.compute_format != Format::BF16) continue;
             INFO(text(s));
             const bool fp8 = s.recipe.x.fp8();
             const Granularity& of_g = s.recipe.g.granularity;
@@ -275,7 +275,7 @@ PROPERTY("backward hands on BF16 values; wgrad reads g quantized over tokens; bi
                 for (size_t e = 0; e < g.size(); e += head ? size_t(p.cols) : 1) wrong += !bf16_value(g[e]);
                 if (p.name.ends_with(".bias") || p.name == "embedding" || head)
                     CHECK(((wrong > 0) == sums_fp32 && norm(g) > 0));
-                if (!fp8 || !p.role.quantized_linear) continue;
+                if (!fp8 || !p.role.layer_linear) continue;
                 const Floats bias = gradient(*t.model, params[i + 1]);
                 // The column of dw with the largest gradient, beside the bias.
                 size_t at = 0;
@@ -363,7 +363,8 @@ PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 
                 terms.push_back(gradients_of(*t.model));
             }
             CHECK(loss == doctest::Approx(losses / MANY).epsilon(1e-12));
-            const double half_step = std::ldexp(1.0, -info(t.setup().recipe.compute).mantissa_bits - 1);
+            const double half_step =
+                std::ldexp(1.0, -info(t.setup().recipe.compute_format).mantissa_bits - 1);
             for (size_t p = 0; p < got.size(); p++) {
                 int64_t bad = 0;
                 for (size_t i = 0; i < got[p].size(); i++) {
@@ -449,7 +450,7 @@ static Snapshot make_large(Training& t, Large kind) {
 
 PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped with every optimizer") {
     for (const char* recipe : {"fp32", "bf16", "coat"})
-        for (const Optimizer& o : optimizers()) {
+        for (const OptimizerFormats& o : optimizers()) {
             Training t(make, setup_of(concat(recipe, " moments ", o.name)));
             INFO(text(t.setup()));
             const Snapshot state = make_large(t, Large::Huge);
@@ -483,7 +484,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
             const std::vector<Param> params = t.params();
             const int64_t bucket = params[param_index_of(params, "layers.1.gate_up")].bucket;
             // A GPU has updated earlier buckets. With gradient 0, codes and k of FP8 moments stay.
-            const char* moment = moments_need_scaling(t.setup().optimizer.m) ? ".m.max" : ".m";
+            const char* moment = moments_need_scaling(t.setup().optimizer.m_format) ? ".m.max" : ".m";
             for (const StateTensor& tensor : state_tensors(t.setup())) {
                 const Param& p = tensor.param;
                 INFO(tensor.name);
@@ -528,7 +529,7 @@ PROPERTY("delayed scaling: an operand without a history is scaled just in time")
          {std::tuple{LLAMA, 1, true}, {GPT2, 1, true}, {LLAMA, 3, true}, {LLAMA, 3, false}}) {
         const Setup te = setup_of("te", tiny_config(arch, true), 4, 16, accumulate);
         Setup just_in_time = te;
-        just_in_time.recipe.scaling = Scaling::JustInTime;
+        just_in_time.recipe.scale_source = ScaleSource::JustInTime;
         Training a(make, te), b(make, just_in_time);
         a.next();
         for (auto* x : {&a.tokens, &a.targets})
@@ -595,7 +596,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
     }
     for (const Param& p : t.params())
         for (OperandKind o : LINEAR_OPERANDS) {
-            if (!p.role.quantized_linear) continue;
+            if (!p.role.layer_linear) continue;
             const std::string operand = p.name + suffix_of(o);
             INFO(operand);
             auto newest = [&](const Snapshot& state) {
@@ -603,7 +604,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
             };
             const float now = std::max(newest(after[0]), newest(after[1])), last = newest(before);
             CHECK(values_of<float>(after[2], operand + ".history") == Floats{now, last, 0, 0});
-            const float fmax = info(storage_of(s.recipe, o).format).fmax;
+            const float fmax = info(format_of(s.recipe, o).element_format).fmax;
             CHECK(values_of<float>(after[2], operand + ".scale")[0] == std::max(now, last) / fmax);
         }
     auto saturated = [&] { return t.report().kinds[int(ReportKind::Weight)].saturated; };
@@ -630,15 +631,22 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
         const Snapshot state = snapshot(*t.model);
         const QuantReport report = t.report();
         const LinearFormats q = linear_formats(s);
-        const Format group = s.recipe.saved_inputs.format, attention = s.recipe.saved_attention.format;
-        const Format of[] = {group,      attention,  group,         q.x.format,
-                             q.w.format, q.g.format, s.optimizer.m, s.optimizer.v};
+        const Format group = s.recipe.saved_inputs.element_format,
+                     attention = s.recipe.saved_attention.element_format;
+        const Format of[] = {group,
+                             attention,
+                             group,
+                             q.x.element_format,
+                             q.w.element_format,
+                             q.g.element_format,
+                             s.optimizer.m_format,
+                             s.optimizer.v_format};
         for (int kind = 0; kind < int(ReportKind::Count); kind++) {
             const QuantStats& stats = report.kinds[kind];
             INFO(std::string(REPORT_KIND_NAMES[kind]), ": ", stats.snr_db(), " dB of ", stats.elements);
             CHECK((stats.elements > 0) == moments_need_scaling(of[kind]));
             if (stats.elements == 0) continue;
-            if (s.recipe.scaling == Scaling::JustInTime) CHECK(stats.saturated == 0);
+            if (s.recipe.scale_source == ScaleSource::JustInTime) CHECK(stats.saturated == 0);
             if (kind >= int(ReportKind::Moment1)) {
                 QuantStats expected;
                 for (const Param& p : t.params())

@@ -69,16 +69,13 @@ TEST_CASE("slices_for_grids: the rows in their order; no slice has more than a g
     std::vector<uint8_t> begin(1);  // addresses are computed and not used
     AmaxAndScale scale{};
     for (const int64_t rows : {int64_t(1), MOST, MOST + 1, 2 * MOST + 5}) {
-        const TensorRef v{.data = begin.data(),
-                          .rows = rows,
-                          .cols = COLS,
-                          .storage = PLAIN_BF16,
-                          .amax_and_scale = &scale};
+        const TensorRef v{
+            .data = begin.data(), .rows = rows, .cols = COLS, .format = PLAIN_BF16, .amax_and_scale = &scale};
         int64_t next = 0;
         for (const TensorRef& slice : gpu::slices_for_grids(v)) {
             CHECK(slice.data == begin.data() + next * COLS * 2);
             CHECK((slice.rows > 0 && slice.rows <= MOST && slice.cols == COLS));
-            CHECK((slice.amax_and_scale == &scale && slice.storage == PLAIN_BF16));
+            CHECK((slice.amax_and_scale == &scale && slice.format == PLAIN_BF16));
             next += slice.rows;
         }
         CHECK(next == rows);

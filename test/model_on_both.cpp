@@ -20,7 +20,7 @@ static double compare_losses(Training& gpu, Training& cpu, std::vector<Training>
     const Setup& s = cpu.setup();
     const Doubles a = gpu.losses(25), b = cpu.losses(25);
     const bool fp8 = s.recipe.x.fp8() || s.recipe.saved_attention.fp8() ||
-                     moments_need_scaling(s.optimizer.m) || !s.keep_masters;
+                     moments_need_scaling(s.optimizer.m_format) || !s.keep_masters;
     const auto [single, average] = fp8 ? std::pair{0.06, 0.02} : std::pair{0.03, 0.01};
     double largest = 0;
     for (Training& other : others) largest = std::max(largest, relative_error(other.losses(25), b));
@@ -35,7 +35,7 @@ static void check_logits(Random& rng, Training& gpu, Training& cpu) {
     const Setup& s = gpu.setup();
     const double bf16 = std::sqrt(24.0 * 2) * 0x1p-9, fp8 = bf16 + std::sqrt(22 / 3.0) * 0x1p-4;
     const bool codes = s.recipe.x.fp8() || s.recipe.saved_inputs.fp8() || s.recipe.saved_attention.fp8();
-    const double bound = s.recipe.compute == Format::FP32 ? fp32_bound(s.config) : codes ? fp8 : bf16;
+    const double bound = s.recipe.compute_format == Format::FP32 ? fp32_bound(s.config) : codes ? fp8 : bf16;
     for (int64_t n : {int64_t(1), 1 + rng.below(s.T), s.T})
         CHECK(relative_error(gpu.next_logits(n), cpu.next_logits(n)) <= bound);
 }
@@ -70,7 +70,7 @@ static void check_step(Random& rng, const Setup& s) {
         for (Training* t : {&gpu, &cpu, &exact}) write_weights(*t->model, p.name, values);
     }
     for (Training* t : {&gpu, &cpu, &exact}) t->adamw.lr = 0, t->adamw.clip = 0;
-    if (s.recipe.scaling == Scaling::Delayed) {  // the first step uses just-in-time scales
+    if (s.recipe.scale_source == ScaleSource::Delayed) {  // the first step uses just-in-time scales
         for (Training* t : {&gpu, &cpu, &exact}) t->step();
         for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe))
             if (linear_formats(s).x.fp8())  // the largest element differs by one or two roundings to FP8
@@ -80,7 +80,8 @@ static void check_step(Random& rng, const Setup& s) {
     }
     const StepResult on_gpu = gpu.step(), on_cpu = cpu.step(), of_fp32 = exact.step();
     auto bound = [&](double own) {  // BF16's rounding is always allowed
-        return s.recipe.compute == Format::FP32 ? fp32_bound(s.config) : TWO_IMPLEMENTATIONS * own + 0x1p-9;
+        return s.recipe.compute_format == Format::FP32 ? fp32_bound(s.config)
+                                                       : TWO_IMPLEMENTATIONS * own + 0x1p-9;
     };
     CHECK((!on_gpu.skipped && on_gpu.target_count == on_cpu.target_count));
     CHECK(std::fabs(on_gpu.loss - on_cpu.loss) <=
@@ -119,7 +120,7 @@ GPU_MODEL_TEST("step: loss and gradients and logits and report against the refer
 
 GPU_MODEL_TEST("step: recipes that no row of the table has") {
     FRESH_RANDOM(rng);
-    const std::tuple<const char*, Storage, Storage, Storage, Storage> rows[] = {
+    const std::tuple<const char*, TensorFormat, TensorFormat, TensorFormat, TensorFormat> rows[] = {
         {"te", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, E4M3_1x16},  // groups beside other operands
         {"rowwise", E4M3_ROW, E4M3_ROW, E4M3_ROW, E4M3_1x16},
         {"deepseek", E4M3_1x128, E4M3_128x128, E4M3_1x128, E4M3_1x16},
@@ -174,7 +175,7 @@ GPU_MODEL_TEST("training: losses follow the reference's also after a run has cha
         s.micro_batches_per_rank = 1;
         Training gpu(make_gpu_model, s), cpu(make_reference_model, s);
         std::vector<Training> others;  // 2^-17: the error of a gradient in FP32
-        for (float change : s.recipe.compute == Format::FP32 ? Floats{-1, -0.5f, 0.5f, 1} : Floats()) {
+        for (float change : s.recipe.compute_format == Format::FP32 ? Floats{-1, -0.5f, 0.5f, 1} : Floats()) {
             others.emplace_back(make_reference_model, s);
             others.back().adamw.lr *= 1 + 0x1p-17f * change;
         }

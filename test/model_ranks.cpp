@@ -173,7 +173,7 @@ TEST_CASE("ranks: a sum in BF16 or of a tied embedding is that of the ranks' gra
         CAPTURE(recipe);
         const Setup s = small(recipe, LLAMA, 1, recipe == "fp32");
         const Format format = gradient_format(small(recipe, LLAMA, 4, recipe == "fp32"));
-        REQUIRE(format == s.recipe.compute);
+        REQUIRE(format == s.recipe.compute_format);
         const RankRun four = train_ranks(make_reference_model, s, 4, 1);
         Training t(make_reference_model, s);
         t.adamw.lr = 0;  // each rank computes with the first weights

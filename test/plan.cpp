@@ -32,7 +32,7 @@ TEST_CASE("memory plan: delayed scaling adds its state; FP8 only in linear layer
     for (const char* recipe : {"te", "colossal", "tensorwise", "rowwise", "deepseek"}) {
         const Setup s = setup_of(recipe, LLAMA_7B, 8, 2048), bf16 = bf16_baseline(s);
         // Of three operands of four linear layers, 1024 amaxes and a scale.
-        const int64_t state = s.recipe.scaling == Scaling::Delayed ? 32 * 4 * 3 * (1024 + 1) * 4 : 0;
+        const int64_t state = s.recipe.scale_source == ScaleSource::Delayed ? 32 * 4 * 3 * (1024 + 1) * 4 : 0;
         CHECK(total_bytes(memory_plan(s)) - total_bytes(memory_plan(bf16)) == state);
         CHECK(total_bytes(memory_plan(s), Category::Activations) ==
               8 * 2048 * (32 * saved_bytes_per_token_and_layer(s) + 2 * 4096));  // and the final norm's input
@@ -139,11 +139,11 @@ TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a 
             }
             std::string expected;
             for (const SavedTensor& t : saved_per_layer(s.config, s.recipe))
-                expected += concat(expected.empty() ? "" : "; ", t.name, " ", t.storage.text());
+                expected += concat(expected.empty() ? "" : "; ", t.name, " ", t.format.text());
             CHECK(saves == expected);
             const std::vector<Param> params = parameters(s.config);
             CHECK(projections == std::count_if(params.begin(), params.end(), [](const Param& p) {
-                      return p.role.quantized_linear && p.layer == 0;
+                      return p.role.layer_linear && p.layer == 0;
                   }));
         }
 }
@@ -330,7 +330,7 @@ TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows and blocks and other gr
     check_error(error_of([] { recipe_on_gpu(find_row(recipes(), "rowwise", ""), 89); }),
                 "use --recipe tensorwise");
     CHECK(recipe_on_gpu(find_row(recipes(), "tensorwise", ""), 89).x == E4M3_TENSOR);
-    for (Storage Recipe::*saved : {&Recipe::saved_inputs, &Recipe::saved_attention}) {
+    for (TensorFormat Recipe::*saved : {&Recipe::saved_inputs, &Recipe::saved_attention}) {
         Recipe r = find_row(recipes(), "coat", "--recipe");
         (r.*saved) = {Format::E4M3, {1, 32}, Format::BF16};
         CHECK_THROWS_AS(recipe_on_gpu(r, 90), Error);
@@ -359,9 +359,9 @@ TEST_CASE("flags_that_save_memory: those that this run can have and does not hav
 }
 
 TEST_CASE("recipe_on_gpu: operands that no GEMM multiplies are refused in a sentence that shows them") {
-    constexpr Storage E4M3_32{.format = Format::E4M3, .granularity = {1, 32}};
+    constexpr TensorFormat E4M3_32{.element_format = Format::E4M3, .granularity = {1, 32}};
     struct Row {
-        Storage x, w, g;
+        TensorFormat x, w, g;
         bool refused;
     };
     for (const auto& [x, w, g, refused] : {Row{E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, false},

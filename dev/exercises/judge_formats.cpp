@@ -34,8 +34,9 @@ std::array<Floats, 6> tensors_to_store() {
 // The RMS of the relative errors of x when it is stored so.
 double error_of(const Floats& x, const judge::Choice& choice) {
     const Format format = format_of(*choice.format);
-    const Storage storage = choice.groups ? Storage{format, PER_1x16, Format::BF16} : Storage{format};
-    const Floats stored = dequantize(reference::quantize(x.data(), 64, 256, storage));
+    const TensorFormat tensor_format{format, choice.groups ? PER_1x16 : PER_TENSOR,
+                                     choice.groups ? Format::BF16 : Format::FP32};
+    const Floats stored = dequantize(reference::quantize(x.data(), 64, 256, tensor_format));
     double sum = 0;
     for (size_t i = 0; i < x.size(); i++) sum += std::pow(stored[i] / double(x[i]) - 1, 2);
     return std::sqrt(sum / double(x.size()));

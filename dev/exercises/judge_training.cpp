@@ -18,7 +18,7 @@ Fp8Matrix given::transposed(const Fp8Matrix& x) {
         for (int c = 0; c < x.cols; c++) y.codes[c * x.rows + r] = x.codes[r * x.cols + c];
     return y;
 }
-static Matrix quantized_as(const Matrix& x, const Storage& q) {
+static Matrix quantized_as(const Matrix& x, const TensorFormat& q) {
     return {x.rows, x.cols, dequantize(reference::quantize(x.values.data(), x.rows, x.cols, q))};
 }
 Matrix given::quantized(const Matrix& x) { return quantized_as(x, {Format::E4M3}); }

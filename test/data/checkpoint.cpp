@@ -69,7 +69,7 @@ struct Damage {
 TEST_CASE("checkpoint: what is read back and saved again has the same bytes with every optimizer and mode") {
     std::vector<std::pair<Architecture, const char*>> rows;
     for (const Architecture& arch : {LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}) rows.push_back({arch, "coat"});
-    for (const Optimizer& optimizer : optimizers()) rows.push_back({LLAMA, optimizer.name});
+    for (const OptimizerFormats& optimizer : optimizers()) rows.push_back({LLAMA, optimizer.name});
     for (const auto& [arch, optimizer] : rows)
         for (const bool master : {true, false}) {
             INFO(std::string(arch.name), " ", std::string(optimizer), " ", master);

@@ -164,23 +164,23 @@ for (const f of [E4M3, E5M2])
     save(name, scales), save(name + "zero", losses.map(l => l.zero)), save(name + "saturated", losses.map(l => l.saturated));
   }
 )");
-    for (Storage storage : {E4M3_TENSOR, E5M2_TENSOR})
+    for (TensorFormat format : {E4M3_TENSOR, E5M2_TENSOR})
         for (int history : {1, 3, 16, 1024}) {
-            const std::string name = info(storage.format).name + std::to_string(history);
+            const std::string name = info(format.element_format).name + std::to_string(history);
             CAPTURE(name);
             const Floats scales = folder.get(name), zero = folder.get(name + "zero"),
                          saturated = folder.get(name + "saturated");
             DelayedScale delayed;
             delayed.history.assign(history, 0);
-            delayed.scale = scale_of(storage, amaxes[0]);  // just in time: there is no history yet
+            delayed.scale = scale_of(format, amaxes[0]);  // just in time: there is no history yet
             for (int step = 0; step < steps; step++) {
                 CHECK(scales.at(step) == delayed.scale);
                 QuantStats lost;
-                quantize(x.data(), 1, n, storage, &lost, delayed.scale);
+                quantize(x.data(), 1, n, format, &lost, delayed.scale);
                 CHECK(zero.at(step) == lost.flushed);
                 CHECK(saturated.at(step) == lost.saturated);
                 delayed.amax = amaxes[step];
-                delayed.update_history_and_scale(storage.format);
+                delayed.update_history_and_scale(format.element_format);
             }
         }
 }

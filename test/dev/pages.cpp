@@ -309,7 +309,7 @@ TEST_CASE("dev/README.md: which recipe runs how on a compute capability") {
             std::string runs = " error";
             error_of([&] {
                 const Recipe ours = recipe_on_gpu(r, capability);
-                runs = ours.x.fp8() ? " FP8" : ours.compute == Format::FP32 ? " FP32" : " BF16";
+                runs = ours.x.fp8() ? " FP8" : ours.compute_format == Format::FP32 ? " FP32" : " BF16";
             });
             cells += runs + " |";
         }

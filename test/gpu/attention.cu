@@ -105,7 +105,7 @@ Bounds bounds(const AttentionShape& s, const Floats& qkv, const Floats& out, con
 
 // Every element within its bound. Both results are rounded to their format, maybe in opposite directions.
 void check_close(const Tensor& got, const Floats& wanted, Doubles bounds) {
-    const double rounding = got.storage.format == Format::BF16 ? 0x1p-8 : 0x1p-22;
+    const double rounding = got.format.element_format == Format::BF16 ? 0x1p-8 : 0x1p-22;
     for (size_t i = 0; i < wanted.size(); i++) bounds[i] += rounding * std::abs(wanted[i]) + 1e-37;
     check_within(got.values(), doubles(wanted), bounds);
 }
@@ -153,7 +153,7 @@ struct RopeTable : Buffer<float2> {
 
 // Where the amax of a tensor goes. Kernels take none of FP32.
 gpu::AmaxAndScale* amax_of(const Tensor& x) {
-    return x.storage.format == Format::FP32 ? nullptr : x.amax_and_scale.get();
+    return x.format.element_format == Format::FP32 ? nullptr : x.amax_and_scale.get();
 }
 
 // What forward gives, and what backward gives from exact out and lse, without RoPE and with it: each is
@@ -163,9 +163,9 @@ struct Run {
 
     Run(const AttentionShape& s, const AttentionKernels& kernels, const Floats& qkv, const Floats& exact_out,
         const Floats& exact_lse, const Floats& dout)
-        : out({1, s.B * s.T * s.NH * s.HS}, Storage{s.format}), lse({1, s.B * s.NH * s.T}, PLAIN_FP32),
-          dqkv({s.B * s.T, s.qkv_cols()}, Storage{s.format}),
-          rotated_dqkv({s.B * s.T, s.qkv_cols()}, Storage{s.format}) {
+        : out({1, s.B * s.T * s.NH * s.HS}, TensorFormat{s.format}), lse({1, s.B * s.NH * s.T}, PLAIN_FP32),
+          dqkv({s.B * s.T, s.qkv_cols()}, TensorFormat{s.format}),
+          rotated_dqkv({s.B * s.T, s.qkv_cols()}, TensorFormat{s.format}) {
         const Tensor in(qkv, s.format), o(exact_out, s.format), l(exact_lse, Format::FP32), g(dout, s.format);
         const Buffer<uint8_t> workspace(int64_t(kernels.workspace(s)));
         const RopeTable table(s);
@@ -192,7 +192,7 @@ struct Run {
 
 // RoPE's inverse and the amaxes have the bits of passes over what was written.
 void check_epilogues(const AttentionShape& s, const Run& run) {
-    const Tensor wanted(run.dqkv.values(), {run.dqkv.rows, run.dqkv.cols}, run.dqkv.storage);
+    const Tensor wanted(run.dqkv.values(), {run.dqkv.rows, run.dqkv.cols}, run.dqkv.format);
     const RopeTable table(s);
     gpu::rope({.table = table.get(), .T = s.T, .HS = s.HS, .rotated_cols = (s.NH + s.NKV) * s.HS},
               wanted.ref(), /*inverse=*/true, /*amax_out=*/nullptr, nullptr);

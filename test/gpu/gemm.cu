@@ -33,15 +33,14 @@ struct Operands {
     const Tensor a, b;
     Doubles left, right;  // (M, K) and (K, N)
 
-    Operands(const GemmCase& p, const Floats& x, Storage qa, const Floats& y, Storage qb)
+    Operands(const GemmCase& p, const Floats& x, TensorFormat qa, const Floats& y, TensorFormat qb)
         : of(p), a(x, p.a, qa), b(y, p.b, qb), left(values(x, p.a, qa, p.kind == GemmKind::Wgrad)),
           right(values(y, p.b, qb, p.kind != GemmKind::Fprop)) {
         if (p.kind == GemmKind::Wgrad) left = transposed(left, p.a.rows, p.a.cols);
         if (p.kind == GemmKind::Fprop) right = transposed(right, p.b.rows, p.b.cols);
     }
-    static Doubles values(const Floats& x, Shape s, Storage q, bool over_rows) {
-        using reference::ReduceOver;
-        const ReduceOver which = over_rows ? ReduceOver::Rows : ReduceOver::Columns;
+    static Doubles values(const Floats& x, Shape s, TensorFormat q, bool over_rows) {
+        const SumAlong which = over_rows ? SumAlong::Column : SumAlong::Row;
         return doubles(reference::gemm_operand(x, s.rows, s.cols, q, which));
     }
     Doubles product() const {
@@ -54,13 +53,13 @@ struct Operands {
 
 // Checks out = a b (+ out) (+ bias). The allowed error of an element is that of the sum, in FP32 or, for FP8
 // operands, in the 14 bits of Hopper's tensor cores, and of the rounding of the result.
-void check_gemm(gpu::CublasGemms& gemms, Random& rng, const GemmCase& p, Storage qa, Storage qb,
+void check_gemm(gpu::CublasGemms& gemms, Random& rng, const GemmCase& p, TensorFormat qa, TensorFormat qb,
                 Format out_format, bool accumulate, bool with_bias) {
     Operands operands(p, rng.normals<float>(p.a.n()), qa, rng.normals<float>(p.b.n()), qb);
     const Floats before = normals(rng, out_format, p.M() * p.N()), bias = normals(rng, out_format, p.N());
     const Tensor device_bias(bias, out_format);
-    Tensor out({p.M(), p.N()}, Storage{out_format});
-    if (accumulate) out.codes.write(reference::quantize(before.data(), p.M(), p.N(), out.storage).elements);
+    Tensor out({p.M(), p.N()}, TensorFormat{out_format});
+    if (accumulate) out.codes.write(reference::quantize(before.data(), p.M(), p.N(), out.format).elements);
     gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.ref(), nullptr,
               {.overwrite = !accumulate, .bias = with_bias ? device_bias.codes.get() : nullptr});
 
@@ -93,7 +92,7 @@ GPU_TEST_CASE("CublasGemms::run: all three GEMMs in every format equal the refer
     gpu::CublasGemms exact(scratch.get(), {false, false, false});  // no fast accumulation
     const struct {
         const char* name;
-        Storage x, w, g;
+        TensorFormat x, w, g;
         Format out;
     } formats[] = {{"fp32", PLAIN_FP32, PLAIN_FP32, PLAIN_FP32, Format::FP32},
                    {"bf16", PLAIN_BF16, PLAIN_BF16, PLAIN_BF16, Format::BF16},
@@ -115,13 +114,13 @@ GPU_TEST_CASE("CublasGemms::run: all three GEMMs in every format equal the refer
             if (f.x.fp8() && !fits) continue;
             gpu::CublasGemms& gemms = f.x.granularity == PER_1x128 ? exact : fast_fprop;
             for (const GemmCase& p : gemm_cases(size.tokens, size.out, size.in)) {
-                const Storage qa = p.kind == GemmKind::Fprop ? f.x : f.g,
-                              qb = p.kind == GemmKind::Wgrad ? f.x : f.w;
+                const TensorFormat qa = p.kind == GemmKind::Fprop ? f.x : f.g,
+                                   qb = p.kind == GemmKind::Wgrad ? f.x : f.w;
                 INFO(std::string(f.name), " ", std::string(p.name), " ", size.tokens, " tokens, ", size.out,
                      " x ", size.in);
                 check_gemm(gemms, rng, p, qa, qb, f.out, false, false);
                 if (p.kind == GemmKind::Wgrad) check_gemm(gemms, rng, p, qa, qb, f.out, true, false);
-                const Format compute = f.x.format == Format::FP32 ? Format::FP32 : Format::BF16;
+                const Format compute = f.x.element_format == Format::FP32 ? Format::FP32 : Format::BF16;
                 if (p.kind == GemmKind::Fprop && f.out == compute)
                     check_gemm(gemms, rng, p, qa, qb, f.out, false, true);
             }
@@ -175,7 +174,7 @@ GPU_TEST_CASE("CublasGemms::run: unsupported operands are rejected also the seco
         blocks(ones, s, E4M3_128x128), out(s, PLAIN_BF16), narrow({64, 32}, PLAIN_BF16);
     const gpu::Operand row_major{e4m3.ref()};
     gpu::Operand groups = e4m3.operand();
-    groups.tensor.storage = E4M3_1x16;
+    groups.tensor.format = E4M3_1x16;
     const struct {
         const char* why;
         GemmKind kind;

@@ -75,7 +75,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
         for (bool rms : {true, false})
             for (Shape s : all) {
                 INFO(s.cols, rms ? " RMSNorm" : " LayerNorm");
-                const Storage compute{f.compute};
+                const TensorFormat compute{f.compute};
                 const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
                     branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_TENSOR),
                     values(s, PLAIN_FP32);
@@ -106,7 +106,7 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
             for (Shape s : all) {
                 INFO(s.rows, " x ", s.cols, rms ? " RMSNorm" : " LayerNorm");
                 const int64_t n = s.n();
-                const Storage compute{f.compute};
+                const TensorFormat compute{f.compute};
                 const NormCase c(rng, f, rms, s);
                 const Tensor in(heavy(rng, f.compute, n), s, f.saved_inputs),
                     dy(heavy(rng, f.compute, n), s, compute), g(normals(rng, f.compute, n), s, compute);
@@ -142,7 +142,7 @@ GPU_TEST_CASE("embed and embedding_backward: tokens and positions") {
     for (RecipeFormats f : RECIPE_FORMATS)
         for (bool positions : {true, false}) {
             const int64_t B = 3, T = 111, N = B * T, C = 272, V = 128, live = 100;
-            const Storage compute{f.compute};
+            const TensorFormat compute{f.compute};
             const Floats e = normals(rng, f.compute, V * C), p = normals(rng, f.compute, T * C),
                          g = heavy(rng, f.compute, N * C);
             std::vector<int32_t> tokens(N);  // three of them are frequent
@@ -170,7 +170,7 @@ GPU_TEST_CASE("embed and embedding_backward: tokens and positions") {
             const Buffer<int32_t> device_order(order.order);
             const Buffer<gpu::TokenRows> token_rows(order.tokens);
             for (Format format : {f.compute, Format::FP32}) {  // of the gradients
-                const Tensor de(e, {V, C}, Storage{format}), dp(p, {T, C}, Storage{format});
+                const Tensor de(e, {V, C}, TensorFormat{format}), dp(p, {T, C}, TensorFormat{format});
                 gpu::embedding_backward(device_g.ref(),
                                         {.order = device_order.get(),
                                          .tokens = token_rows.get(),
@@ -219,7 +219,7 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
                 Floats in_float = x;
                 reference::rope<double>(c, B, T, exact.data(), direction != FORWARD);
                 reference::rope<float>(c, B, T, in_float.data(), direction != FORWARD);
-                const Tensor got(x, {N, cols}, Storage{compute});
+                const Tensor got(x, {N, cols}, TensorFormat{compute});
                 AmaxAndScale* const amax_out = direction == BACKWARD ? got.amax_and_scale.get() : nullptr;
                 gpu::rope(rope, got.ref(), direction != FORWARD, amax_out, 0);
                 const Floats values = got.values();
@@ -246,7 +246,7 @@ GPU_TEST_CASE("qk_norm_and_rope and qk_norm_backward: heads of q and of k have n
                                 .tied = true,
                                 .head_size = HS};
             const int64_t T = 157, N = 2 * T, cols = c.qkv_cols(), normed = c.q_cols() + c.kv_cols();
-            const Storage dense{compute};
+            const TensorFormat dense{compute};
             const Floats x = normals(rng, compute, N * cols), dy = normals(rng, compute, N * cols),
                          w = normals(rng, compute, 2 * HS), before = normals(rng, compute, 2 * HS);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * normed);
@@ -301,7 +301,7 @@ GPU_TEST_CASE("cross_entropy and loss_sum: losses and gradients and their sum") 
                 for (int32_t& t : targets) t = int32_t(rng.below(V));
                 targets[1] = NO_TARGET;
                 const Buffer<int32_t> device_targets(targets);
-                const Tensor x(logits, {N, stride}, Storage{compute});
+                const Tensor x(logits, {N, stride}, TensorFormat{compute});
                 const Bytes unchanged = x.codes.read();
                 const Buffer<float> losses(N), losses_only(N);
                 Buffer<double> loss_weight(Doubles{0.125});

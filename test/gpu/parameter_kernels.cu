@@ -10,7 +10,7 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
     const std::vector<Param> params = parameters(c);
     const int64_t total = params.back().flat_offset + params.back().padded_size();
     for (Format f : {Format::FP32, Format::BF16}) {
-        const Tensor values({1, total}, Storage{f});
+        const Tensor values({1, total}, TensorFormat{f});
         const Buffer<int16_t> remainder(total);
         int16_t* const rest = f == Format::FP32 ? nullptr : remainder.get();
         Floats expected(total);

@@ -63,7 +63,8 @@ struct DeviceMoment {
     Buffer<float> max, k;
     DeviceMoment(const Moment& m, int64_t padded)
         : of(m), codes(padded * info(m.format).bytes),
-          max(int64_t(m.max.size()) * (m.per_tensor ? 2 : 1)),  // one scale per tensor: room for the new one
+          max(int64_t(m.max.size()) *
+              (m.one_moment_group ? 2 : 1)),  // one scale per tensor: room for the new one
           k(int64_t(m.k.size())) {
         codes.zero();
         codes.write(m.elements);
@@ -92,22 +93,22 @@ inline bool same_moment(const Moment& a, const Moment& b) {
 // Parameters, gradients and moments with random values, and one step of AdamW with them on the GPU.
 struct AdamWRun {
     std::vector<HostParam> params;
-    Optimizer optimizer;
+    OptimizerFormats optimizer;
     Format compute, gradients;  // formats of the weights and of the gradients
     bool has_master;
     Floats master, gradient;   // flat, padded
     std::vector<size_t> cuts;  // parameters at which a new launch starts
     float clip = 0.25f;
 
-    AdamWRun(Random& rng, const Optimizer& o, Format compute, bool has_master, Format gradients,
+    AdamWRun(Random& rng, const OptimizerFormats& o, Format compute, bool has_master, Format gradients,
              const Distribution& d,
              const std::vector<int64_t>& sizes = {1, 127, 128, 129, 1000, 20000, 128, 130, 50000})
         : optimizer(o), compute(compute), gradients(gradients), has_master(has_master) {
         for (int64_t size : sizes) {
             HostParam p{size, int64_t(master.size()), size % 3 != 0, {}, {}};
             const bool fp32 = size == 130 || size == 127;  // as for norm weights
-            p.m.init(o, fp32 ? Format::FP32 : o.m, size);
-            p.v.init(o, fp32 ? Format::FP32 : o.v, size);
+            p.m.init(o, fp32 ? Format::FP32 : o.m_format, size);
+            p.v.init(o, fp32 ? Format::FP32 : o.v_format, size);
             Floats m(size), v(size);
             for (int64_t i = 0; i < size; i++) {
                 v[i] = float(1e-6 * std::exp(2 * rng.normal()));
@@ -283,7 +284,7 @@ struct MomentCheck {
         const double fmax = info(got.format).fmax;
         const uint16_t sign = got.format == Format::FP16 ? 0x8000 : 0x80;
         const float max = got.max[g.number], k = got.expanded ? got.k[g.number] : 1;
-        const float scale = reference::scale_of(Storage{got.format}, max);
+        const float scale = reference::scale_of(TensorFormat{got.format}, max);
         const bool expands = got.expanded && max > 0;
         // Magnitudes as they become codes.
         Doubles y(g.last - g.first);
@@ -349,7 +350,7 @@ inline void check_adamw(AdamWRun run, const AdamWOptions& a) {
         CHECK(std::all_of(end, begin + p.padded(), [](float padding) { return padding == 0; }));
         CHECK(r.amax[i] == reference::compute_amax(&r.stored[p.offset], p.size));
         MomentCheck{r.m[i], exact.m, exact.m_float, exact.m_terms}.check(false);
-        MomentCheck{r.v[i], exact.v, exact.v_float, exact.v}.check(!run.optimizer.per_tensor);
+        MomentCheck{r.v[i], exact.v, exact.v_float, exact.v}.check(!run.optimizer.one_moment_group);
     }
 }
 

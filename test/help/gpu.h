@@ -115,10 +115,10 @@ inline Bytes bytes_of(const Floats& x) {
 // that neighbours belong to neighbouring rows; each row of 128x128 scales is padded to a multiple of four,
 // and the kernels fill the padding with 1.
 inline Bytes stored_scales(const reference::StoredMatrix& q) {
-    const Granularity& g = q.storage.granularity;
+    const Granularity& g = q.format.granularity;
     if (g == PER_TENSOR) return {};
     if (g.cols != 128) return q.scales;
-    const int64_t rows = q.storage.scale_rows(q.rows), cols = q.storage.scale_cols(q.cols);
+    const int64_t rows = q.format.scale_rows(q.rows), cols = q.format.scale_cols(q.cols);
     const int64_t padded = g.rows == 1 ? cols : round_up(cols, 4);
     Floats to(rows * padded, 1.0f);
     for (int64_t r = 0; r < rows; r++)
@@ -136,15 +136,15 @@ struct Shape {
 class Tensor {
 public:
     const int64_t rows, cols;
-    const Storage storage;
+    const TensorFormat format;
     Buffer<uint8_t> codes, transposed, scales, transposed_scales;
     Buffer<AmaxAndScale> amax_and_scale;  // of the whole tensor; in groups and blocks only the amax
     const bool delayed_scaling;
 
     // A tensor without values, for a kernel to write: all bytes are 0xFF. delayed: the scale that delayed
     // scaling gives it; 0: its scales are just-in-time.
-    Tensor(Shape s, Storage q, float delayed = 0)
-        : rows(s.rows), cols(s.cols), storage(q), codes(q.bytes_without_scales(rows, cols)),
+    Tensor(Shape s, TensorFormat q, float delayed = 0)
+        : rows(s.rows), cols(s.cols), format(q), codes(q.bytes_without_scales(rows, cols)),
           transposed(transposes() ? q.bytes_without_scales(rows, cols) : 0),
           scales(std::max(per_tensor() ? 0 : q.scale_count(rows, cols),
                           gpu::operand_scale_count(q, rows, cols)) *
@@ -154,7 +154,7 @@ public:
         amax_and_scale.write({AmaxAndScale{0, 0, delayed, 0}});
     }
     // x (rows, cols) as the reference stores it.
-    Tensor(const Floats& x, Shape s, Storage q) : Tensor(s, q) {
+    Tensor(const Floats& x, Shape s, TensorFormat q) : Tensor(s, q) {
         for (bool transpose : {false, true}) {
             if (transpose && !transposes()) continue;
             const reference::StoredMatrix from = quantized(x, transpose);
@@ -164,16 +164,16 @@ public:
         }
     }
     // A vector without scales.
-    Tensor(const Floats& x, Format f) : Tensor(x, {1, int64_t(x.size())}, Storage{f}) {}
+    Tensor(const Floats& x, Format f) : Tensor(x, {1, int64_t(x.size())}, TensorFormat{f}) {}
 
     // Whether all elements share one scale; whether GEMMs read it; whether kernels store its transpose, too.
-    bool per_tensor() const { return storage.fp8() && storage.granularity == PER_TENSOR; }
-    bool for_gemm() const { return storage.fp8() && storage.granularity != PER_1x16; }
+    bool per_tensor() const { return format.fp8() && format.granularity == PER_TENSOR; }
+    bool for_gemm() const { return format.fp8() && format.granularity != PER_1x16; }
     bool transposes() const { return for_gemm() && rows % 16 == 0; }
     TensorRef ref() const {
-        TensorRef t{.data = codes.get(), .rows = rows, .cols = cols, .storage = storage};
+        TensorRef t{.data = codes.get(), .rows = rows, .cols = cols, .format = format};
         if (for_gemm()) t.amax_and_scale = amax_and_scale.get();
-        if (storage == E4M3_1x16) t.group_scales = reinterpret_cast<uint16_t*>(scales.get());
+        if (format == E4M3_1x16) t.group_scales = reinterpret_cast<uint16_t*>(scales.get());
         return t;
     }
     Operand operand() const {
@@ -188,7 +188,7 @@ public:
     float scale() const { return amax_and_scale.read()[0].scale; }
     Floats values() const {  // of all formats but those in blocks
         return reference::dequantize(
-            {codes.read(), per_tensor() ? bytes_of({scale()}) : scales.read(), rows, cols, storage});
+            {codes.read(), per_tensor() ? bytes_of({scale()}) : scales.read(), rows, cols, format});
     }
     template <class Real> std::vector<Real> as() const {
         const Floats x = values();
@@ -197,9 +197,9 @@ public:
     // The codes and scales of x (rows, cols), row-major or transposed.
     reference::StoredMatrix quantized(const Floats& x, bool transpose,
                                       std::optional<float> delayed = {}) const {
-        if (!transpose) return reference::quantize(x.data(), rows, cols, storage, nullptr, delayed);
+        if (!transpose) return reference::quantize(x.data(), rows, cols, format, nullptr, delayed);
         const Floats t = test::transposed(x, rows, cols);
-        return reference::quantize(t.data(), cols, rows, storage, nullptr, delayed);
+        return reference::quantize(t.data(), cols, rows, format, nullptr, delayed);
     }
 };
 
@@ -212,19 +212,19 @@ inline bool same_codes(Format f, const Bytes& a, const Bytes& b) {
 
 // Codes and scales in both orientations, and the amax, against the reference, just in time or delayed.
 inline void check_quantized(const Tensor& out, const Floats& x, std::optional<float> delayed = {}) {
-    INFO(out.storage.text(), " ", out.rows, "x", out.cols);
+    INFO(out.format.text(), " ", out.rows, "x", out.cols);
     for (bool transpose : {false, true}) {
         if (transpose && !out.transposes()) continue;
         const reference::StoredMatrix wanted = out.quantized(x, transpose, delayed);
         const Bytes codes = (transpose ? out.transposed : out.codes).read();
-        CHECK((out.storage.fp8() ? same_codes(out.storage.format, codes, wanted.elements)
-                                 : codes == wanted.elements));
+        CHECK((out.format.fp8() ? same_codes(out.format.element_format, codes, wanted.elements)
+                                : codes == wanted.elements));
         CHECK(same_bytes((transpose ? out.transposed_scales : out.scales).read(), stored_scales(wanted)));
     }
     if (!out.for_gemm()) return;
     const float amax = reference::compute_amax(x.data(), out.rows * out.cols), got = out.amax();
     CHECK((got == amax || (!std::isfinite(got) && !std::isfinite(amax))));
-    if (out.per_tensor()) CHECK(out.scale() == (delayed ? *delayed : reference::scale_of(out.storage, amax)));
+    if (out.per_tensor()) CHECK(out.scale() == (delayed ? *delayed : reference::scale_of(out.format, amax)));
 }
 
 // Each value against the exact one, with a bound of its own; both limits are rounded by stored(i, x).
@@ -284,15 +284,15 @@ inline std::vector<Shape> shapes(const std::vector<Shape>& all) {
 // A recipe's compute dtype, and the format in which it saves the inputs of norms and activations.
 struct RecipeFormats {
     Format compute;
-    Storage saved_inputs;
+    TensorFormat saved_inputs;
 };
 inline const RecipeFormats RECIPE_FORMATS[] = {
     {Format::BF16, E4M3_1x16}, {Format::BF16, PLAIN_BF16}, {Format::FP32, PLAIN_FP32}};
 
-constexpr Storage ROW_E5M2{Format::E5M2, PER_ROW}, B1x128_E5M2{Format::E5M2, PER_1x128},
+constexpr TensorFormat ROW_E5M2{Format::E5M2, PER_ROW}, B1x128_E5M2{Format::E5M2, PER_1x128},
     B128x128_E5M2{Format::E5M2, PER_128x128};
-constexpr Storage GEMM_FORMATS[] = {E4M3_TENSOR,  E5M2_TENSOR, E4M3_ROW,    E4M3_1x128,
-                                    E4M3_128x128, ROW_E5M2,    B1x128_E5M2, B128x128_E5M2};
+constexpr TensorFormat GEMM_FORMATS[] = {E4M3_TENSOR,  E5M2_TENSOR, E4M3_ROW,    E4M3_1x128,
+                                         E4M3_128x128, ROW_E5M2,    B1x128_E5M2, B128x128_E5M2};
 
 // Sums of rows: `before` + the sum over i of row i of x in row row_of(i).
 template <class RowOf>
@@ -304,7 +304,7 @@ void check_row_sums(const Tensor& got, const Floats& before, const Floats& x, Ro
         exact[at] += x[i];
         in_float[at] += x[i];
     }
-    check_as_float(got.values(), exact, in_float, got.cols, got.storage.format);
+    check_as_float(got.values(), exact, in_float, got.cols, got.format.element_format);
 }
 
 // Column sums of x, whose FP32 values are given, added to 0.5.
@@ -335,7 +335,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
     }
     gpu::store_values(x, bf16.ref(), 0);
     check_quantized(bf16, values);
-    for (Storage q : GEMM_FORMATS) {
+    for (TensorFormat q : GEMM_FORMATS) {
         const bool per_tensor = q.granularity == PER_TENSOR;
         const Tensor both(s, q), row_major(s, q), column_major(s, q);
         for (const Tensor* t : {&both, &row_major, &column_major}) {

@@ -106,7 +106,7 @@ inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
     for (const char* words : {"coat master", "coat attention", "coat gradients", "bf16 lean", "te gradients"})
         all.push_back(setup_of(words));
     for (const char* words : {"fp32", "coat lean", "te"}) all.push_back(setup_of(words, configs[2]));
-    for (const Optimizer& o : optimizers()) all.push_back(setup_of(concat("coat moments ", o.name)));
+    for (const OptimizerFormats& o : optimizers()) all.push_back(setup_of(concat("coat moments ", o.name)));
     auto any = [&](const auto& table) { return table[rng.below(int64_t(table.size()))]; };
     while (random > 0) {
         const ModelConfig config = any(configs);

@@ -32,8 +32,8 @@ template <class Check> static void over_all_floats(Random& rng, Check check) {
     CHECK_MESSAGE(failed == 0, "the bits ", failed - 1);
 }
 
-static std::vector<Storage> fp8_storages() {
-    std::vector<Storage> table;
+static std::vector<TensorFormat> fp8_tensor_formats() {
+    std::vector<TensorFormat> table;
     for (Format f : {Format::E4M3, Format::E5M2})
         for (Format scale : {Format::FP32, Format::BF16})
             for (Granularity g :
@@ -44,8 +44,8 @@ static std::vector<Storage> fp8_storages() {
 
 // The largest magnitude of the block that each element belongs to. The columns of a granularity run along the
 // reduction: if that is over rows, they run down.
-static Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, ReduceOver over) {
-    if (over == ReduceOver::Rows) std::swap(g.rows, g.cols);
+static Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, SumAlong sum_along) {
+    if (sum_along == SumAlong::Column) std::swap(g.rows, g.cols);
     Floats largest(x.size());  // of the block in row r and column c: at r * cols + c
     auto of = [&](size_t i) -> float& {
         const int64_t row = int64_t(i) / cols, col = int64_t(i) % cols;
@@ -57,11 +57,11 @@ static Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, Red
     return result;
 }
 
-static float scale_by_definition(const Storage& storage, float amax) {
+static float scale_by_definition(const TensorFormat& tensor_format, float amax) {
     if (amax == 0) return 1;
-    const float s = std::max(amax / info(storage.format).fmax, 0x1p-126f);  // so that 1 / s is finite
+    const float s = std::max(amax / info(tensor_format.element_format).fmax, 0x1p-126f);  // so that 1 / s is finite
     const Definition& bf16 = definition(Format::BF16);
-    return storage.scale_format == Format::FP32 ? s : float(bf16.value(bf16.nearest(s)));
+    return tensor_format.scale_format == Format::FP32 ? s : float(bf16.value(bf16.nearest(s)));
 }
 
 TEST_CASE("decode: every code has the value of its definition and encode gives the code back") {
@@ -118,20 +118,20 @@ TEST_CASE("split_master and join_master: exact; the weight is the master rounded
 
 TEST_CASE("scale_of: amax / FMAX rounded to the nearest BF16 where it is stored so; 1 for zeros") {
     FRESH_RANDOM(rng);
-    for (const Storage& storage : fp8_storages()) {
-        INFO(storage.text());
+    for (const TensorFormat& tensor_format : fp8_tensor_formats()) {
+        INFO(tensor_format.text());
         for (int64_t i = 0; i < count(20000, 1000); i++) {
             float a = float(std::exp2(-149 + 277 * rng.uniform())) * 0.999f;
             // Every fourth scale is a power of two, or next to one.
-            if (i % 4 == 0) a = std::ldexp(info(storage.format).fmax, int(rng.below(200)) - 100);
+            if (i % 4 == 0) a = std::ldexp(info(tensor_format.element_format).fmax, int(rng.below(200)) - 100);
             if (i % 8 == 0) a = std::nextafter(a, INFINITY);
-            const float s = scale_of(storage, a);
-            REQUIRE((s == scale_by_definition(storage, a) && std::isfinite(1 / s)));
+            const float s = scale_of(tensor_format, a);
+            REQUIRE((s == scale_by_definition(tensor_format, a) && std::isfinite(1 / s)));
         }
-        CHECK(scale_of(storage, 0.0f) == 1.0f);
+        CHECK(scale_of(tensor_format, 0.0f) == 1.0f);
         for (float a : {INFINITY, NAN})  // of a tensor the step is skipped; a block's values are all NaN
-            CHECK((storage.granularity == PER_TENSOR ? scale_of(storage, a) == 1.0f
-                                                     : std::isnan(scale_of(storage, a))));
+            CHECK((tensor_format.granularity == PER_TENSOR ? scale_of(tensor_format, a) == 1.0f
+                                                     : std::isnan(scale_of(tensor_format, a))));
     }
 }
 
@@ -152,31 +152,31 @@ TEST_CASE("amax: the largest magnitude for any size; NaN and infinity give infin
     }
 }
 
-TEST_CASE("quantize and gemm_operand: scale and code and value of every element over columns and over rows") {
+TEST_CASE("quantize and gemm_operand: scale and code and value of every element along rows and along columns") {
     FRESH_RANDOM(rng);
     const std::pair<int64_t, int64_t> shapes[] = {{1, 1},   {1, 15},  {1, 16},  {3, 17},    {5, 33},
                                                   {2, 129}, {7, 127}, {140, 3}, {130, 131}, {129, 48}};
-    for (const Storage& storage : fp8_storages())
+    for (const TensorFormat& tensor_format : fp8_tensor_formats())
         for (const auto& [rows, cols] : shapes)
             for (const Distribution& d : distributions()) {
-                INFO(storage.text(), " ", rows, "x", cols, ", ", d.name);
-                const Definition& format = definition(storage.format);
+                INFO(tensor_format.text(), " ", rows, "x", cols, ", ", d.name);
+                const Definition& format = definition(tensor_format.element_format);
                 const Floats x = sample(d, rng, rows * cols);
                 QuantStats stats;
-                const StoredMatrix stored = quantize(x.data(), rows, cols, storage, &stats);
+                const StoredMatrix stored = quantize(x.data(), rows, cols, tensor_format, &stats);
                 check_stats(stats, x, dequantize(stored));
                 CHECK(int64_t(stored.elements.size()) == rows * cols);
                 CHECK(int64_t(stored.scales.size()) ==
-                      storage.scale_count(rows, cols) * info(storage.scale_format).bytes);
-                for (ReduceOver over : {ReduceOver::Columns, ReduceOver::Rows}) {
-                    const Floats amaxes = amaxes_of_blocks(x, cols, storage.granularity, over),
-                                 got = gemm_operand(x, rows, cols, storage, over, &stats);
+                      tensor_format.scale_count(rows, cols) * info(tensor_format.scale_format).bytes);
+                for (SumAlong sum_along : {SumAlong::Row, SumAlong::Column}) {
+                    const Floats amaxes = amaxes_of_blocks(x, cols, tensor_format.granularity, sum_along),
+                                 got = gemm_operand(x, rows, cols, tensor_format, sum_along, &stats);
                     for (size_t i = 0; i < x.size(); i++) {
-                        const float s = scale_by_definition(storage, amaxes[i]);
+                        const float s = scale_by_definition(tensor_format, amaxes[i]);
                         const int code = format.nearest(x[i] * (1.0f / s));
                         const int64_t r = int64_t(i) / cols, c = int64_t(i) % cols;
                         bool right = got[i] == float(format.value(code) * double(s));
-                        if (over == ReduceOver::Columns)
+                        if (sum_along == SumAlong::Row)
                             right &= stored.scale(r, c) == s && stored.elements[i] == code &&
                                      stored.value(r, c) == got[i];
                         if (!right) FAIL("element " << i << " = " << x[i] << " became " << got[i]);
@@ -189,21 +189,21 @@ TEST_CASE("quantize and gemm_operand: scale and code and value of every element 
 
 TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; other blocks do not change") {
     FRESH_RANDOM(rng);
-    for (const Storage& storage : fp8_storages()) {
-        INFO(storage.text());
+    for (const TensorFormat& tensor_format : fp8_tensor_formats()) {
+        INFO(tensor_format.text());
         Floats x = rng.normals<float>(4 * 32);
-        const StoredMatrix before = quantize(x.data(), 4, 32, storage);
+        const StoredMatrix before = quantize(x.data(), 4, 32, tensor_format);
         x[37] = NAN;
         x[38] = -INFINITY;  // row 1, columns 5 and 6
         QuantStats stats;
-        const StoredMatrix after = quantize(x.data(), 4, 32, storage, &stats);
+        const StoredMatrix after = quantize(x.data(), 4, 32, tensor_format, &stats);
         CHECK(std::isnan(after.value(1, 5)));
-        if (storage.granularity == PER_TENSOR) {
-            CHECK(after.value(1, 6) == -info(storage.format).fmax * after.scale(1, 6));
+        if (tensor_format.granularity == PER_TENSOR) {
+            CHECK(after.value(1, 6) == -info(tensor_format.element_format).fmax * after.scale(1, 6));
             CHECK(stats.saturated == 1);
         } else CHECK(std::isnan(after.value(1, 6)));
         // No error crosses tokens (paper, figure 4a).
-        for (int64_t i = 0; storage.granularity.rows == 1 && i < 4 * 32; i++)
+        for (int64_t i = 0; tensor_format.granularity.rows == 1 && i < 4 * 32; i++)
             if (i / 32 != 1) CHECK(after.value(i / 32, i % 32) == before.value(i / 32, i % 32));
     }
 }
@@ -219,7 +219,7 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
         for (size_t i = 0; i < x.size(); i++)
             CHECK(stored.elements[i] == definition(f).nearest(x[i] / scale));
         CHECK((stored.scale(1, 2) == scale && stored.value(1, 0) == edge));
-        CHECK(gemm_operand(x, 2, 3, {f}, ReduceOver::Rows, nullptr, scale) == dequantize(stored));
+        CHECK(gemm_operand(x, 2, 3, {f}, SumAlong::Column, nullptr, scale) == dequantize(stored));
         CHECK(stats.saturated == 3);  // not what rounds to the largest value
     }
 }

@@ -41,12 +41,17 @@ static bool is_expanded_value(Format f, double exact, double got, double max, do
 
 // Stores x in a moment and checks max, k, codes, values and statistics by their definition. Only where the
 // whole tensor has one scale (fp8lm) may a positive second moment become 0.
-static void check_moment(Format f, bool expansion, bool per_tensor, bool second, const Floats& x) {
-    const int64_t n = int64_t(x.size()), size = per_tensor ? n : MOMENT_GROUP_SIZE;
+static void check_moment(Format f, bool expansion, bool one_moment_group, bool second, const Floats& x) {
+    const int64_t n = int64_t(x.size()), size = one_moment_group ? n : MOMENT_GROUP_SIZE;
     const bool scaled = moments_need_scaling(f), expands = expansion && is_fp8(f);
-    const bool positive = second && !per_tensor;
+    const bool positive = second && !one_moment_group;
     Moment moment;
-    moment.init({.name = "", .m = f, .v = f, .expansion = expansion, .per_tensor = per_tensor}, f, n);
+    moment.init({.name = "",
+                 .m_format = f,
+                 .v_format = f,
+                 .expansion = expansion,
+                 .one_moment_group = one_moment_group},
+                f, n);
     CHECK(moment.max == Floats(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
     CHECK(moment.k == Floats(size_t(expands ? ceil_div(n, size) : 0), 1.0f));
     Floats values(x.size(), -7);
@@ -115,14 +120,15 @@ TEST_CASE("Moment: max and k and codes of every format with and without expansio
     FRESH_RANDOM(rng);
     for (Format f : {Format::FP32, Format::BF16, Format::FP16, Format::E4M3, Format::E5M2})
         for (bool expand : {false, true})
-            for (bool per_tensor : {false, true})
+            for (bool one_moment_group : {false, true})
                 for (int64_t n : {1, 2, 3, 31, 127, 128, 129, 255, 256, 128 * 40 + 77})
                     for (const Distribution& d : distributions()) {
-                        INFO(std::string(info(f).name), " ", expand, " ", per_tensor, " ", n, " ", d.name);
+                        INFO(std::string(info(f).name), " ", expand, " ", one_moment_group, " ", n, " ",
+                             d.name);
                         Floats x = sample(d, rng, n);
-                        check_moment(f, expand, per_tensor, false, x);
+                        check_moment(f, expand, one_moment_group, false, x);
                         for (float& v : x) v = std::fabs(v);
-                        check_moment(f, expand, per_tensor, true, x);
+                        check_moment(f, expand, one_moment_group, true, x);
                     }
 }
 
