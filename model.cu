@@ -187,7 +187,6 @@ public:
         if (rotary_) fill_rope_table(config_, setup_.T, memory_.rope_table, stream_);
     }
 
-public:
     // -------------------------------------------------------------------------------------------------------
     // A micro-batch
 
