@@ -21,7 +21,7 @@
 //           mlp_block_backward()          the gradients of mlp_block_forward(), in opposite order
 //           attention_block_backward()    those of attention_block_forward(), in opposite order
 //       Network::add_embedding_gradients() from the gradient of the residual stream
-//     update_parameters()                 AdamW: Parameters::update() (gpu/state.cpp)
+//     update_parameters()                 AdamW: Parameters::update() (gpu/parameter_state.cpp)
 //     fetch_result()                      the loss and the norm of the gradients
 //
 // README's steps come here twice. The first time, read the list above and mlp_block_forward(), and no more.
@@ -35,9 +35,9 @@
 #include "gpu/layers.h"
 #include "gpu/linear.h"
 #include "gpu/operators.h"
+#include "gpu/parameter_state.h"
 #include "gpu/quant_report.h"
 #include "gpu/sharding.h"
-#include "gpu/state.h"
 #include "gpu/state_tensors.h"
 
 namespace coat {
@@ -47,7 +47,7 @@ using namespace gpu;
 
 // A layer of the transformer.
 struct Layer {
-    // The weights of the norms, as indices into Parameters::params (gpu/state.h).
+    // The weights of the norms, as indices into Parameters::params (gpu/parameter_state.h).
     size_t norm1_index, norm2_index;
     std::optional<size_t> qk_norm_index;  // only Qwen3 has norms of the heads of q and k
     LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;  // named after the weight, + _proj
@@ -104,10 +104,10 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 // 1. Forward and backward of a micro-batch
 //
 // Three rules:
-//   - Memory is one allocation, the arena, which is a stack. (gpu/state.h has its map.) What lasts for the
-//     run is allocated at the beginning. What a step needs besides is allocated where it is used, and given
-//     back when the Arena::Scope around it ends. A Scope with the name until_x holds what is needed until x
-//     is computed. What must outlive a Scope is allocated before the Scope begins.
+//   - Memory is one allocation, the arena, which is a stack. (Its map is in gpu/memory_map.h.) What lasts for
+//     the run is allocated at the beginning. What a step needs besides is allocated where it is used, and
+//     given back when the Arena::Scope around it ends. A Scope with the name until_x holds what is needed
+//     until x is computed. What must outlive a Scope is allocated before the Scope begins.
 //   - saved_per_layer() in architecture.h lists what is saved for backward. Outputs of norms and of
 //     activation functions are not saved, and exist only as operands of GEMMs. A LazyTensor (gpu/operators.h)
 //     says what such an output is computed from. The kernel that makes the operand computes it.
@@ -121,7 +121,7 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 //       layer                                                        dgate_up_in_place_; then dqkv, if
 //                                                                    dqkv_in_place_
 //       activations of     what forward saves   -                    gradients of weights, in most runs
-//       later layers                                                 (gpu/state.h)
+//       later layers                                                 (gpu/memory_map.h)
 //       logits             -                    logits, then their   -
 //                                               gradients
 

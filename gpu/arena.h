@@ -1,5 +1,5 @@
 // gpu/arena.h - the one allocation of GPU memory that a training run makes, and a stack in it. (The comment
-// above MemoryMap in gpu/state.h says what lies where in the allocation.)
+// above MemoryMap in gpu/memory_map.h says what lies where in the allocation.)
 #pragma once
 #include "cuda.h"
 

@@ -36,12 +36,12 @@
 //
 // What a linear layer uses of other files, besides the kernels of gpu/operators.h:
 //
-//   GpuContext              the settings of the run, the stream, and the arena (gpu/state.h)
-//   Parameters              (gpu/state.h)
+//   GpuContext              the settings of the run, the stream, and the arena (gpu/context.h)
+//   Parameters              (gpu/parameter_state.h)
 //     params                the list of all parameters; a weight is known by its index in it
 //     bias_index()          the index of the bias that belongs to a weight, if there is one
 //     linear_layer_index()  the number of a linear layer in the order of forward
-//   AmaxTable               an amax and a scale for each operand (gpu/state.h)
+//   AmaxTable               an amax and a scale for each operand (gpu/amax_table.h)
 //   quant_stats_of()        null, unless quantization is measured
 //   FP8_GEMM_MULTIPLE       16 rows (gpu/memory_layout.h)
 //   Sharding                weights and gradients. With one GPU they are those of Parameters: see the class

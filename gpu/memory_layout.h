@@ -1,13 +1,13 @@
 // gpu/memory_layout.h - how the memory of a GPU is divided: what this rank owns of each parameter, the
 // buckets, the sizes of buffers, and where gradients begin. All of this follows from the settings of the run,
 // so a program without CUDA knows it too, for --plan. gpu/operators.h explains the words bucket, flat order
-// and rank's order. The map of the memory is drawn in gpu/state.h: read it first.
+// and rank's order. The map of the memory is drawn in gpu/memory_map.h: read it first.
 #pragma once
 #include "../ranks.h"
 
 namespace coat {
 
-// The model of a GPU takes one allocation (gpu/state.h), in which every tensor is aligned to this.
+// The model of a GPU takes one allocation (gpu/memory_map.h), in which every tensor is aligned to this.
 inline constexpr int64_t GPU_ALIGNMENT = 256;
 
 // -----------------------------------------------------------------------------------------------------------
@@ -30,7 +30,7 @@ struct BucketRange {
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
 
-// Sizes of the buffers of gradients, in runs that have such buffers (gpu/state.h). The bucket of a tied
+// Sizes of the buffers of gradients, in runs that have such buffers (gpu/memory_map.h). The bucket of a tied
 // embedding has a buffer of its own, because the head adds to this gradient at the beginning of backward, and
 // the embedding at the end.
 struct GradientBufferSizes {

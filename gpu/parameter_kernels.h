@@ -1,5 +1,5 @@
 // gpu/parameter_kernels.h - what a step does with parameters besides AdamW (the class Parameters of
-// gpu/state.h calls these):
+// gpu/parameter_state.h calls these):
 //
 //   1. the first values of parameters
 //   2. the norm of all gradients, and steps that are skipped

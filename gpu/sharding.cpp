@@ -164,7 +164,7 @@ private:
         return memory_.received.gradients + elements * parameters_.gradient_bytes;
     }
     // The buffer to which backward writes the gradients of a bucket: that of even buckets, that of odd ones,
-    // or that of a tied embedding (gpu/state.cpp, allocate_gradient_buffers()).
+    // or that of a tied embedding (gpu/memory_map.cpp, allocate_gradient_buffers()).
     int buffer_of(int64_t bucket) const { return bucket == 0 && setup_.config.tied ? 2 : int(bucket % 2); }
 
     // --- Weights

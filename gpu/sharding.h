@@ -17,7 +17,7 @@
 // gpu/operators.h says what a bucket is, and gpu/memory_layout.h what a module is. How bytes travel has a
 // file of its own, gpu/transport.h.
 #pragma once
-#include "state.h"
+#include "parameter_state.h"
 #include "transport.h"
 
 namespace coat::gpu {

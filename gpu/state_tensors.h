@@ -3,7 +3,7 @@
 #pragma once
 #include <map>
 
-#include "state.h"
+#include "parameter_state.h"
 
 namespace coat::gpu {
 

@@ -3,7 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "../gpu/gemm.h"
-#include "../gpu/state.h"
+#include "../gpu/parameter_state.h"
 #include "help/files.h"
 #include "help/model.h"
 

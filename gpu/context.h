@@ -1,0 +1,38 @@
+// gpu/context.h - this rank's GPU, as everything that runs on it sees it: the settings of the run, the stream
+// of the computation, and the one allocation of memory (gpu/arena.h).
+#pragma once
+#include "../model.h"
+#include "arena.h"
+#include "cuda.h"
+
+namespace coat::gpu {
+
+// This rank's GPU: the settings of the run, the table of its parameters (architecture.h), the stream of the
+// computation and the allocation.
+struct GpuContext {
+    const Setup setup;
+    const std::vector<Param> params = parameters(setup.config);
+    const Stream stream;
+    Arena arena;
+    // While quantization is measured, what it has lost so far. Otherwise both are null.
+    QuantStats* quant_stats = nullptr;    // on the device, by ReportKind, of all but moments
+    QuantReport* quant_report = nullptr;  // on the host: of moments
+
+    // bytes: the size of the allocation; 0: a dry run, in which the stream is DRY_RUN.
+    GpuContext(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
+
+    // Waits until the stream has run all that was put on it. what: how the Error begins if something has
+    // failed. (With several ranks: if another rank has ended, this process ends too.)
+    void wait(const char* what = "The GPU failed") const;
+    // Copies between the host and this GPU. Both functions first call wait().
+    // wait_then_start_copy_to_gpu() only starts its copy, so what it reads must stay until the next wait().
+    // copy_to_host() returns when its copy is complete.
+    void wait_then_start_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
+    void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
+
+    QuantStats* quant_stats_of(ReportKind kind) const {
+        return quant_stats ? quant_stats + int(kind) : nullptr;
+    }
+};
+
+}  // namespace coat::gpu

@@ -1,0 +1,122 @@
+// gpu/memory_map.h - where everything lies in the memory of a GPU, and what the host and the GPU exchange in
+// a step. How large the parts are follows from the settings of the run: gpu/memory_layout.h.
+//
+// N is the number of tokens of the pass that runs: B * T, or the length of a prompt. What the map uses of
+// other files:
+//
+//   gpu/operators.h   what is in the memory: AmaxAndScale, RowStatistics, Weights, Shard, MomentRef and
+//                     GradientState; and the words shard, bucket and rank's order
+//   gpu/layers.h      TokenRows, for the gradient of the embedding
+//
+// With one rank, a shard is a whole parameter, and the rank's order is the order of the parameters. What is
+// said of other ranks can wait.
+#pragma once
+#include "context.h"
+#include "layers.h"
+#include "memory_layout.h"
+
+namespace coat::gpu {
+
+// What a step finds out, on the device. The host clears it before the step and fetches it at the end.
+struct StepOutcome {
+    double loss;         // the sum of the losses so far, times Scalars::loss_weight
+    double loss_or_nan;  // `loss`; or NaN, if FP8 codes have hidden a value that is not finite
+    GradientState gradient_state;
+    uint32_t empty_histories;  // delayed scaling: how many operands have had no amax yet
+};
+// The few numbers that the host and the GPU exchange in a step, on the device.
+struct Scalars {
+    StepOutcome outcome;
+    // From the host: 1 / the number of targets that count, because the loss of a step is a mean.
+    double loss_weight;
+    // The errors of quantization, while they are measured: one for each ReportKind that comes before moments.
+    QuantStats quant_stats[int(ReportKind::Moment1)];
+};
+
+// The map: where everything is that lasts for the run. In the allocation, from its beginning:
+//
+//   scalars | cuBLASLt's scratch | sums of squares and [what else other ranks write] |
+//   weights | remainders of masters | AdamW's table | amax table | histories | moments |
+//   saved activations and gradients | tokens, targets, token order | dresidual |
+//   norms' sums and statistics | losses | cos, sin | [FP8 weights, if they are cached]
+//
+// After that comes what a step allocates where it uses it (Arena::Scope): the operands of one linear layer,
+// gradients of activations, logits.
+//
+// Gradients of weights. Backward writes them where the update reads them. Usually they lie over the saved
+// activations:
+//
+//     forward writes the layers from left to right, backward needs them from right to left
+//   +---------+---------+-- ... --+-----------+
+//   | layer 0 | layer 1 |         | layer L-1 |  activations
+//   +---------+---------+-- ... --+-----------+
+//             | embedding | layer 0 | layer 1 | ... | layer L-1 | head |  gradients
+//             +-----------+---------+---------+-----+-----------+------+
+//             ^ gradients_offset()
+//
+// The gradients begin as far left as possible. Two conditions limit this: the gradients of layer l begin
+// after the activations of the layers 0 to l, which backward still needs when it writes these gradients; and
+// those of the head begin after all activations.
+//
+// In other runs:
+//   several micro-batches a rank   all gradients lie after the activations, because their sums outlive the
+//                                  next forward
+//   a tied embedding               all gradients lie after the activations: the gradient of the embedding is
+//                                  the first of them, but the head writes to it before all others
+//   --gradients none               there is one buffer, which all buckets use in turn: a bucket is updated as
+//                                  soon as its gradients are complete
+//   several ranks                  where gradients lie with one rank, the sums of the step lie, of what this
+//                                  rank owns. Backward writes to two buffers, one for even and one for odd
+//                                  buckets: while one bucket travels, the next is computed
+// If there are buffers, the gradient of a tied embedding has one of its own, because the head writes it
+// before all others.
+struct MemoryMap {
+    Scalars* scalars;
+    StepOutcome* outcome() const { return &scalars->outcome; }  // on the device
+    void* gemm_scratch;                                         // CublasGemms::SCRATCH bytes
+
+    // For the norm of gradients, (ranks, 1 + shard units): the row of a rank has the rank's loss, and then
+    // the sums of squares of what the rank owns.
+    double* loss_and_squares;
+
+    // What this rank owns, in the rank's order
+    Weights weights;
+    Shard* shards;                                         // AdamW's table of parameters
+    std::vector<MomentRef> first_moments, second_moments;  // by parameter
+    void* moments_begin;    // where all moments and their moment scalings begin
+    int64_t moments_bytes;  // how many bytes they take together
+
+    // See AmaxTable
+    AmaxAndScale* amax_table;  // (amax_count)
+    int64_t amax_count;
+    float* histories;  // (operands, linear layers, Recipe::history_steps): with delayed scaling
+
+    uint8_t* saved_activations;                 // L layers of saved_layer_bytes() each
+    std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
+    std::vector<uint8_t*> gradients_to_write;   // by bucket: what backward writes; with one rank the same
+
+    // For the pass that runs, which has at most as many tokens as a micro-batch
+    int32_t *tokens, *targets;  // (N)
+    int32_t* token_order;       // (N) for the embedding's gradient: row numbers, sorted by token
+    TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order
+    void* dresidual;            // (N, C) the gradient of the residual stream; before, the final norm's input
+    float* norm_partials;       // norm_backward_workspace_floats()
+    RowStatistics* norm_statistics;  // (N) the row statistics of the norm that ran last
+    float* losses;                   // (N)
+
+    float2* rope_table;  // (T, HS / 2) {cos, sin}, for the whole run
+
+    // What else other ranks write here, if there are several. (They find these places and loss_and_squares,
+    // because on all ranks they are equally far from the beginning of the allocation.)
+    struct Received {
+        uint32_t* flags;       // two for each rank (gpu/transport.h)
+        uint8_t* gradients;    // the other ranks' gradients of the part of a bucket that this rank owns
+        uint8_t* weights[2];   // the matrices of an even module, and of an odd one
+        AmaxAndScale* amaxes;  // (ranks, amax_count): the tables of all ranks
+    } received;
+};
+
+// Allocates all that is in the map.
+MemoryMap allocate_memory(GpuContext& context);
+
+}  // namespace coat::gpu

@@ -1,0 +1,159 @@
+// gpu/parameter_state.cpp - weights, gradients and moments of this rank, and their update
+// (gpu/parameter_state.h).
+#include "parameter_state.h"
+
+#include "../random.h"
+#include "../state_tensors.h"
+#include "quant_report.h"
+#include "sharding.h"
+
+namespace coat::gpu {
+
+Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table)
+    : setup(context.setup), params(context.params), buckets(bucket_ranges(params)),
+      places(shard_places(setup)), format_of_weights{setup.recipe.compute_format},
+      format_of_gradients(TensorFormat{gradient_format(setup)}),
+      weight_bytes(info(format_of_weights.element_format).bytes),
+      gradient_bytes(info(format_of_gradients.element_format).bytes), context_(context), memory_(memory),
+      amax_table_(amax_table), stream_(context.stream) {
+    int64_t linear_layers = 0;
+    for (size_t i = 0; i < params.size(); i++) {
+        linear_layer_indices_.push_back(params[i].role.layer_linear ? linear_layers++ : -1);
+        indices_[params[i].name] = i;
+    }
+    upload_shard_table();
+    initialize_state();
+}
+
+size_t Parameters::index(const std::string& name) const {
+    const auto found = indices_.find(name);
+    if (found == indices_.end()) throw_no_such_tensor(name);
+    return found->second;
+}
+// In the table of parameters a bias follows right after its weight.
+std::optional<size_t> Parameters::bias_index(size_t weight_index) const {
+    const size_t next = weight_index + 1;
+    if (next == params.size() || !params[next].name.ends_with(".bias")) return std::nullopt;
+    return next;
+}
+
+// Fills memory_.shards, AdamW's table of parameters.
+void Parameters::upload_shard_table() {
+    std::vector<Shard> table;
+    for (size_t i = 0; i < params.size(); i++) {
+        const Param& p = params[i];
+        const auto& [owned, rank_offset, units_before_parameter] = places[i];
+        table.push_back({.rank_offset = rank_offset,
+                         .size = owned.count,
+                         .m = memory_.first_moments[i],
+                         .v = memory_.second_moments[i],
+                         .decays = p.role.decays,
+                         .amax_out = p.role.layer_linear ? amax_table_.of_parameter(i) : nullptr,
+                         .flat_minus_rank_offset = p.flat_offset + owned.first - rank_offset,
+                         .units_before_shard = units_before_parameter + owned.first / SHARD_UNIT});
+    }
+    copy_async(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
+    context_.wait("Copying the table of parameters failed");
+}
+
+// Gives the state of a new run its values:
+//   weights   initial_value() of random.h; and their amaxes
+//   moments   zero, which means max = 0 and k = 1 in every moment group
+//   scales    none, and empty histories
+void Parameters::initialize_state() {
+    amax_table_.clear();
+    clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
+    int64_t most_moment_groups = 0;
+    for (const Param& p : params)
+        most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP_SIZE);
+    const std::vector<float> ones(most_moment_groups, 1.0f);
+    for (size_t i = 0; i < params.size(); i++) {
+        const InitializeArguments arguments{.owned = places[i].owned,
+                                            .param_index = i,
+                                            .used = used_elements(setup.config, params[i]),
+                                            .seed = setup.seed};
+        initialize(memory_.weights, places[i].rank_offset, params[i], arguments, stream_);
+        compute_weight_amax(i);
+        for (float* const k : {memory_.first_moments[i].k, memory_.second_moments[i].k})
+            if (k) copy_async(k, ones.data(), moment_groups(i) * 4, stream_);
+    }
+    context_.wait("Initializing the weights failed");
+}
+
+uint8_t* Parameters::owned_gradient_sum(size_t i) const {
+    const int64_t bucket = params[i].bucket;
+    const int64_t in_bucket = places[i].rank_offset - places[buckets[bucket].first_param].rank_offset;
+    return memory_.owned_gradient_sums[bucket] + in_bucket * gradient_bytes;
+}
+
+// Clipping needs the norm of all gradients, whose squares are added up by shard unit. With several ranks,
+// each rank adds up the squares of what it owns. It sends 1 + units.count numbers: its loss, then these sums.
+void Parameters::update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket,
+                        Sharding& sharding) {
+    const size_t first_param = buckets[first_bucket].first_param;
+    const size_t end_param = buckets[end_bucket - 1].end_param;
+    const ShardPlace &from = places[first_param], &to = places[end_param];
+    const ShardsToUpdate gradients{
+        .shards = memory_.shards + first_param,
+        .count = int(end_param - first_param),
+        .elements = {.first = from.rank_offset, .count = to.rank_offset - from.rank_offset},
+        .gradients = owned_gradient_sum(first_param),
+        .format = format_of_gradients.element_format};
+    const Range units{.first = from.units_before_parameter,
+                      .count = to.units_before_parameter - from.units_before_parameter};
+    StepOutcome* const outcome = memory_.outcome();  // on the device
+    GradientState* const state = &outcome->gradient_state;
+
+    double* const all_sums = memory_.loss_and_squares;
+    double* const own_sums = all_sums + setup.rank * (1 + units.count);
+    compute_gradient_squares(gradients, units, &outcome->loss_or_nan, own_sums, stream_);
+    sharding.all_gather(all_sums, (1 + units.count) * int64_t(sizeof(double)));
+    update_gradient_state(all_sums, units.count, setup.ranks, options.clip, state, stream_);
+    adamw(options, setup.optimizer, gradients, memory_.weights,
+          rounding_key(setup.seed, options.update_number + options.skipped_steps), state, stream_);
+}
+
+// measure_moment_errors() copies the moments to the host, without context_: it would not notice that
+// another rank has ended, for which the stream may wait. So context_.wait() comes first.
+void Parameters::measure_moment_errors_of(int64_t bucket, const Sharding& sharding,
+                                          QuantReport& report) const {
+    context_.wait();
+    for (size_t i = buckets[bucket].first_param; i < buckets[bucket].end_param; i++) {
+        const Range& owned = places[i].owned;
+        const uint8_t* const gradient = static_cast<const uint8_t*>(sharding.gradient_to_write(i).data);
+        measure_moment_errors(setup.optimizer, memory_.first_moments[i], memory_.second_moments[i],
+                              gradient + owned.first * gradient_bytes, format_of_gradients.element_format,
+                              owned.count, report, stream_);
+    }
+}
+
+std::vector<float> Parameters::expansion_exponents(const std::vector<MomentRef>& moments) const {
+    std::vector<float> all;
+    for (size_t i = 0; i < params.size(); i++) {
+        const float* const k = moments[i].k;
+        if (!k) continue;
+        const size_t before = all.size();
+        all.resize(before + size_t(moment_groups(i)));
+        context_.copy_to_host(all.data() + before, k, moment_groups(i) * 4);
+    }
+    return all;
+}
+
+void Parameters::compute_weight_amax(size_t i) const {
+    if (!params[i].role.layer_linear) return;
+    AmaxAndScale* const amax_out = amax_table_.of_parameter(i);
+    clear_async(amax_out, sizeof(AmaxAndScale), stream_);
+    if (format_of_weights.element_format == Format::FP32) return;
+    for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
+        compute_amax(lazy_stored(slice), amax_out, stream_);
+}
+
+std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
+    constexpr int64_t MOST_ROWS = 65535 * 128;
+    std::vector<TensorRef> slices;
+    for (int64_t first = 0; first < v.rows; first += MOST_ROWS)
+        slices.push_back(row_slice(v, first, std::min(MOST_ROWS, v.rows - first)));
+    return slices;
+}
+
+}  // namespace coat::gpu

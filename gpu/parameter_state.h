@@ -1,0 +1,101 @@
+// gpu/parameter_state.h - what one GPU keeps of each parameter, which is its weights, gradients and moments;
+// and the update.
+//
+// With one rank, what this rank owns of a parameter is the whole parameter. With several, Sharding
+// (gpu/sharding.h) is the interface to what the other GPUs own. How a checkpoint reads and writes the state
+// is in gpu/state_tensors.h.
+#pragma once
+#include <map>
+#include <optional>
+
+#include "amax_table.h"
+#include "parameter_kernels.h"
+
+namespace coat::gpu {
+
+class Sharding;
+
+// Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, which is the table
+// of architecture.h, in the order of forward. The class has three jobs:
+//   - It gives a new run its first values.
+//   - It finds what belongs to a parameter: index(), owned_weight(), owned_gradient_sum(), ...
+//   - It updates parameters: update().
+class Parameters {
+public:
+    // Gives all weights, moments and scales the values that a new run begins with, on the GPU. A run that
+    // continues then overwrites them (gpu/state_tensors.h).
+    Parameters(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table);
+
+    const Setup& setup;
+    const std::vector<Param>& params;
+    const std::vector<BucketRange> buckets;
+    // By parameter: what this rank owns, and where. One more entry says where the last parameter ends.
+    const std::vector<ShardPlace> places;
+    const TensorFormat format_of_weights, format_of_gradients;
+    const int64_t weight_bytes, gradient_bytes;  // the bytes of one element
+
+    // The index of the parameter with this name.
+    size_t index(const std::string& name) const;
+    // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
+    std::optional<size_t> bias_index(size_t weight_index) const;
+    // The number, in the order of forward, of the linear layer whose weight is parameter i; -1 if there is
+    // none.
+    int64_t linear_layer_index(size_t i) const { return linear_layer_indices_[i]; }
+    int64_t linear_layer_count() const { return amax_table_.linear_layer_count; }
+
+    // Where the weights of this rank's part of parameter i begin.
+    uint8_t* owned_weight_data(size_t i) const {
+        return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
+    }
+    // The whole parameter, (rows, cols). With several ranks only for a vector: of a matrix this rank owns a
+    // part, and Sharding::weight() has the whole.
+    TensorRef whole_weight(size_t i) const {
+        return {owned_weight_data(i), params[i].rows, params[i].cols, format_of_weights};
+    }
+    // What this rank owns of the weight of a linear layer. With several ranks that may not be whole rows, so
+    // the tensor has MOMENT_GROUP_SIZE columns. (The size of such a part is a multiple of MOMENT_GROUP_SIZE.
+    // Other parameters have other sizes: of these the last elements would be missing.)
+    TensorRef owned_weight(size_t i) const {
+        return {owned_weight_data(i), places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
+                format_of_weights};
+    }
+    // The sums of the gradients of this rank's part of parameter i, which the update reads.
+    uint8_t* owned_gradient_sum(size_t i) const;
+    // The whole gradient, (rows, cols). With several ranks only for a vector, as whole_weight().
+    TensorRef whole_gradient(size_t i) const {
+        return {owned_gradient_sum(i), params[i].rows, params[i].cols, format_of_gradients};
+    }
+
+    // Updates the buckets [first_bucket, end_bucket), whose gradients are complete. StepOutcome::loss_or_nan
+    // must have been written. The function
+    //   - computes the norm of the gradients, for which several ranks exchange sums of squares;
+    //   - decides whether the step is skipped (GradientState);
+    //   - if it is not skipped, runs AdamW, which leaves the amaxes of the new weights.
+    void update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket, Sharding& sharding);
+    // Computes the amax of the weight that is parameter i, after other values than those of update() were
+    // written to it.
+    void compute_weight_amax(size_t i) const;
+
+    // For the quantization report: the errors of storing the moments of a bucket; and the expansion exponents
+    // of all moment groups of `moments`, which are MemoryMap::first_moments or second_moments.
+    void measure_moment_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
+    std::vector<float> expansion_exponents(const std::vector<MomentRef>& moments) const;
+
+private:
+    const GpuContext& context_;
+    const MemoryMap& memory_;
+    AmaxTable& amax_table_;
+    const cudaStream_t stream_;
+    std::vector<int64_t> linear_layer_indices_;  // by parameter
+    std::map<std::string, size_t> indices_;      // of parameters, by name
+
+    void upload_shard_table();
+    void initialize_state();
+    int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP_SIZE); }
+};
+
+// The tensor v as slices of rows, each of which fits one launch: a grid has at most 65,535 tiles of 128 rows.
+// (Parameters::owned_weight() may have more, because its rows are short.)
+std::vector<TensorRef> slices_for_grids(const TensorRef& v);
+
+}  // namespace coat::gpu
