@@ -58,18 +58,7 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
 // Whether x is stored in the compute dtype: then in recipes without FP8 a GEMM can read x as it is.
 static bool is_stored_plain(const LazyTensor& x) { return x.op == LazyOp::Stored && !x.input.format.fp8(); }
 
-// For rowwise and deepseek: an operand whose rows or blocks have scales. These lie right after the codes to
-// which they belong.
-static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
-    const int64_t code_bytes = tensor.format.bytes_without_scales(tensor.rows, tensor.cols);
-    auto scales_of = [&](void* codes) {
-        return codes ? reinterpret_cast<float*>(static_cast<uint8_t*>(codes) + code_bytes) : nullptr;
-    };
-    return {.tensor = tensor,
-            .transposed = transposed,
-            .block_scales = scales_of(tensor.data),
-            .transposed_block_scales = scales_of(transposed)};
-}
+static Operand with_block_scales(const TensorRef& tensor, void* transposed);  // rowwise, deepseek: below
 
 // needed_rows: the operand's rows, before they are rounded up for an FP8 GEMM. codes: where the row-major
 // codes go; if null, memory is allocated for them, too.
@@ -111,19 +100,13 @@ Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     return make_operand(OperandKind::W, lazy_stored(w), gemm);
 }
 
-void LinearLayer::write_cached_w_operand() {
-    compute_w_amax_if_needed();
-    write_operand(lazy_stored(context_.sharding.weight(weight_index_)), cached_w_operand_,
-                  quant_stats_of(OperandKind::W), stream());
-}
-
 Operand LinearLayer::allocate_g_operand(int64_t N, void* codes) const {
     const Form form = context_.formats.g.fp8() ? Form::Both : Form::RowMajor;
     return allocate_operand(OperandKind::G, N, form, codes);
 }
 
 Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from) {
-    if (!context_.formats.g.fp8() && is_stored_plain(g)) {
+    if (!context_.formats.g.fp8() && is_stored_plain(g)) {  // g is its own operand
         if (bias_index_) add_dbias(g, /*g_amax_out=*/nullptr);
         return {g.input};
     }
@@ -186,7 +169,20 @@ void LinearLayer::add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Delayed scaling, and several ranks
+// Apart from the path: other recipes, weights in a cache, several ranks
+
+// For rowwise and deepseek: an operand whose rows or blocks have scales. These lie right after the codes to
+// which they belong.
+static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
+    const int64_t code_bytes = tensor.format.bytes_without_scales(tensor.rows, tensor.cols);
+    auto scales_of = [&](void* codes) {
+        return codes ? reinterpret_cast<float*>(static_cast<uint8_t*>(codes) + code_bytes) : nullptr;
+    };
+    return {.tensor = tensor,
+            .transposed = transposed,
+            .block_scales = scales_of(tensor.data),
+            .transposed_block_scales = scales_of(transposed)};
+}
 
 // Without delayed scaling there is nothing to do: the update has left the amax of the weight in the entry of
 // the parameter. With delayed scaling the operand w has an entry of its own. As long as some history of
@@ -194,6 +190,12 @@ void LinearLayer::add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const
 void LinearLayer::compute_w_amax_if_needed() const {
     if (context_.amax_table.delayed() && context_.needs_amax_before_codes())
         compute_amax(lazy_stored(context_.sharding.weight(weight_index_)), w_amax_and_scale_, stream());
+}
+
+void LinearLayer::write_cached_w_operand() {
+    compute_w_amax_if_needed();
+    write_operand(lazy_stored(context_.sharding.weight(weight_index_)), cached_w_operand_,
+                  quant_stats_of(OperandKind::W), stream());
 }
 
 // With several ranks, other GPUs may have sent the row-major codes of w. They only have to be transposed, for

@@ -130,10 +130,10 @@ enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
 struct LazyTensor {
     LazyOp op;
     int64_t rows, cols;  // the shape of the result
-    TensorRef input{};   // what it is computed from: the stored tensor, the norm's input, or gate_up
+    TensorRef input{};   // what kernels load: the stored tensor, the norm's input, or gate_up
     TensorRef dact{};    // ActivationBackward: the gradient of the activation's output
     bool gated = false;  // the activation is SiLU(gate) x up, not GELU
-    Norm norm{};         // LazyOp::Norm; norm.in is the same as `input`, and kernels read `input`
+    Norm norm{};         // LazyOp::Norm; its field `in` is the same tensor as `input`
 };
 
 // A stored tensor (rows, cols), in the compute dtype or in groups.
