@@ -15,6 +15,8 @@
 //            another. So a span has four fields: max and k of m, and max and k of v
 //   pair     two neighbouring spans: what a warp updates at a time
 //   bundle   eight neighbouring spans, which are four pairs and have 32 fields: what a warp owns
+//   shard    on one GPU, the whole parameter (gpu/operators.h, part 4). The rank's order is then the order of
+//            all parameters
 //
 // Who owns what. A warp updates the pairs of its bundle one after the other. Half a warp (16 lanes) has one
 // span of the pair, and a thread eight consecutive elements of this span:
@@ -282,9 +284,8 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Ch
     return {.max = largest, .k = Traits::EXPANDS ? expansion_exponent<Traits>(largest, smallest) : 1.0f};
 }
 
-// Which field of a bundle this lane keeps (the second drawing), and where this field is in memory. A Shard
-// (gpu/operators.h) is a parameter; with several ranks, what this rank has of it. Spans are numbered from the
-// beginning of the shard. bundle_begin is the number of a bundle's first span.
+// Which field of a bundle this lane keeps (the second drawing), and where this field is in memory. Spans are
+// numbered from the beginning of the shard. bundle_begin is the number of a bundle's first span.
 struct FieldOfLane {
     bool is_of_v, is_k;
     int pair_in_bundle;      // the number of the field's pair, 0 to 3
@@ -369,8 +370,8 @@ template <class W> struct ElementsOfThread {
           codes_m(static_cast<uint8_t*>(s.m.data) + start - s.rank_offset),
           codes_v(static_cast<uint8_t*>(s.v.data) + start - s.rank_offset) {}
 
-    // How many elements lie between the thread's elements in the shard's first span and those in `span`. A
-    // span past the last one counts as the last span.
+    // How many elements it is from the thread's elements in the shard's first span to those in `span`. A span
+    // past the last one counts as the last span.
     __device__ int64_t clamped_offset(int span) const {
         return static_cast<int64_t>(min(span, shard_spans - 1)) * MOMENT_GROUP_SIZE;
     }
@@ -490,8 +491,8 @@ __device__ SpanRange spans_of_shard(const Shard& shard) {
 }
 
 // A block goes through the shards to which its spans belong. In each shard warp 0 takes the first bundle,
-// warp 1 the second, and so on; after the last warp, warp 0 takes the next bundle. A bundle that lies in two
-// blocks belongs to the block in which it begins.
+// warp 1 the second, and so on; after the last warp, warp 0 takes the next bundle. If some spans of a bundle
+// belong to one block and some to the next, the first block updates the bundle.
 template <class W, class M, class V>
 __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_kernel(const AdamWArguments a) {
     __shared__ Tables tables;

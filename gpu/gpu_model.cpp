@@ -22,8 +22,8 @@ std::string flags_that_save_memory(const Setup& s) {
 static bool has_gemm(const TensorFormat& a, const TensorFormat& b) {
     if (!a.fp8() || !b.fp8()) return a == b;
     if (a.element_format == Format::E5M2 && b.element_format == Format::E5M2) return false;
-    const auto in_blocks = [](const TensorFormat& q) {
-        return q.granularity == PER_1x128 || q.granularity == PER_128x128;
+    const auto in_blocks = [](const TensorFormat& operand) {
+        return operand.granularity == PER_1x128 || operand.granularity == PER_128x128;
     };
     if (in_blocks(a) && in_blocks(b)) return a.granularity == PER_1x128 || b.granularity == PER_1x128;
     return a.granularity == b.granularity && (a.granularity == PER_TENSOR || a.granularity == PER_ROW);
@@ -41,9 +41,10 @@ Recipe recipe_on_gpu(const Recipe& r, int capability) {
         throw Error("--recipe ", r.name,
                     " scales operands in rows or blocks, which needs a GPU of compute capability 9.0 "
                     "(Hopper); use --recipe tensorwise, or --device cpu.");
-    for (const TensorFormat& q : {r.saved_inputs, r.saved_attention})
-        if (q.fp8() && q != E4M3_1x16)
-            throw Error("--recipe ", r.name, " saves ", q.text(), "; GPUs save e4m3 1x16: use --device cpu.");
+    for (const TensorFormat& saved : {r.saved_inputs, r.saved_attention})
+        if (saved.fp8() && saved != E4M3_1x16)
+            throw Error("--recipe ", r.name, " saves ", saved.text(),
+                        "; GPUs save e4m3 1x16: use --device cpu.");
     return changed;
 }
 

@@ -61,21 +61,21 @@ static __global__ void __launch_bounds__(TILE_THREADS)
 void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
                           cudaStream_t stream) {
     if (!quant_stats) return;
-    const TensorFormat& q = out.tensor.format;
+    const TensorFormat& format = out.tensor.format;
     auto launch_with = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& block_scale_grid) {
         with_producer_for_quantizer(x, [&](auto producer) {
             launch("measure_quant_errors", measure_quant_errors_kernel<decltype(producer)>,
                    tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer,
-                   x.rows, amax_and_scale, block_scale_grid, q.element_format == Format::E5M2,
-                   info(q.element_format).fmax, quant_stats);
+                   x.rows, amax_and_scale, block_scale_grid, format.element_format == Format::E5M2,
+                   info(format.element_format).fmax, quant_stats);
         });
     };
-    if (q == E4M3_1x16) return launch_with(nullptr, {});
-    if (q.granularity == PER_TENSOR) return launch_with(out.tensor.amax_and_scale, {});
+    if (format == E4M3_1x16) return launch_with(nullptr, {});
+    if (format.granularity == PER_TENSOR) return launch_with(out.tensor.amax_and_scale, {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
         // Row-major and transposed codes have the same 128x128 blocks, so one of them is enough.
-        const bool same = transposed && out.tensor.data && q.granularity.transpose_has_same_blocks();
+        const bool same = transposed && out.tensor.data && format.granularity.transpose_has_same_blocks();
         if (grid.scales && !same) launch_with(nullptr, grid);
     }
 }
