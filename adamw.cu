@@ -93,11 +93,11 @@ template <MomentKind KIND, Format FORMAT, bool EXPANSION> struct MomentTraits {
 //   R_X   the range of the moment group: its largest magnitude over its smallest that is not zero
 // k is rounded to a multiple of 1/256, from 1/16 to 64. If all magnitudes are equal, k is 64. In a moment
 // group of zeros k is 1.
-template <class Traits> __device__ float expansion_exponent(float largest, float smallest) {
-    const float log2_r_x = fmaxf(fast_log2(largest) - fast_log2(smallest), 0.0f);
+template <class Traits> __device__ float expansion_exponent(float max_magnitude, float min_magnitude) {
+    const float log2_r_x = fmaxf(fast_log2(max_magnitude) - fast_log2(min_magnitude), 0.0f);
     const float rounded = rintf(256.0f * Traits::LOG2_RANGE * fast_reciprocal(log2_r_x)) * 0x1p-8f;
     const float k = fminf(fmaxf(rounded, 0.0625f), 64.0f);
-    return largest == 0 ? 1.0f : k;  // a select, not a branch
+    return max_magnitude == 0 ? 1.0f : k;  // a select, not a branch
 }
 
 // Expand: |y| = FMAX (|x| / max)^k. For x = 0 the logarithm is -infinity, and y is 0. (The CPU's expand()
@@ -199,7 +199,7 @@ struct Tables {
 };
 template <class Traits> __device__ void fill_table(float (&table)[MAGNITUDES]) {
     for (uint32_t code = threadIdx.x; code < MAGNITUDES; code += blockDim.x) {
-        const float y = decode2(Traits::E5M2, code).x;
+        const float y = decode_pair(Traits::E5M2, code).x;
         table[code] = Traits::EXPANDS ? log2f(y) - log2f(Traits::FMAX) : y;
     }
 }
@@ -266,7 +266,7 @@ __device__ Codes encode_both(const SpanFields& fields, const NewMoments& moments
 
 // The moment scaling of a moment group, from its new elements x in 16 lanes. Magnitudes are compared by their
 // bits, which have the same order as integers. For a zero, bits - 1 is the largest integer, so the minimum
-// leaves zeros out. (In a moment group of zeros `largest` and `smallest` are 0.)
+// leaves zeros out. (In a moment group of zeros max_magnitude and min_magnitude are 0.)
 template <class Traits> __device__ MomentScaling scaling_of_new_moments(const ChunkValues& x) {
     uint32_t largest_bits = 0, smallest_bits_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
@@ -279,9 +279,10 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Ch
         smallest_bits_minus_1 =
             min(smallest_bits_minus_1, __shfl_xor_sync(ALL_LANES, smallest_bits_minus_1, distance));
     }
-    const float largest = __uint_as_float(largest_bits);
-    const float smallest = __uint_as_float(smallest_bits_minus_1 + 1);
-    return {.max = largest, .k = Traits::EXPANDS ? expansion_exponent<Traits>(largest, smallest) : 1.0f};
+    const float max_magnitude = __uint_as_float(largest_bits);
+    const float min_magnitude = __uint_as_float(smallest_bits_minus_1 + 1);
+    return {.max = max_magnitude,
+            .k = Traits::EXPANDS ? expansion_exponent<Traits>(max_magnitude, min_magnitude) : 1.0f};
 }
 
 // Which field of a bundle this lane keeps (the second drawing), and where this field is in memory. Spans are
@@ -514,7 +515,7 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_ker
         const int64_t first_span_of_warp = (ceil_div(begin, SPANS_PER_BUNDLE) + warp) * SPANS_PER_BUNDLE;
         const uint32_t largest_bits = update_bundles<W, M, V>(a, shard, static_cast<int>(first_span_of_warp),
                                                               static_cast<int>(end), tables);
-        if (shard.amax_out) update_amax_by_warp(&shard.amax_out->amax, largest_bits);
+        if (shard.weight_amax_out) update_amax_by_warp(&shard.weight_amax_out->amax, largest_bits);
     }
 }
 
@@ -581,8 +582,8 @@ template <class F> void with_moment_traits(const OptimizerFormats& o, F f) {
 __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
-    AmaxAndScale* const amax_out = a.shards[i].amax_out;
-    if (amax_out) amax_out->amax = 0;
+    TensorScale* const weight_amax_out = a.shards[i].weight_amax_out;
+    if (weight_amax_out) weight_amax_out->amax = 0;
 }
 
 }  // namespace

@@ -97,8 +97,7 @@ enum class ExtraTask : uint8_t {
 
 template <class Producer, ExtraTask TASK>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_groups_kernel(Producer producer, int64_t rows, Groups groups,
-                           AmaxAndScale* activation_amax_out) {
+    quantize_groups_kernel(Producer producer, int64_t rows, Groups groups, TensorScale* activation_amax_out) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace place;
     // A thread outside the tensor ends here. Nobody would use its values, but reading what another thread
@@ -127,7 +126,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 // x is in one plane, or (GATED) in the two planes of [gate | up].
 template <ExtraTask TASK, bool GATED = false>
 static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
-                                   AmaxAndScale* activation_amax_out, QuantStats* quant_stats,
+                                   TensorScale* activation_amax_out, QuantStats* quant_stats,
                                    cudaStream_t stream) {
     require(x.format.element_format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
@@ -146,7 +145,7 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 }
 
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               AmaxAndScale* activation_amax_out, QuantStats* quant_stats,
+                               TensorScale* activation_amax_out, QuantStats* quant_stats,
                                cudaStream_t stream) {
     // If no amax is needed, it does not matter what is gate and what is up: F is a multiple of 16, so that no
     // group has elements of both, and the groups are those of any tensor (N, 2F).
@@ -175,7 +174,7 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    compute_amax_kernel(Producer producer, int64_t rows, AmaxAndScale* x_amax_out) {
+    compute_amax_kernel(Producer producer, int64_t rows, TensorScale* x_amax_out) {
     float largest = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
     for_each_row(producer, TilePlace(), rows,
@@ -187,7 +186,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 
 // x says which tensor is meant, and from what it is computed (gpu/operators.h). with_producer_for_quantizer()
 // calls the function below with the producer that computes x.
-void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t stream) {
+void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t stream) {
     with_producer_for_quantizer(x, [&](auto producer) {
         launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, x_amax_out);
@@ -205,17 +204,17 @@ void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t st
 // over theirs, the block writes its tile column by column.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_kernel(Producer producer, int64_t rows, AmaxAndScale* amax_and_scale, float fmax, uint8_t* codes,
+    quantize_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, float fmax, uint8_t* codes,
                     uint8_t* transposed) {
     // Just in time: every thread derives the same scale from the amax.
-    const float scale = scale_of(fmax, amax_and_scale->amax);
+    const float scale = scale_of(fmax, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
     store_codes<TRANSPOSED>(producer, blockIdx.y, rows, codes, transposed,
                             [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool /*live*/) {
                                 return same_in_both(encode<FP8>(v, inverse_scale));
                             });
     // The GEMM multiplies by the scale. It is stored last, so that it delays no load of x.
-    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
 }
 
 template <Format FP8>
@@ -225,7 +224,7 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
         auto kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/true>;
         launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0,
-               stream, producer, x.rows, out.tensor.amax_and_scale, info(FP8).fmax,
+               stream, producer, x.rows, out.tensor.tensor_scale, info(FP8).fmax,
                static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
     });
 }
@@ -280,11 +279,11 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 // does. So the sums have the same bits.
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    write_operand_and_add_column_sums_kernel(Producer producer, int64_t rows, AmaxAndScale* amax_and_scale,
+    write_operand_and_add_column_sums_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale,
                                              float fmax, uint8_t* codes, uint8_t* transposed,
                                              float* partials) {
     __shared__ ColumnSums columns;
-    const float scale = scale_of(fmax, amax_and_scale->amax);
+    const float scale = scale_of(fmax, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
     ChunkValues sum[Producer::PLANES] = {};
     for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
@@ -297,7 +296,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
                           });
     }
     store_column_sums(producer, sum, columns, partials);
-    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
 }
 
 // One pass is enough if x is stored in BF16 and is quantized as in part 3, in both forms. This is so for the
@@ -318,7 +317,7 @@ void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, 
     if (format.element_format == Format::E5M2)
         kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;
     launch("write_operand_and_add_column_sums", kernel, column_grid(x.cols), TILE_THREADS, /*shared_bytes=*/0,
-           stream, P{plain<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.amax_and_scale,
+           stream, P{plain<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.tensor_scale,
            info(format.element_format).fmax, static_cast<uint8_t*>(out.tensor.data),
            static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);

@@ -21,7 +21,7 @@
 //           mlp_block_backward()          the gradients of mlp_block_forward(), in opposite order
 //           attention_block_backward()    those of attention_block_forward(), in opposite order
 //       Network::add_embedding_gradients() from the gradient of the residual stream
-//     update_parameters()                 AdamW: Parameters::update() (gpu/parameter_state.cpp)
+//     update_parameters()                 AdamW: ParameterState::update() (gpu/parameter_state.cpp)
 //     fetch_result()                      the loss and the norm of the gradients
 //
 // README's steps come here twice. The first time, read the list above and mlp_block_forward(), and no more.
@@ -38,7 +38,7 @@
 #include "gpu/parameter_state.h"
 #include "gpu/quant_report.h"
 #include "gpu/sharding.h"
-#include "gpu/state_tensors.h"
+#include "gpu/named_memory.h"
 
 namespace coat {
 namespace {
@@ -47,9 +47,9 @@ using namespace gpu;
 
 // A layer of the transformer.
 struct Layer {
-    // The weights of the norms, as indices into Parameters::params (gpu/parameter_state.h).
-    size_t norm1_index, norm2_index;
-    std::optional<size_t> qk_norm_index;  // only Qwen3 has norms of the heads of q and k
+    // The weights of the norms, as indices into ParameterState::params (gpu/parameter_state.h).
+    size_t norm1_weight_index, norm2_weight_index;
+    std::optional<size_t> qk_norm_weight_index;  // only Qwen3 has norms of the heads of q and k
     LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;  // named after the weight, + _proj
     std::vector<TensorRef> saved_tensors;  // by SavedKind (architecture.h), with the rows of a micro-batch
 };
@@ -57,12 +57,12 @@ struct Layer {
 // A norm of the residual stream.
 struct ResidualNorm {
     Norm norm;            // as kernels are given it; norm.in is the norm's saved input
-    size_t weight_index;  // the index of the norm's weight in Parameters::params
+    size_t weight_index;  // the index of the norm's weight in ParameterState::params
     // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
     LinearLayer* reader;
 
     bool saves_groups() const { return norm.in.format.fp8(); }
-    AmaxAndScale* place_for_output_amax() const { return reader ? reader->place_for_x_amax() : nullptr; }
+    TensorScale* place_for_output_amax() const { return reader ? reader->place_for_x_amax() : nullptr; }
 };
 
 // The residual stream (N, C) in forward. Each residual sum is stored twice: in groups, as the saved input of
@@ -73,7 +73,7 @@ struct ResidualStream {
     TensorRef buffer;  // (N, C), or no tensor
 
     // Where a residual sum goes that the norm `next` is to read.
-    ResidualOutput output_for(const ResidualNorm& next) const {
+    ResidualSum output_for(const ResidualNorm& next) const {
         return {.x_out = next.saves_groups() ? buffer : TensorRef{},
                 .next_norm = next.norm,
                 .norm_output_amax_out = next.place_for_output_amax()};
@@ -83,8 +83,8 @@ struct ResidualStream {
 };
 
 // What runs: B sequences of T tokens, which are a micro-batch of a step or of an evaluation, or a prompt. A
-// Pass is given to every function that depends on it.
-struct Pass {
+// MicroBatchPass is given to every function that depends on it.
+struct MicroBatchPass {
     int64_t B, T;
     int64_t N = B * T;  // tokens
 
@@ -128,14 +128,14 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 class Network {
     // Each member may use the members above it.
     GpuContext& context_;  // this rank's GPU: settings, stream and arena
-    const Setup& setup_ = context_.setup;
-    const ModelConfig& config_ = setup_.config;
-    const Recipe& recipe_ = setup_.recipe;
+    const RunSettings& settings_ = context_.settings;
+    const ModelConfig& config_ = settings_.config;
+    const Recipe& recipe_ = settings_.recipe;
     const cudaStream_t stream_ = context_.stream;
     Arena& arena_ = context_.arena;
-    const MemoryMap& memory_;  // where everything is that lasts for the run
-    AmaxTable& amax_table_;    // the amaxes and scales of operands
-    Parameters& parameters_;   // weights, gradients, moments of this rank
+    const MemoryMap& memory_;          // where everything is that lasts for the run
+    AmaxTable& amax_table_;            // the amaxes and scales of operands
+    ParameterState& parameter_state_;  // weights, gradients, moments of this rank
     // The interface to the other GPUs. With one GPU its functions do nothing, or return what this GPU has:
     // see the class Unsharded in gpu/sharding.h.
     Sharding& sharding_;
@@ -143,10 +143,10 @@ class Network {
     LinearContext linear_context_;  // what the linear layers share
     std::vector<Layer> layers_;
 
-    // Weights, as indices into Parameters::params. A tied head has the index of the embedding.
-    const size_t embedding_index_ = parameters_.index("embedding");
-    const size_t final_norm_index_ = parameters_.index("final_norm.weight");
-    const size_t head_index_ = parameters_.index(config_.tied ? "embedding" : "head");
+    // Weights, as indices into ParameterState::params. A tied head has the index of the embedding.
+    const size_t embedding_index_ = parameter_state_.index("embedding");
+    const size_t final_norm_weight_index_ = parameter_state_.index("final_norm.weight");
+    const size_t head_index_ = parameter_state_.index(config_.tied ? "embedding" : "head");
 
     // What kind of model it is.
     const bool rotary_ = config_.arch.rope;       // RoPE; GPT-2 has learned positions
@@ -173,25 +173,25 @@ class Network {
     bool cached_weights_are_valid_ = false;
 
 public:
-    Network(GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table, Parameters& parameters,
-            Sharding& sharding, bool cache_weights)
-        : context_(context), memory_(memory), amax_table_(amax_table), parameters_(parameters),
+    Network(GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table,
+            ParameterState& parameter_state, Sharding& sharding, bool cache_weights)
+        : context_(context), memory_(memory), amax_table_(amax_table), parameter_state_(parameter_state),
           sharding_(sharding), linear_context_{.gpu_context = context,
-                                               .parameters = parameters,
+                                               .parameter_state = parameter_state,
                                                .amax_table = amax_table,
                                                .sharding = sharding,
                                                .gemms = gemms_,
                                                .caches_weights = cache_weights} {
         layers_.reserve(static_cast<size_t>(config_.L));
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l));
-        if (rotary_) fill_rope_table(config_, setup_.T, memory_.rope_table, stream_);
+        if (rotary_) fill_rope_table(config_, settings_.T, memory_.rope_table, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
     // A micro-batch
 
     // Adds the losses to memory_.outcome()->loss, and computes all gradients but the embedding's.
-    void forward_and_backward(const Pass& pass) {
+    void forward_and_backward(const MicroBatchPass& pass) {
         forward(pass);
         head_forward_and_backward(pass);
         for (int64_t l = config_.L - 1; l >= 0; l--) {
@@ -220,7 +220,7 @@ public:
     // Delayed scaling (te) needs amaxes before the operands only while a history of amaxes is empty.
 
     // The embedding and all layers, up to the input of the final norm.
-    void forward(const Pass& pass) {
+    void forward(const MicroBatchPass& pass) {
         const Arena::Scope scope(arena_);
         ResidualStream residual{};
         if (recipe_.saved_inputs.fp8()) residual.buffer = allocate_tensor(pass.N, config_.C);
@@ -238,16 +238,18 @@ public:
 private:
     // The embedding: a row of the weight for each token, and in GPT-2 a row for its position. The sum is
     // saved as the input of the first norm 1.
-    void embed_and_save(const Pass& pass, const ResidualStream& residual, const ResidualNorm& first_norm) {
-        sharding_.gather_weights(Sharding::EMBEDDING_MODULE, Direction::Forward);
-        const TensorRef positions = rotary_ ? TensorRef{} : sharding_.weight(parameters_.index("positions"));
+    void embed_and_save(const MicroBatchPass& pass, const ResidualStream& residual,
+                        const ResidualNorm& first_norm) {
+        sharding_.gather_weights(Sharding::EMBEDDING_GATHER_UNIT, Direction::Forward);
+        const TensorRef positions =
+            rotary_ ? TensorRef{} : sharding_.weight(parameter_state_.index("positions"));
         embed(sharding_.weight(embedding_index_), positions, memory_.tokens, pass.T,
               residual.output_for(first_norm), stream_);
         measure_norm_input_errors(residual, first_norm);
     }
 
     // The first half of a layer.
-    void attention_block_forward(const Pass& pass, Layer& layer, const ResidualStream& residual) {
+    void attention_block_forward(const MicroBatchPass& pass, Layer& layer, const ResidualStream& residual) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(pass, layer);
         const TensorRef saved_qkv = saved_tensor(pass, layer, SavedKind::Qkv);
@@ -282,7 +284,7 @@ private:
     //   TensorRef            refers to a tensor on the GPU, as a pointer does
     //   LazyTensor           says how a tensor is to be computed; lazy_norm() and lazy_activation() make one
     //   place_for_x_amax()   where an amax is stored for the linear layer that will quantize its input x
-    void mlp_block_forward(const Pass& pass, Layer& layer, const ResidualStream& residual,
+    void mlp_block_forward(const MicroBatchPass& pass, Layer& layer, const ResidualStream& residual,
                            const ResidualNorm& next) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm2 = norm2_of(pass, layer);
@@ -326,11 +328,11 @@ private:
     // a slice of HEAD_SLICE_TOKENS tokens at a time.
 
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
-    void head_forward_and_backward(const Pass& pass) {
+    void head_forward_and_backward(const MicroBatchPass& pass) {
         const Arena::Scope scope(arena_);
         const TensorRef dy = allocate_tensor(pass.N, config_.C);  // y: the final norm's output
         // With several ranks: gathers the head, and begins to gather the last layer, where backward goes next
-        sharding_.gather_weights(sharding_.head_module(), Direction::Backward);
+        sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Backward);
         const TensorRef dweight = begin_head_gradient(pass);
         for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS)
             head_slice_forward_and_backward(pass, first, dy, dweight);
@@ -338,7 +340,7 @@ private:
         finish_head_gradient(dweight);
         // final norm: the gradient of the residual stream begins here. An untied head is in the final norm's
         // bucket, too, and its gradient is complete
-        const int64_t bucket = parameters_.params[final_norm_index_].bucket;
+        const int64_t bucket = parameter_state_.params[final_norm_weight_index_].bucket;
         begin_bucket(pass, bucket);
         residual_norm_backward(pass, final_norm(pass), dy, /*dresidual_in=*/TensorRef{},
                                layers_.back().down_proj.place_for_g_amax());
@@ -346,12 +348,13 @@ private:
     }
     // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
     // gradient of the head's weight. (If the pass overwrites gradients, the first slice overwrites dweight.)
-    void head_slice_forward_and_backward(const Pass& pass, int64_t first, const TensorRef& dy,
+    void head_slice_forward_and_backward(const MicroBatchPass& pass, int64_t first, const TensorRef& dy,
                                          const TensorRef& dweight) {
         const Arena::Scope scope(arena_);
         const auto [y, logits] = compute_logits(pass, first, slice_tokens(pass, first));
         cross_entropy_forward_and_backward(logits, config_.V, memory_.targets + first,
-                                           &memory_.scalars->loss_weight, memory_.losses + first, stream_);
+                                           &memory_.step_exchange->loss_weight, memory_.losses + first,
+                                           stream_);
         const TensorRef& dlogits = logits;  // the gradients have taken the place of the logits
         const bool overwrites = pass.overwrites_gradients && first == 0;
         gemms_.run(GemmKind::Wgrad, {dlogits}, {y}, dweight, stream_, {.overwrite = overwrites});
@@ -365,7 +368,7 @@ private:
     };
     // Computes the output of the final norm and the logits of n tokens, from number `first` on, in memory of
     // the caller's scope.
-    HeadOutput compute_logits(const Pass& pass, int64_t first, int64_t n) {
+    HeadOutput compute_logits(const MicroBatchPass& pass, int64_t first, int64_t n) {
         const HeadOutput out{.y = allocate_tensor(n, config_.C),
                              .logits = allocate_tensor(n, config_.padded_V())};
         Norm norm_of_slice = final_norm(pass).norm;
@@ -376,24 +379,24 @@ private:
         gemms_.run(GemmKind::Fprop, {out.y}, {sharding_.weight(head_index_)}, out.logits, stream_);
         return out;
     }
-    int64_t slice_tokens(const Pass& pass, int64_t first) const {
+    int64_t slice_tokens(const MicroBatchPass& pass, int64_t first) const {
         return std::min(HEAD_SLICE_TOKENS, pass.N - first);
     }
 
-    // memory_.outcome()->loss += the sum of the losses * Scalars::loss_weight.
-    void add_up_losses(const Pass& pass) {
-        add_loss_sum(memory_.losses, pass.N, &memory_.scalars->loss_weight, &memory_.outcome()->loss,
+    // memory_.outcome()->loss += the sum of the losses * StepExchange::loss_weight.
+    void add_up_losses(const MicroBatchPass& pass) {
+        add_loss_sum(memory_.losses, pass.N, &memory_.step_exchange->loss_weight, &memory_.outcome()->loss,
                      stream_);
     }
 
     // Returns where the slices add up the gradient of the head's weight. This is the place of the gradient.
     // But if a gradient in BF16 would be rounded too often (head_sum_in_fp32()), it is an FP32 sum in memory
     // of the caller's scope.
-    TensorRef begin_head_gradient(const Pass& pass) {
+    TensorRef begin_head_gradient(const MicroBatchPass& pass) {
         const TensorRef dweight = sharding_.gradient_to_write(head_index_);
         // The bucket of the head begins here, before begin_bucket(): the GEMMs of the slices write to it
-        sharding_.wait_for_gradient_buffer(parameters_.params[head_index_].bucket);
-        if (!head_sum_in_fp32(setup_)) return dweight;
+        sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
+        if (!head_sum_in_fp32(settings_)) return dweight;
         const TensorRef fp32_sum{.data = arena_.allocate<float>(dweight.rows * dweight.cols),
                                  .rows = dweight.rows,
                                  .cols = dweight.cols,
@@ -404,7 +407,7 @@ private:
     }
     // Rounds an FP32 sum, and stores it at the place of the gradient.
     void finish_head_gradient(const TensorRef& sum) {
-        if (head_sum_in_fp32(setup_))
+        if (head_sum_in_fp32(settings_))
             store_values(lazy_stored(sum), sharding_.gradient_to_write(head_index_), stream_);
     }
 
@@ -434,7 +437,7 @@ private:
     // dqkv takes a pass in make_g_operand_and_add_dbias().
 
     // From the gradient of the residual stream after a layer to that before norm 2.
-    void mlp_block_backward(const Pass& pass, Layer& layer) {
+    void mlp_block_backward(const MicroBatchPass& pass, Layer& layer) {
         const Arena::Scope scope(arena_);
         const TensorRef gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. This operand is computed
@@ -459,7 +462,7 @@ private:
         finish_bucket(pass, layer.gate_up_proj.bucket());
     }
     // Returns dact, in memory of the caller's scope.
-    TensorRef down_proj_backward(const Pass& pass, Layer& layer, const TensorRef& gate_up) {
+    TensorRef down_proj_backward(const MicroBatchPass& pass, Layer& layer, const TensorRef& gate_up) {
         const Operand g_operand = layer.down_proj.make_g_operand_and_add_dbias(
             lazy_stored(dresidual(pass)), LinearLayer::AmaxFrom::EarlierKernel);
         layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), pass.overwrites_gradients);
@@ -470,7 +473,7 @@ private:
 
     // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax_out: for
     // the down projection of the layer before; null at the first layer.
-    void attention_block_backward(const Pass& pass, Layer& layer, AmaxAndScale* dresidual_amax_out) {
+    void attention_block_backward(const MicroBatchPass& pass, Layer& layer, TensorScale* dresidual_amax_out) {
         const Arena::Scope scope(arena_);
         void* const place_of_gate_up = saved_tensor(pass, layer, SavedKind::GateUp).data;
         // dqkv takes the place of the layer's gate and up, which nobody needs any more, if it fits there
@@ -494,7 +497,8 @@ private:
         linear_and_norm_backward(pass, norm1_of(pass, layer), g_operand, dresidual_amax_out);
         finish_bucket(pass, layer.qkv_proj.bucket());
     }
-    void attention_out_proj_backward(const Pass& pass, Layer& layer, const TensorRef& dattention_output) {
+    void attention_out_proj_backward(const MicroBatchPass& pass, Layer& layer,
+                                     const TensorRef& dattention_output) {
         const Arena::Scope scope(arena_);
         const Operand g_operand = layer.attention_out_proj.make_g_operand_and_add_dbias(
             lazy_stored(dresidual(pass)), LinearLayer::AmaxFrom::EarlierKernel);
@@ -505,7 +509,7 @@ private:
     }
     // dattention_output -> dqkv, the gradient of what the q, k, v projection has written; and the amax of
     // dqkv. (Qwen3: without the amax, because norms of heads follow, which change dqkv.)
-    void core_attention_backward(const Pass& pass, Layer& layer, const TensorRef& dattention_output,
+    void core_attention_backward(const MicroBatchPass& pass, Layer& layer, const TensorRef& dattention_output,
                                  const TensorRef& dqkv) {
         const TensorRef qkv = load_saved(saved_tensor(pass, layer, SavedKind::Qkv));
         const TensorRef attention_output = load_saved(saved_tensor(pass, layer, SavedKind::AttentionOutput));
@@ -525,14 +529,14 @@ private:
         if (!qk_norms_) return;
         const QkNorm norms = qk_norm_args(layer);
         float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
-        qk_norm_backward(norms, qkv, dqkv, sharding_.gradient_to_write(*layer.qk_norm_index), partials,
+        qk_norm_backward(norms, qkv, dqkv, sharding_.gradient_to_write(*layer.qk_norm_weight_index), partials,
                          stream_);
     }
 
     // A norm and the linear layer that reads its output. dgrad computes dy, the gradient of the norm's
     // output; the norm's backward pass reads dy; wgrad reads the norm's output.
-    void linear_and_norm_backward(const Pass& pass, const ResidualNorm& n, const Operand& g_operand,
-                                  AmaxAndScale* dresidual_amax_out) {
+    void linear_and_norm_backward(const MicroBatchPass& pass, const ResidualNorm& n, const Operand& g_operand,
+                                  TensorScale* dresidual_amax_out) {
         Arena::Scope until_dresidual(arena_);  // for dy
         const TensorRef dy = allocate_tensor(pass.N, config_.C);
         n.reader->dgrad(g_operand, dy);
@@ -545,11 +549,11 @@ private:
     // norm's input.
     //   dy             the gradient of the norm's output
     //   dresidual_in   dresidual(); no tensor at the head, where the residual stream ends
-    void residual_norm_backward(const Pass& pass, const ResidualNorm& n, const TensorRef& dy,
-                                const TensorRef& dresidual_in, AmaxAndScale* dresidual_amax_out) {
+    void residual_norm_backward(const MicroBatchPass& pass, const ResidualNorm& n, const TensorRef& dy,
+                                const TensorRef& dresidual_in, TensorScale* dresidual_amax_out) {
         const TensorRef dweight = sharding_.gradient_to_write(n.weight_index);
         TensorRef dbias{};
-        if (const std::optional<size_t> bias_index = parameters_.bias_index(n.weight_index))
+        if (const std::optional<size_t> bias_index = parameter_state_.bias_index(n.weight_index))
             dbias = sharding_.gradient_to_write(*bias_index);
         norm_backward(n.norm,
                       {.dy = dy,
@@ -564,14 +568,14 @@ private:
 public:
     // The gradient of the embedding, and in GPT-2 of the positions. Rows of dresidual() that belong to the
     // same token are added in a fixed order, for which the host sorts the tokens while the GPU computes.
-    void add_embedding_gradients(const Pass& pass, const int32_t* tokens) {
+    void add_embedding_gradients(const MicroBatchPass& pass, const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, pass.N);
         const int64_t distinct_tokens = static_cast<int64_t>(embedding_order_.tokens.size());
         context_.wait_then_start_copy_to_gpu(memory_.token_order, embedding_order_.order.data(),
                                              pass.N * INT32_BYTES);
         context_.wait_then_start_copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
                                              distinct_tokens * static_cast<int64_t>(sizeof(TokenRows)));
-        const int64_t bucket = parameters_.params[embedding_index_].bucket;
+        const int64_t bucket = parameter_state_.params[embedding_index_].bucket;
         begin_bucket(pass, bucket);
         embedding_backward(dresidual(pass),
                            {.order = memory_.token_order,
@@ -581,7 +585,7 @@ public:
                            sharding_.gradient_to_write(embedding_index_), stream_);
         if (!rotary_)
             positions_backward(dresidual(pass), pass.T,
-                               sharding_.gradient_to_write(parameters_.index("positions")), stream_);
+                               sharding_.gradient_to_write(parameter_state_.index("positions")), stream_);
         finish_bucket(pass, bucket);
     }
 
@@ -600,38 +604,40 @@ private:
     }
 
     // What a layer has saved, or is to save: the rows of this pass.
-    TensorRef saved_tensor(const Pass& pass, const Layer& layer, SavedKind kind) const {
+    TensorRef saved_tensor(const MicroBatchPass& pass, const Layer& layer, SavedKind kind) const {
         TensorRef tensor = layer.saved_tensors[static_cast<size_t>(kind)];
         tensor.rows = pass.N;
         return tensor;
     }
-    float* saved_log_sum_exp(const Pass& pass, const Layer& layer) const {
+    float* saved_log_sum_exp(const MicroBatchPass& pass, const Layer& layer) const {
         return static_cast<float*>(saved_tensor(pass, layer, SavedKind::LogSumExp).data);
     }
 
-    ResidualNorm norm1_of(const Pass& pass, Layer& layer) const {
-        return {.norm = norm_args(layer.norm1_index, saved_tensor(pass, layer, SavedKind::Norm1Input)),
-                .weight_index = layer.norm1_index,
+    ResidualNorm norm1_of(const MicroBatchPass& pass, Layer& layer) const {
+        return {.norm = norm_args(layer.norm1_weight_index, saved_tensor(pass, layer, SavedKind::Norm1Input)),
+                .weight_index = layer.norm1_weight_index,
                 .reader = &layer.qkv_proj};
     }
-    ResidualNorm norm2_of(const Pass& pass, Layer& layer) const {
-        return {.norm = norm_args(layer.norm2_index, saved_tensor(pass, layer, SavedKind::Norm2Input)),
-                .weight_index = layer.norm2_index,
+    ResidualNorm norm2_of(const MicroBatchPass& pass, Layer& layer) const {
+        return {.norm = norm_args(layer.norm2_weight_index, saved_tensor(pass, layer, SavedKind::Norm2Input)),
+                .weight_index = layer.norm2_weight_index,
                 .reader = &layer.gate_up_proj};
     }
-    ResidualNorm final_norm(const Pass& pass) const {
-        return {.norm = norm_args(final_norm_index_, final_norm_input(pass)),
-                .weight_index = final_norm_index_,
+    ResidualNorm final_norm(const MicroBatchPass& pass) const {
+        return {.norm = norm_args(final_norm_weight_index_, final_norm_input(pass)),
+                .weight_index = final_norm_weight_index_,
                 .reader = nullptr};
     }
 
     // The saved input of the final norm (N, C): the residual stream after the last layer.
-    TensorRef final_norm_input(const Pass& pass) const {
+    TensorRef final_norm_input(const MicroBatchPass& pass) const {
         return tensor_at(memory_.dresidual, pass.N, config_.C);
     }
     // The gradient of the residual stream (N, C) in the compute dtype, in backward. It begins in the memory
     // of final_norm_input(), which norm_backward() of the final norm overwrites.
-    TensorRef dresidual(const Pass& pass) const { return tensor_at(memory_.dresidual, pass.N, config_.C); }
+    TensorRef dresidual(const MicroBatchPass& pass) const {
+        return tensor_at(memory_.dresidual, pass.N, config_.C);
+    }
 
     // -------------------------------------------------------------------------------------------------------
     // q, k, v and the output of attention
@@ -658,7 +664,7 @@ private:
     }
     // The output of attention is the x of attention_out_proj. Its amax comes from attention_forward(). With
     // --attention groups x is what the groups hold, and its amax takes a pass of its own.
-    AmaxAndScale* place_for_attention_output_amax(const Layer& layer, const TensorRef& saved) const {
+    TensorScale* place_for_attention_output_amax(const Layer& layer, const TensorRef& saved) const {
         return saved.format.fp8() ? nullptr : layer.attention_out_proj.place_for_x_amax();
     }
     void save_attention_output(const Layer& layer, const TensorRef& buffer, const TensorRef& saved) {
@@ -672,7 +678,7 @@ private:
     //
     // Qwen3: before RoPE come norms of the heads, whose backward pass needs their inputs. So q, k, v are
     // saved as the projection writes them. The norms and RoPE follow here, in forward and again in backward.
-    TensorRef attention_input(const Pass& pass, const Layer& layer, const TensorRef& qkv) {
+    TensorRef attention_input(const MicroBatchPass& pass, const Layer& layer, const TensorRef& qkv) {
         if (!qk_norms_) return qkv;
         const TensorRef normed_and_rotated = allocate_tensor(pass.N, qkv.cols);
         qk_norm_and_rope(qk_norm_args(layer), rope_args(pass), qkv, normed_and_rotated, stream_);
@@ -684,7 +690,7 @@ private:
     // Arguments of kernels
 
     Norm norm_args(size_t weight_index, const TensorRef& in) const {
-        const std::optional<size_t> bias_index = parameters_.bias_index(weight_index);
+        const std::optional<size_t> bias_index = parameter_state_.bias_index(weight_index);
         return {.in = in,
                 .weight = sharding_.weight(weight_index).data,
                 .bias = bias_index ? sharding_.weight(*bias_index).data : nullptr,
@@ -693,19 +699,19 @@ private:
                 .eps = config_.norm_eps};
     }
     QkNorm qk_norm_args(const Layer& layer) const {
-        return {.weight = sharding_.weight(*layer.qk_norm_index).data,
+        return {.weight = sharding_.weight(*layer.qk_norm_weight_index).data,
                 .eps = config_.norm_eps,
                 .HS = config_.HS(),
                 .q_cols = config_.q_cols(),
                 .k_cols = config_.kv_cols()};
     }
-    Rope rope_args(const Pass& pass) const {
+    Rope rope_args(const MicroBatchPass& pass) const {
         return {.table = memory_.rope_table,
                 .T = pass.T,
                 .HS = config_.HS(),
                 .rotated_cols = config_.q_cols() + config_.kv_cols()};
     }
-    AttentionShape attention_shape_args(const Pass& pass) const {
+    AttentionShape attention_shape_args(const MicroBatchPass& pass) const {
         return attention_shape(config_, pass.B, pass.T, recipe_.compute_format);
     }
 
@@ -714,7 +720,7 @@ private:
 
     // To be called before the first kernel that adds to the gradients of a bucket. (The GEMMs of the head run
     // earlier: head_forward_and_backward().)
-    void begin_bucket(const Pass& pass, int64_t bucket) {
+    void begin_bucket(const MicroBatchPass& pass, int64_t bucket) {
         sharding_.wait_for_gradient_buffer(bucket);
         if (pass.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
     }
@@ -722,12 +728,12 @@ private:
     // these gradients begin at zero. The gradient of the head's weight is left out: a GEMM has written it
     // before, even if the weight is a tied embedding.
     void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
-        const BucketRange& range = parameters_.buckets[bucket];
+        const BucketRange& range = parameter_state_.buckets[bucket];
         for (size_t i = range.first_param; i < range.end_param; i++) {
-            const Param& p = parameters_.params[i];
+            const Param& p = parameter_state_.params[i];
             if (!p.role.layer_linear && i != head_index_)
-                clear_async(sharding_.gradient_to_write(i).data, p.padded_size() * parameters_.gradient_bytes,
-                            stream_);
+                clear_async(sharding_.gradient_to_write(i).data,
+                            p.padded_size() * parameter_state_.gradient_bytes, stream_);
         }
     }
     // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
@@ -736,9 +742,9 @@ private:
     //   - With several ranks, each rank sends the gradients to those that own them, where they are added.
     //   - With --gradients none, the weights of the bucket are updated.
     //   - In measure_quantization(), what storing the moments would lose is measured.
-    void finish_bucket(const Pass& pass, int64_t bucket) {
+    void finish_bucket(const MicroBatchPass& pass, int64_t bucket) {
         if (context_.quant_report) {
-            parameters_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
+            parameter_state_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
             return;
         }
         sharding_.reduce_gradients(bucket, pass.first_micro_batch);
@@ -746,7 +752,7 @@ private:
     }
     void update_bucket(int64_t bucket, const AdamWOptions& adamw) {
         write_loss_or_nan(&memory_.outcome()->loss_or_nan);
-        parameters_.update(adamw, bucket, bucket + 1, sharding_);
+        parameter_state_.update(adamw, bucket, bucket + 1, sharding_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -754,19 +760,21 @@ private:
 
     // Layer l: the indices of its parameters, its linear layers, and the places of what it saves.
     Layer make_layer(int64_t l) {
-        const int64_t N = padded_tokens(setup_);
-        auto index = [&](const char* param) { return parameters_.index(concat("layers.", l, ".", param)); };
+        const int64_t N = padded_tokens(settings_);
+        auto index = [&](const char* param) {
+            return parameter_state_.index(concat("layers.", l, ".", param));
+        };
         auto linear_layer = [&](const char* weight) { return LinearLayer(linear_context_, index(weight)); };
-        Layer layer{.norm1_index = index("norm1.weight"),
-                    .norm2_index = index("norm2.weight"),
-                    .qk_norm_index = {},
+        Layer layer{.norm1_weight_index = index("norm1.weight"),
+                    .norm2_weight_index = index("norm2.weight"),
+                    .qk_norm_weight_index = {},
                     .qkv_proj = linear_layer("qkv"),
                     .attention_out_proj = linear_layer("attention_out"),
                     .gate_up_proj = linear_layer("gate_up"),
                     .down_proj = linear_layer("down"),
                     .saved_tensors = {}};
-        if (qk_norms_) layer.qk_norm_index = index("qk_norm.weight");
-        uint8_t* data = memory_.saved_activations + l * saved_layer_bytes(setup_);
+        if (qk_norms_) layer.qk_norm_weight_index = index("qk_norm.weight");
+        uint8_t* data = memory_.saved_activations + l * saved_layer_bytes(settings_);
         for (const SavedTensor& saved : saved_per_layer(config_, recipe_)) {
             TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .format = saved.format};
             // The scales of groups lie right after the codes
@@ -792,9 +800,9 @@ public:
     // What follows forward() where no gradients are wanted: in an evaluation, and after a prompt
 
     // The loss.
-    void loss_without_gradients(const Pass& pass) {
+    void loss_without_gradients(const MicroBatchPass& pass) {
         const Arena::Scope scope(arena_);
-        sharding_.gather_weights(sharding_.head_module(), Direction::Forward);
+        sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Forward);
         for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS) {
             const Arena::Scope slice_scope(arena_);
             const TensorRef logits = compute_logits(pass, first, slice_tokens(pass, first)).logits;
@@ -805,9 +813,9 @@ public:
     }
     // The logits (V) of the last token, in FP32, on the GPU. They are in the scratch memory of GEMMs, which
     // is free between GEMMs.
-    const float* last_logits(const Pass& pass) {
+    const float* last_logits(const MicroBatchPass& pass) {
         const Arena::Scope scope(arena_);
-        sharding_.gather_weights(sharding_.head_module(), Direction::Forward);
+        sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Forward);
         const TensorRef logits = compute_logits(pass, /*first=*/pass.N - 1, /*n=*/1).logits;
         const TensorRef fp32_logits{
             .data = gemms_.scratch, .rows = 1, .cols = logits.cols, .format = PLAIN_FP32};
@@ -819,7 +827,7 @@ public:
     // Values that are not finite, and weights in a cache
 
     // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step writes it to
-    // memory_.outcome()->loss_or_nan. If it is NaN, Parameters::update() updates no weight.
+    // memory_.outcome()->loss_or_nan. If it is NaN, ParameterState::update() updates no weight.
     void write_loss_or_nan(double* loss_or_nan) {
         gpu::write_loss_or_nan(amax_table_.all(), amax_table_.count(), &memory_.outcome()->loss, loss_or_nan,
                                stream_);
@@ -845,13 +853,13 @@ public:
 class GpuModel final : public Model {
     // The first members of Network have comments on most of these.
     GpuContext context_;
-    const Setup& setup_ = context_.setup;
+    const RunSettings& settings_ = context_.settings;
     const cudaStream_t stream_ = context_.stream;
     const MemoryMap memory_ = allocate_memory(context_);
     AmaxTable amax_table_{context_, memory_};
-    Parameters parameters_{context_, memory_, amax_table_};
+    ParameterState parameter_state_{context_, memory_, amax_table_};
     // All of these, for checkpoints.
-    StateTensors state_tensors_{context_, memory_, parameters_, amax_table_};
+    NamedMemory named_memory_{context_, memory_, parameter_state_, amax_table_};
     const std::unique_ptr<Sharding> sharding_;
     Network network_;
 
@@ -865,11 +873,11 @@ class GpuModel final : public Model {
 
 public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
-    GpuModel(const Setup& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
+    GpuModel(const RunSettings& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : context_(s, bytes),
-          sharding_(make_sharding(context_, memory_, parameters_, amax_table_, std::move(transport))),
-          network_(context_, memory_, amax_table_, parameters_, *sharding_, cache_weights) {
-        clear_async(memory_.scalars, sizeof(Scalars), stream_);
+          sharding_(make_sharding(context_, memory_, parameter_state_, amax_table_, std::move(transport))),
+          network_(context_, memory_, amax_table_, parameter_state_, *sharding_, cache_weights) {
+        clear_async(memory_.step_exchange, sizeof(StepExchange), stream_);
         after_weight_change();
     }
 
@@ -881,39 +889,40 @@ public:
         const int64_t target_count = sum_of_ranks(counted_targets(targets, tokens_of_rank()));
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
         begin_step_or_evaluation(static_cast<double>(target_count));
-        for (int64_t i = 0; i < setup_.micro_batches_per_rank; i++) {
-            const Pass pass{.B = setup_.B,
-                            .T = setup_.T,
-                            .first_micro_batch = i == 0,
-                            .overwrites_gradients = i == 0 || sharding_->sends_gradients(),
-                            .update_in_backward = setup_.keep_gradients ? nullptr : &adamw};
+        for (int64_t i = 0; i < settings_.micro_batches_per_rank; i++) {
+            const MicroBatchPass pass{.B = settings_.B,
+                                      .T = settings_.T,
+                                      .first_micro_batch = i == 0,
+                                      .overwrites_gradients = i == 0 || sharding_->sends_gradients(),
+                                      .update_in_backward = settings_.keep_gradients ? nullptr : &adamw};
             run_micro_batch(pass, tokens + i * pass.N, targets + i * pass.N);
             // Only the amaxes show whether FP8 codes hide infinity or NaN, and the next micro-batch clears
             // the amaxes. So look now
-            if (setup_.keep_gradients) network_.write_loss_or_nan(&memory_.outcome()->loss_or_nan);
+            if (settings_.keep_gradients) network_.write_loss_or_nan(&memory_.outcome()->loss_or_nan);
         }
         update_parameters(adamw);
         return fetch_result(target_count);
     }
 
 private:
-    // step(), evaluate(), next_logits() and measure_quantization() begin with this call. It clears the
+    // step(), validation_loss(), next_logits() and measure_quantization() begin with this call. It clears the
     // StepOutcome, copies 1 / target_count to the GPU, and makes the FP8 weights if they are cached.
     //   target_count   how many targets count
     //   report         the quantization report that is to be filled; null if nothing is measured
     void begin_step_or_evaluation(double target_count, QuantReport* report = nullptr) {
         loss_weight_ = 1.0 / target_count;
-        context_.wait_then_start_copy_to_gpu(&memory_.scalars->loss_weight, &loss_weight_, sizeof(double));
+        context_.wait_then_start_copy_to_gpu(&memory_.step_exchange->loss_weight, &loss_weight_,
+                                             sizeof(double));
         clear_async(memory_.outcome(), sizeof(StepOutcome), stream_);
         context_.quant_report = report;
-        context_.quant_stats = report ? memory_.scalars->quant_stats : nullptr;
+        context_.quant_stats = report ? memory_.step_exchange->quant_stats : nullptr;
         if (amax_table_.delayed()) begin_delayed_scaling();
         network_.write_cached_weights();
     }
 
     // Forward and backward of one micro-batch. The gradient of the embedding is outside of what a CUDA graph
     // replays, because its launch depends on the tokens.
-    void run_micro_batch(const Pass& pass, const int32_t* tokens, const int32_t* targets) {
+    void run_micro_batch(const MicroBatchPass& pass, const int32_t* tokens, const int32_t* targets) {
         load_tokens(pass, tokens);
         load_targets(pass, targets);
         CudaGraph& graph = pass.first_micro_batch ? first_micro_batch_graph_ : later_micro_batch_graph_;
@@ -922,18 +931,19 @@ private:
         network_.add_embedding_gradients(pass, tokens);
     }
     // Copy tokens and targets (B, T) to the GPU, when the pass before has run.
-    void load_tokens(const Pass& pass, const int32_t* tokens) {
+    void load_tokens(const MicroBatchPass& pass, const int32_t* tokens) {
         context_.wait_then_start_copy_to_gpu(memory_.tokens, tokens, pass.N * INT32_BYTES);
     }
-    void load_targets(const Pass& pass, const int32_t* targets) {
+    void load_targets(const MicroBatchPass& pass, const int32_t* targets) {
         context_.wait_then_start_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
     }
 
     // AdamW, of all parameters. (With --gradients none backward has updated them: Network::finish_bucket())
     void update_parameters(const AdamWOptions& adamw) {
         sharding_->wait_for_transfers();
-        if (setup_.keep_gradients)
-            parameters_.update(adamw, 0, static_cast<int64_t>(parameters_.buckets.size()), *sharding_);
+        if (settings_.keep_gradients)
+            parameter_state_.update(adamw, 0, static_cast<int64_t>(parameter_state_.buckets.size()),
+                                    *sharding_);
         after_weight_change();
         amax_table_.update_histories(memory_.outcome());  // for delayed scaling
     }
@@ -966,7 +976,7 @@ private:
 
     // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
     // can replay them.
-    bool repeats_launches(const Pass& pass) const {
+    bool repeats_launches(const MicroBatchPass& pass) const {
         // The first step loads kernels and chooses the algorithms of GEMMs
         if (!first_step_done_) return false;
         // Errors of quantizing are measured by other kernels
@@ -982,12 +992,12 @@ private:
         network_.forget_cached_weights();      // they are made again, which computes their amaxes
         sharding_->forget_gathered_weights();  // these are FP8 codes, whose scales change
     }
-    int64_t tokens_of_rank() const { return setup_.micro_batches_per_rank * setup_.B * setup_.T; }
+    int64_t tokens_of_rank() const { return settings_.micro_batches_per_rank * settings_.B * settings_.T; }
     // With one rank: `mine`.
     template <class Value> Value sum_of_ranks(const Value& mine) const {
-        if (!setup_.communicator) return mine;
+        if (!settings_.communicator) return mine;
         Value sum{};
-        for (const Value& theirs : setup_.communicator->all_gather(mine)) sum += theirs;
+        for (const Value& theirs : settings_.communicator->all_gather(mine)) sum += theirs;
         return sum;
     }
 
@@ -995,8 +1005,8 @@ private:
     // What else one asks of a model (model.h)
 
 public:
-    double evaluate(const int32_t* tokens, const int32_t* targets) override {
-        const Pass pass{.B = setup_.B, .T = setup_.T};
+    double validation_loss(const int32_t* tokens, const int32_t* targets) override {
+        const MicroBatchPass pass{.B = settings_.B, .T = settings_.T};
         begin_step_or_evaluation(divisor_of_mean(targets, pass.N));
         load_tokens(pass, tokens);
         load_targets(pass, targets);
@@ -1007,24 +1017,25 @@ public:
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        const Pass pass{.B = 1, .T = n};
+        const MicroBatchPass pass{.B = 1, .T = n};
         begin_step_or_evaluation(1);
         load_tokens(pass, tokens);
         network_.forward(pass);
-        context_.copy_to_host(logits, network_.last_logits(pass), setup_.config.V * info(Format::FP32).bytes);
+        context_.copy_to_host(logits, network_.last_logits(pass),
+                              settings_.config.V * info(Format::FP32).bytes);
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
-        QuantStats* const quant_stats = memory_.scalars->quant_stats;
+        QuantStats* const quant_stats = memory_.step_exchange->quant_stats;
         QuantReport report{};
-        const Pass pass{.B = setup_.B, .T = setup_.T};
-        clear_async(quant_stats, sizeof(Scalars::quant_stats), stream_);
+        const MicroBatchPass pass{.B = settings_.B, .T = settings_.T};
+        clear_async(quant_stats, sizeof(StepExchange::quant_stats), stream_);
         begin_step_or_evaluation(divisor_of_mean(targets, pass.N), &report);
         run_micro_batch(pass, tokens, targets);
         sharding_->wait_for_transfers();
-        context_.copy_to_host(report.kinds, quant_stats, sizeof(Scalars::quant_stats));
-        report.k_m = parameters_.expansion_exponents(memory_.first_moments);
-        report.k_v = parameters_.expansion_exponents(memory_.second_moments);
+        context_.copy_to_host(report.kinds, quant_stats, sizeof(StepExchange::quant_stats));
+        report.k_m = parameter_state_.expansion_exponents(memory_.first_moments);
+        report.k_v = parameter_state_.expansion_exponents(memory_.second_moments);
         // With several ranks, each may have quantized a part of the weights
         QuantStats& weights = report.kinds[static_cast<int>(ReportKind::Weight)];
         weights = sharding_->sum_weight_quant_stats(weights);
@@ -1036,15 +1047,15 @@ public:
     void read(const std::string& name, void* out) override {
         sharding_->wait_for_transfers();
         context_.wait();
-        state_tensors_.read(name, out);
+        named_memory_.read(name, out);
     }
     void write(const std::string& name, const void* in) override {
         sharding_->wait_for_transfers();
         context_.wait();
-        state_tensors_.write(name, in);
+        named_memory_.write(name, in);
         after_weight_change();
     }
-    const Setup& setup() const override { return setup_; }
+    const RunSettings& settings() const override { return settings_; }
 
     // For a dry run only: runs a step, and returns the bytes that the whole allocation needs, for what lasts
     // and for what a step allocates besides.
@@ -1057,13 +1068,13 @@ public:
 
 }  // namespace
 
-std::unique_ptr<Model> make_gpu_model_of_size(const Setup& s, int64_t bytes, bool cache_weights,
+std::unique_ptr<Model> make_gpu_model_of_size(const RunSettings& s, int64_t bytes, bool cache_weights,
                                               std::shared_ptr<Transport> transport) {
     return std::make_unique<GpuModel>(s, bytes, cache_weights, std::move(transport));
 }
 
-int64_t arena_bytes(const Setup& s, bool cache_weights) {
-    Setup without_communicator = s;
+int64_t arena_bytes(const RunSettings& s, bool cache_weights) {
+    RunSettings without_communicator = s;
     without_communicator.communicator = nullptr;  // the ranks do not meet in a dry run
     return GpuModel(without_communicator, 0, cache_weights, nullptr).dry_step();
 }

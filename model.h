@@ -16,7 +16,7 @@ class Communicator;  // how the ranks of a run exchange values (ranks.h)
 // The settings of a training run. A run has one or more ranks: processes with a GPU each, or with a part of
 // the CPU. Every rank has its own micro-batches.
 
-struct Setup {
+struct RunSettings {
     ModelConfig config;
     Recipe recipe;
     OptimizerFormats optimizer;
@@ -33,12 +33,12 @@ struct Setup {
 };
 
 // The micro-batches of a step on all ranks together.
-inline int64_t micro_batches_of_step(const Setup& s) { return s.micro_batches_per_rank * s.ranks; }
+inline int64_t micro_batches_of_step(const RunSettings& s) { return s.micro_batches_per_rank * s.ranks; }
 
-inline LinearFormats linear_formats(const Setup& s) { return linear_formats(s.recipe, s.B * s.T); }
+inline LinearFormats linear_formats(const RunSettings& s) { return linear_formats(s.recipe, s.B * s.T); }
 
 // Error if a run with these settings is not supported. The CPU has the limits of GPUs, too.
-inline void require_supported(const Setup& s) {
+inline void require_supported(const RunSettings& s) {
     require_supported(s.config);
     if (s.T > s.config.longest_sequence())
         throw Error("--seq ", s.T, " is too long for ", s.config.name, "; use at most --seq ",
@@ -70,7 +70,7 @@ inline void require_supported(const Setup& s) {
 //   3 micro-batches   6 gradients   FP32
 // The micro-batches of all ranks count, so the format does not depend on the number of ranks. (On a GPU the
 // sum of the head has a rule of its own: head_sum_in_fp32() in gpu/memory_layout.h.)
-inline Format gradient_format(const Setup& s) {
+inline Format gradient_format(const RunSettings& s) {
     return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute_format;
 }
 
@@ -80,8 +80,8 @@ inline Format gradient_format(const Setup& s) {
 // Tokens are in [0, V), targets in [0, V) or NO_TARGET; the caller has checked this. An unknown name of a
 // tensor is an Error.
 //
-// With several ranks, every rank calls step(), evaluate(), next_logits(), measure_quantization() and write()
-// at the same time.
+// With several ranks, every rank calls step(), validation_loss(), next_logits(), measure_quantization() and
+// write() at the same time.
 class Model {
 public:
     virtual ~Model() = default;
@@ -90,7 +90,7 @@ public:
     virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) = 0;
     // The mean loss of one micro-batch (B, T) of this rank, in nats per token, without gradients. It is 0 if
     // no target counts, and NaN if the loss or a tensor that was quantized to FP8 was not finite.
-    virtual double evaluate(const int32_t* tokens, const int32_t* targets) = 0;
+    virtual double validation_loss(const int32_t* tokens, const int32_t* targets) = 0;
     // The logits (V) of the token that follows the first n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
     // Measures the errors of every quantization in forward and backward of one micro-batch (B, T), and those
@@ -102,19 +102,20 @@ public:
     // knows "<param>.gradient" (FP32), the gradient of the last step, until the next forward pass.
     virtual void read(const std::string& name, void* out) = 0;
     virtual void write(const std::string& name, const void* in) = 0;
-    virtual const Setup& setup() const = 0;
+    virtual const RunSettings& settings() const = 0;
 };
 
 // On the CPU (reference_model.cpp).
-std::unique_ptr<Model> make_reference_model(const Setup& setup);
+std::unique_ptr<Model> make_reference_model(const RunSettings& settings);
 // The following are in gpu/make_gpu_model.cpp or, in a program that is built without CUDA, in
 // gpu/no_cuda.cpp.
 // On a GPU. It is an Error if this machine has no GPU that can run it.
-std::unique_ptr<Model> make_gpu_model(const Setup& setup);
+std::unique_ptr<Model> make_gpu_model(const RunSettings& settings);
 bool built_with_cuda();
-// Why GPU number `gpu` cannot be used, and what to do; empty if it can be used.
-std::string why_no_gpu(int gpu = 0);
-// The compute capability of the GPU that why_no_gpu() was asked for: 90 is 9.0. 0 in a program without CUDA.
+// Selects GPU number `gpu` for this process. Returns why it cannot be used, and what to do; empty if it can
+// be used.
+std::string select_gpu(int gpu = 0);
+// The compute capability of the selected GPU: 90 is 9.0. Without a GPU it is 90, in a program without CUDA 0.
 int gpu_capability();
 
 }  // namespace coat

@@ -36,7 +36,7 @@ inline Range owned(const Param& p, int64_t rank, int64_t ranks) {
     const int64_t end = std::min(p.size(), (units * (rank + 1) / ranks) * SHARD_UNIT);
     return {.first = begin, .count = end - begin};
 }
-inline Range owned(const Setup& s, const Param& p) { return owned(p, s.rank, s.ranks); }
+inline Range owned(const RunSettings& s, const Param& p) { return owned(p, s.rank, s.ranks); }
 // The number of elements with the padding that completes the last moment group.
 inline int64_t padded_count(const Range& r) { return round_up(r.count, MOMENT_GROUP_SIZE); }
 

@@ -60,8 +60,8 @@ public:
     static constexpr bool QUANTIZES = std::is_same_v<Real, float>;
     using Tensor = std::vector<Real>;
 
-    const Setup setup;
-    const std::vector<Param> params = parameters(setup.config);
+    const RunSettings settings;
+    const std::vector<Param> params = parameters(settings.config);
     std::vector<Tensor> param_values;  // by parameter (rows, cols), in the compute dtype
     std::vector<Tensor> gradients;     // by parameter (rows, cols), in gradient_format()
     // By parameter and OperandKind; for recipes with delayed scaling only.
@@ -69,7 +69,7 @@ public:
     QuantStats* stats = nullptr;  // one element for each ReportKind; null: errors are not measured
     bool finite = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
 
-    explicit Network(const Setup& s) : setup(s) {
+    explicit Network(const RunSettings& s) : settings(s) {
         for (size_t i = 0; i < params.size(); i++) {
             param_index_[params[i].name] = i;
             param_values.emplace_back(params[i].size());
@@ -83,7 +83,7 @@ public:
     // loss_weight = 1 / (targets of the step that count), all micro-batches of the step together give the
     // gradients of the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
-        const Batch batch{.B = setup.B, .T = setup.T};
+        const Batch batch{.B = settings.B, .T = settings.T};
         const Tensor x = forward(batch, tokens);                // (N, C)
         const Tensor y = rounded(apply_norm("final_norm", x));  // (N, C)
         Tensor logits = head_forward(y);                        // (N, padded_V)
@@ -130,9 +130,9 @@ private:
         Tensor lse;                                // (B, NH, T)
     };
 
-    const ModelConfig& config_ = setup.config;
-    const Recipe& recipe_ = setup.recipe;
-    const LinearFormats formats_ = linear_formats(setup);
+    const ModelConfig& config_ = settings.config;
+    const Recipe& recipe_ = settings.recipe;
+    const LinearFormats formats_ = linear_formats(settings);
     std::map<std::string, size_t> param_index_;  // by name: the index of the parameter in params
     std::vector<SavedLayer> saved_layers_;       // of the current pass
 
@@ -455,7 +455,7 @@ private:
         Tensor& gradient = gradients[param_index_.at(name)];
         gradient = add(gradient, contribution);
         if constexpr (QUANTIZES) {
-            const Format format = gradient_format(setup);
+            const Format format = gradient_format(settings);
             for (Real& v : gradient) v = round_to(format, v);
         }
     }
@@ -548,19 +548,19 @@ class ReferenceModel : public Model {
         Moment m, v;
     };
     Network<float> network_;  // has the weights that forward and backward read, and the gradients
-    const Setup& setup_ = network_.setup;
+    const RunSettings& settings_ = network_.settings;
     const std::vector<Param>& params_ = network_.params;
     std::vector<ParamState> states_;  // by parameter
     // With several ranks, by parameter: see reduce_gradients().
     std::vector<Floats> sums_;
 
 public:
-    explicit ReferenceModel(const Setup& setup)
-        : network_(setup), states_(params_.size()), sums_(params_.size()) {
+    explicit ReferenceModel(const RunSettings& settings)
+        : network_(settings), states_(params_.size()), sums_(params_.size()) {
         for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = params_[i];
-            const OptimizerFormats& o = setup_.optimizer;
-            const int64_t used = used_elements(setup_.config, p), owned_count = owned(setup_, p).count;
+            const OptimizerFormats& o = settings_.optimizer;
+            const int64_t used = used_elements(settings_.config, p), owned_count = owned(settings_, p).count;
             ParamState& s = states_[i];
             s.m.init(o, p.moment_format(o.m_format), owned_count);
             s.v.init(o, p.moment_format(o.v_format), owned_count);
@@ -568,9 +568,9 @@ public:
             s.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
                 const float initial =
-                    initial_value(p.init_std, p.role.starts_at_one, used, setup_.seed, i, e);
+                    initial_value(p.init_std, p.role.starts_at_one, used, settings_.seed, i, e);
                 split_master(initial, &s.weight_bits[e], &s.remainder[e]);
-                if (!setup_.keep_masters) s.remainder[e] = 0;
+                if (!settings_.keep_masters) s.remainder[e] = 0;
                 network_.param_values[i][e] = value_for_network(s, e);
             }
         }
@@ -578,7 +578,7 @@ public:
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
         network_.reset_finite_and_amaxes();
-        const int64_t tokens_of_rank = setup_.micro_batches_per_rank * setup_.B * setup_.T;
+        const int64_t tokens_of_rank = settings_.micro_batches_per_rank * settings_.B * settings_.T;
         int64_t target_count = 0;  // targets of the step that count
         for (int64_t count : all_gather(counted_targets(targets, tokens_of_rank))) target_count += count;
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
@@ -597,9 +597,9 @@ public:
         return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = target_count};
     }
 
-    double evaluate(const int32_t* tokens, const int32_t* targets) override {
+    double validation_loss(const int32_t* tokens, const int32_t* targets) override {
         network_.reset_finite_and_amaxes();
-        const double divisor = divisor_of_mean(targets, setup_.B * setup_.T);
+        const double divisor = divisor_of_mean(targets, settings_.B * settings_.T);
         const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
         // step() divides, too. A multiplication by 1 / divisor could give other bits.
         return network_.finite ? sum / divisor : NAN;
@@ -608,7 +608,7 @@ public:
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
         network_.reset_finite_and_amaxes();
         const Floats padded = network_.next_logits(tokens, n);
-        std::copy_n(padded.begin(), setup_.config.V, logits);
+        std::copy_n(padded.begin(), settings_.config.V, logits);
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
@@ -616,7 +616,7 @@ public:
         clear_gradients();
         QuantReport report;
         network_.stats = report.kinds;
-        const double loss_weight = 1.0 / divisor_of_mean(targets, setup_.B * setup_.T);
+        const double loss_weight = 1.0 / divisor_of_mean(targets, settings_.B * settings_.T);
         network_.run_micro_batch(tokens, targets, loss_weight, /*backward=*/true);
         // k_m and k_v are the k of the moments that are stored now. The errors are those of moments that
         // would be stored next: by an update with these gradients, with the default betas and without
@@ -644,7 +644,7 @@ public:
         refresh_weight_on_all_ranks(param_index_of(params_, name));
     }
 
-    const Setup& setup() const override { return setup_; }
+    const RunSettings& settings() const override { return settings_; }
 
 private:
     // --- The parts of a step ---
@@ -653,20 +653,20 @@ private:
     // mean loss over the target_count targets that count. Returns the sum of the losses of all ranks, added
     // in the order of the micro-batches: micro-batch i of rank r is number i * ranks + r of the step.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
-        const int64_t micro_batch_tokens = setup_.B * setup_.T;
-        const int64_t micro_batches = setup_.micro_batches_per_rank;
+        const int64_t micro_batch_tokens = settings_.B * settings_.T;
+        const int64_t micro_batches = settings_.micro_batches_per_rank;
         const double loss_weight = 1.0 / double(target_count);
         std::vector<double> losses;  // by micro-batch
         for (int64_t i = 0; i < micro_batches; i++) {
             // With one rank, network_.gradients adds up all micro-batches. With several ranks it has the
             // gradients of one micro-batch, and sums_ adds them up.
-            if (i == 0 || setup_.communicator) clear_gradients();
+            if (i == 0 || settings_.communicator) clear_gradients();
             const int64_t first = i * micro_batch_tokens;
             losses.push_back(network_.run_micro_batch(tokens + first, targets + first, loss_weight,
                                                       /*backward=*/true));
-            if (setup_.communicator) reduce_gradients(/*is_first_micro_batch=*/i == 0);
+            if (settings_.communicator) reduce_gradients(/*is_first_micro_batch=*/i == 0);
         }
-        if (setup_.communicator) network_.gradients.swap(sums_);  // where the update looks for gradients
+        if (settings_.communicator) network_.gradients.swap(sums_);  // where the update looks for gradients
         const std::vector<std::vector<double>> losses_by_rank = all_gather(losses);
         double loss = 0;
         for (int64_t i = 0; i < micro_batches; i++)
@@ -691,7 +691,7 @@ private:
 
     // Updates all parameters. grad_norm: the norm of all gradients, before clipping.
     void update_all(const AdamWOptions& options, double grad_norm) {
-        const uint64_t key = rounding_key(setup_.seed, options.update_number + options.skipped_steps);
+        const uint64_t key = rounding_key(settings_.seed, options.update_number + options.skipped_steps);
         for (size_t i = 0; i < params_.size(); i++) {
             update_parameter(states_[i], i, adamw_constants(options, params_[i].role.decays, grad_norm), key);
             refresh_weight_on_all_ranks(i);
@@ -703,7 +703,7 @@ private:
     // FP32, and quantizes the moments again. s: states_[i]; in measure_quantization() a copy of it. key: of
     // stochastic rounding, for weights without masters.
     void update_parameter(ParamState& s, size_t i, const AdamWConstants& constants, uint64_t key) const {
-        const auto [first, n] = owned(setup_, params_[i]);
+        const auto [first, n] = owned(settings_, params_[i]);
         Floats master(n), m(n), v(n);
         for (int64_t e = 0; e < n; e++)
             master[e] = join_master(s.weight_bits[first + e], s.remainder[first + e]);
@@ -714,7 +714,7 @@ private:
         s.v.store(v.data(), /*is_second_moment=*/true, network_.stats_of(ReportKind::Moment2));
         for (int64_t e = 0; e < n; e++) {
             const int64_t at = first + e;  // in the parameter
-            if (setup_.keep_masters) split_master(master[e], &s.weight_bits[at], &s.remainder[at]);
+            if (settings_.keep_masters) split_master(master[e], &s.weight_bits[at], &s.remainder[at]);
             else s.weight_bits[at] = round_stochastically(master[e], key, params_[i].flat_offset + at);
         }
     }
@@ -723,13 +723,13 @@ private:
     // operand's history. Without FP8 operands (LinearFormats::fallback) there are no amaxes, and nothing
     // changes.
     void update_delayed_scales() {
-        if (!linear_formats(setup_).x.fp8()) return;
+        if (!linear_formats(settings_).x.fp8()) return;
         for (auto& operands : network_.delayed_scales)
             for (OperandKind o : LINEAR_OPERANDS) {
                 DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
                 for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
-                d.update_history_and_scale(format_of(setup_.recipe, o).element_format);
+                d.update_history_and_scale(format_of(settings_.recipe, o).element_format);
             }
     }
 
@@ -741,7 +741,7 @@ private:
 
     // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
     float value_for_network(const ParamState& s, int64_t e) const {
-        const bool bf16 = setup_.recipe.compute_format == Format::BF16;
+        const bool bf16 = settings_.recipe.compute_format == Format::BF16;
         return bf16 ? from_bf16(s.weight_bits[e]) : join_master(s.weight_bits[e], s.remainder[e]);
     }
 
@@ -762,7 +762,7 @@ private:
     // The memory of the tensor with this name. Gradients can only be read.
     Memory memory_of(const std::string& name, bool to_write = false) {
         const size_t i = param_index_of(params_, name);
-        const Range own = owned(setup_, params_[i]);
+        const Range own = owned(settings_, params_[i]);
         ParamState& s = states_[i];
         std::map<std::string, Memory> places = {{"", part_of(s.weight_bits, own)},
                                                 {".m", whole(s.m.elements)},
@@ -771,8 +771,8 @@ private:
                                                 {".v", whole(s.v.elements)},
                                                 {".v.max", whole(s.v.max)},
                                                 {".v.k", whole(s.v.k)}};
-        if (setup_.keep_masters) places[".remainder"] = part_of(s.remainder, own);
-        if (setup_.keep_gradients && !to_write) places[".gradient"] = part_of(network_.gradients[i], own);
+        if (settings_.keep_masters) places[".remainder"] = part_of(s.remainder, own);
+        if (settings_.keep_gradients && !to_write) places[".gradient"] = part_of(network_.gradients[i], own);
         for (OperandKind o : LINEAR_OPERANDS) {
             DelayedScale& d = network_.delayed_scales[i][int(o)];
             if (d.history.empty()) continue;
@@ -788,7 +788,7 @@ private:
 
     // A value, or a vector of values, of each rank, in the order of the ranks.
     template <class Element> std::vector<Element> all_gather(const Element& mine) const {
-        return setup_.communicator ? setup_.communicator->all_gather(mine) : std::vector<Element>{mine};
+        return settings_.communicator ? settings_.communicator->all_gather(mine) : std::vector<Element>{mine};
     }
 
     // After every micro-batch: sum = round(sum + g_0 + g_1 + ...), where g_r is the gradient of rank r. The
@@ -800,7 +800,7 @@ private:
             const std::vector<Floats> gradients_by_rank = all_gather(network_.gradients[i]);
             for (size_t e = 0; e < sum.size(); e++) {
                 for (const Floats& gradient : gradients_by_rank) sum[e] += gradient[e];
-                sum[e] = round_to(gradient_format(setup_), sum[e]);
+                sum[e] = round_to(gradient_format(settings_), sum[e]);
             }
         }
     }
@@ -809,7 +809,7 @@ private:
     // weights that it owns to all ranks. A vector is not sent, because every rank owns the whole vector.
     void refresh_weight_on_all_ranks(size_t i) {
         const ParamState& s = states_[i];
-        const Range own = owned(setup_, params_[i]);
+        const Range own = owned(settings_, params_[i]);
         Floats mine(own.count);
         for (int64_t e = 0; e < own.count; e++) mine[e] = value_for_network(s, own.first + e);
         const bool is_sharded = !params_[i].is_vector();
@@ -837,6 +837,6 @@ double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
 
 }  // namespace coat::reference
 
-std::unique_ptr<coat::Model> coat::make_reference_model(const Setup& setup) {
-    return std::make_unique<reference::ReferenceModel>(setup);
+std::unique_ptr<coat::Model> coat::make_reference_model(const RunSettings& settings) {
+    return std::make_unique<reference::ReferenceModel>(settings);
 }

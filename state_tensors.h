@@ -80,7 +80,7 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& confi
 
 // The remainders of the masters, the moments with their moment scalings, and the state of delayed scaling. A
 // BF16 weight and its signed 16-bit remainder are the FP32 master (reference.cpp, split_master).
-inline std::vector<StateTensor> tensors_besides_weights(const Setup& s) {
+inline std::vector<StateTensor> tensors_besides_weights(const RunSettings& s) {
     std::vector<StateTensor> table;
     for (const Param& p : parameters(s.config)) {
         auto add = [&](const std::string& suffix, const char* dtype, int bytes, std::vector<int64_t> shape,
@@ -110,7 +110,7 @@ inline std::vector<StateTensor> tensors_besides_weights(const Setup& s) {
 // The elements of a state tensor that this rank owns: those that belong to its part of the parameter. Every
 // rank owns a value that all elements of a parameter share. Model::read() and write() pass the owned
 // elements.
-inline Range owned(const Setup& s, const StateTensor& t) {
+inline Range owned(const RunSettings& s, const StateTensor& t) {
     if (t.shared_by == StateTensor::ALL) return {.first = 0, .count = t.size()};
     const Range part = owned(s, t.param);
     const int64_t first = ceil_div(part.first, t.shared_by);

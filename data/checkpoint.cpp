@@ -20,14 +20,14 @@ static std::string hash_of_fields(json trainer) {
     return std::to_string(hash_bytes(text.data(), bytes, bytes));
 }
 
-static void write_trainer(const std::string& folder, const LoopState& state) {
+static void write_trainer(const std::string& folder, const SavedRun& run) {
     ordered_json trainer = {
         {"format", "coat checkpoint"},
         {"version", VERSION_OF_TRAINER},
-        {"step", state.step},
-        {"updates", state.updates},
-        {"first_validation", state.first_validation},
-        {"settings", state.settings},
+        {"step", run.state.step},
+        {"updates", run.state.updates},
+        {"first_validation", run.state.first_validation},
+        {"settings", run.saved_flags},
     };
     for (const std::string& name : HASHED_FILES) trainer["hashes"][name] = hash_file(path_in(folder, name));
     trainer["hash"] = hash_of_fields(trainer);
@@ -81,11 +81,11 @@ static void remove_older(const std::string& out, int64_t keep) {
 
 // Writes all files of a checkpoint into a folder. An error of writing is thrown after all ranks have sent all
 // tensors, so that no rank waits for another.
-static void write_files(const std::string& folder, Model& model, const LoopState& state,
+static void write_files(const std::string& folder, Model& model, const SavedRun& run,
                         const FileContents& other_files) {
-    const Setup& setup = model.setup();
-    const bool writes = setup.rank == 0;
-    const std::vector<StateTensor> table = tensors_besides_weights(setup);
+    const RunSettings& settings = model.settings();
+    const bool writes = settings.rank == 0;
+    const std::vector<StateTensor> table = tensors_besides_weights(settings);
     std::vector<HfTensor> tensors;
     for (const StateTensor& t : table)
         tensors.push_back({.name = t.name, .dtype = t.dtype, .shape = t.shape});
@@ -99,7 +99,7 @@ static void write_files(const std::string& folder, Model& model, const LoopState
     save_model_folder(folder, model, other_files);
     if (!writes) return;
     close_and_sync(file, path);
-    write_trainer(folder, state);
+    write_trainer(folder, run);
     sync(folder);
 }
 
@@ -114,13 +114,13 @@ void create_folders(const std::string& folder) {
     sync(above.string());
 }
 
-std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
+std::string save_checkpoint(const std::string& out, Model& model, const SavedRun& run,
                             const FileContents& other_files, int64_t keep) {
     char name[32];
-    std::snprintf(name, sizeof name, "step-%06ld", state.step);
+    std::snprintf(name, sizeof name, "step-%06ld", run.state.step);
     const std::string folder = path_in(out, name), temporary = folder + ".tmp";
-    const Setup& setup = model.setup();
-    const bool writes = setup.rank == 0;
+    const RunSettings& settings = model.settings();
+    const bool writes = settings.rank == 0;
     std::error_code ignored;  // after an error here, writing fails, too
     if (writes) {
         fs::remove_all(temporary, ignored);
@@ -128,7 +128,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
     }
     std::string error;
     try {
-        write_files(temporary, model, state, other_files);
+        write_files(temporary, model, run, other_files);
         if (writes) {
             const bool saved_before = fs::exists(folder);  // then `out` could not be synced that time
             if (!saved_before) fs::rename(temporary, folder);
@@ -139,7 +139,7 @@ std::string save_checkpoint(const std::string& out, Model& model, const LoopStat
         error = failure.what();
         if (writes) fs::remove_all(temporary, ignored);
     }
-    if (setup.communicator) error = setup.communicator->all_gather(error).front();
+    if (settings.communicator) error = settings.communicator->all_gather(error).front();
     if (!error.empty()) throw Error(error);
     return folder;
 }
@@ -183,25 +183,25 @@ std::string set_aside(const std::string& checkpoint) {
     return name;
 }
 
-LoopState read_loop_state(const std::string& checkpoint) {
+SavedRun read_saved_run(const std::string& checkpoint) {
     const Fields trainer = read_trainer(checkpoint);
     return {
-        .step = trainer.get<int64_t>("step"),
-        .updates = trainer.get<int64_t>("updates"),
-        .first_validation = trainer.get<double>("first_validation"),
-        .settings = trainer.get<Fields>("settings").object,
+        .state = {.step = trainer.get<int64_t>("step"),
+                  .updates = trainer.get<int64_t>("updates"),
+                  .first_validation = trainer.get<double>("first_validation")},
+        .saved_flags = trainer.get<Fields>("settings").object,
     };
 }
 
 void load_checkpoint(const std::string& checkpoint, Model& model) {
-    const Setup& setup = model.setup();
+    const RunSettings& settings = model.settings();
     const Safetensors file(path_in(checkpoint, OPTIMIZER_FILE));
-    const std::vector<StateTensor> table = tensors_besides_weights(setup);
+    const std::vector<StateTensor> table = tensors_besides_weights(settings);
     for (const StateTensor& t : table) file.find_tensor(t.name, t.shape, t.dtype);
     load_weights(checkpoint, model);
     for (const StateTensor& t : table) {
         const HfTensor& tensor = file.find_tensor(t.name, t.shape, t.dtype);
-        model.write(t.name, tensor.data + owned(setup, t).first * t.bytes);
+        model.write(t.name, tensor.data + owned(settings, t).first * t.bytes);
     }
 }
 

@@ -3,20 +3,25 @@
 // A checkpoint is a model folder (model_folder.h), which transformers opens as it is, with two more files.
 // optimizer.state has moments, delayed scales, and the remainders of the FP32 master weights. It is a
 // safetensors file, but without that ending: transformers would take its tensors for weights. trainer.json
-// has the state of the training loop, and hashes of the files.
+// has the state and the flags of the run, and hashes of the files.
 #pragma once
 #include "json.h"
 #include "model_folder.h"
 
 namespace coat {
 
-// The state of the training loop, as trainer.json has it.
+// How far a run is.
 struct LoopState {
     int64_t step = 0;             // the steps that are done; the place in the data follows from them
     int64_t updates = 0;          // steps that were not skipped: they count in AdamW's bias correction
     double first_validation = 0;  // the validation loss before the first step, in nats per token
+};
+
+// What trainer.json has.
+struct SavedRun {
+    LoopState state;
     // The flags of the run by their names, and the files of its data.
-    ordered_json settings = ordered_json::object();
+    ordered_json saved_flags = ordered_json::object();
 };
 
 // Creates a folder and those above it that are missing, and syncs each folder that gets a new entry.
@@ -28,7 +33,7 @@ void create_folders(const std::string& folder);
 //   - If the disk is full, all ranks get the Error, older checkpoints stay, and no part of the new one stays.
 //   - Every rank calls this function and sends what it owns; rank 0 alone writes. The files do not depend on
 //     the number of ranks.
-std::string save_checkpoint(const std::string& out, Model& model, const LoopState& state,
+std::string save_checkpoint(const std::string& out, Model& model, const SavedRun& run,
                             const FileContents& other_files = {}, int64_t keep = 2);
 
 // The folder itself if it is a checkpoint; else the checkpoint of the largest step in it; empty if there is
@@ -53,7 +58,7 @@ WholeCheckpoint find_whole_checkpoint(const std::string& folder);  // Error if t
 // name.
 std::string set_aside(const std::string& checkpoint);
 
-LoopState read_loop_state(const std::string& checkpoint);  // Error if a field of trainer.json was changed
+SavedRun read_saved_run(const std::string& checkpoint);  // Error if a field of trainer.json was changed
 
 // Copies weights and optimizer state of a whole checkpoint into the model. Error, before the model changes,
 // if the tensors are those of another shape, recipe or optimizer.

@@ -251,10 +251,10 @@ static bool equal_values(const HfTensor& a, const HfTensor& b) {
 // weight -0.
 static void write_parameter(Model& model, const Param& p, const Safetensors& files) {
     constexpr uint32_t EXPONENT = 0x7F800000;
-    const Setup& setup = model.setup();
+    const RunSettings& settings = model.settings();
     std::vector<uint16_t> weight(p.size());  // rows that pad the vocabulary stay zero
     std::vector<int16_t> remainder(p.size());
-    for (const Piece& piece : pieces(setup.config, p)) {
+    for (const Piece& piece : pieces(settings.config, p)) {
         const HfTensor& tensor = tensor_of(files, piece);
         int64_t not_finite = 0;
 #pragma omp parallel for reduction(+ : not_finite)
@@ -269,9 +269,9 @@ static void write_parameter(Model& model, const Param& p, const Safetensors& fil
             throw Error(files.path(), " has NaN, infinity or values beyond BF16 in tensor ", piece.name,
                         "; give other weights.");
     }
-    const int64_t mine = owned(setup, p).first;
+    const int64_t mine = owned(settings, p).first;
     model.write(p.name, weight.data() + mine);
-    if (setup.keep_masters) model.write(p.name + ".remainder", remainder.data() + mine);
+    if (settings.keep_masters) model.write(p.name + ".remainder", remainder.data() + mine);
 }
 
 // Buffers are tensors of a file that are not learned.
@@ -348,7 +348,7 @@ void require_weights(const std::string& folder, const ModelConfig& config) {
 }
 
 void load_weights(const std::string& folder, Model& model) {
-    const ModelConfig& config = model.setup().config;
+    const ModelConfig& config = model.settings().config;
     const Safetensors files(folder);
     require_tensors(files, config);
     for (const Param& p : parameters(config)) write_parameter(model, p, files);
@@ -425,8 +425,8 @@ void add_tokenizer(const std::string& folder, FileContents& files) {
 }
 
 void save_model_folder(const std::string& folder, Model& model, const FileContents& other_files) {
-    const ModelConfig& config = model.setup().config;
-    const bool writes = model.setup().rank == 0;
+    const ModelConfig& config = model.settings().config;
+    const bool writes = model.settings().rank == 0;
     std::vector<HfTensor> tensors;
     for (const Param& p : parameters(config))
         for (const Piece& piece : pieces(config, p))
@@ -463,19 +463,19 @@ void save_model_folder(const std::string& folder, Model& model, const FileConten
 // Every rank sends its part to rank 0. If every rank keeps the whole tensor, the first part is all of it. If
 // a rank cannot read its part, all ranks end: the others would take what it sends next for this tensor.
 Bytes gather_whole_tensor(Model& model, const StateTensor& t) {
-    const Setup& setup = model.setup();
-    Bytes mine(owned(setup, t).count * t.bytes), whole;
+    const RunSettings& settings = model.settings();
+    Bytes mine(owned(settings, t).count * t.bytes), whole;
     try {
         if (!mine.empty()) model.read(t.name, mine.data());
-        if (setup.ranks == 1) return mine;
-        whole.reserve(setup.rank ? 0 : t.total_bytes());
+        if (settings.ranks == 1) return mine;
+        whole.reserve(settings.rank ? 0 : t.total_bytes());
         const bool on_all = false;
-        for (const Bytes& part : setup.communicator->gather(mine, on_all))
-            if (setup.rank == 0 && std::ssize(whole) < t.total_bytes())
+        for (const Bytes& part : settings.communicator->gather(mine, on_all))
+            if (settings.rank == 0 && std::ssize(whole) < t.total_bytes())
                 whole.insert(whole.end(), part.begin(), part.end());
     } catch (const std::exception& error) {
-        if (!setup.communicator) throw;
-        setup.communicator->fail(error.what());
+        if (!settings.communicator) throw;
+        settings.communicator->fail(error.what());
     }
     return whole;
 }

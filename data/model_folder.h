@@ -13,8 +13,9 @@ namespace coat {
 // The shape of the model in a folder; Error if its architecture is none of architecture.h.
 ModelConfig read_model_config(const std::string& folder);
 
-// Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16. With Setup::keep_masters
-// the remainders of the FP32 values are copied, too. Every rank reads the files and writes what it owns.
+// Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16. With
+// RunSettings::keep_masters the remainders of the FP32 values are copied, too. Every rank reads the files and
+// writes what it owns.
 void load_weights(const std::string& folder, Model& model);
 // Error unless load_weights() can read the files of the folder. This function is called before a model is
 // made, because config.json may ask for any amount of memory.

@@ -284,7 +284,7 @@ static void hold_out_end(Corpus& corpus) {
     corpus.train.append(corpus.validation);
     int64_t stays = corpus.train.size() - ceil_div(corpus.train.size(), 10);
     if (corpus.seq)
-        stays = stays / corpus.seq * corpus.seq;  // so that the held-out part begins with a window
+        stays = stays / corpus.seq * corpus.seq;  // so that the validation part begins with a window
     corpus.validation = corpus.train.take_end(corpus.train.size() - stays);
 }
 

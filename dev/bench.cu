@@ -99,7 +99,7 @@ public:
                                .rows = rows,
                                .cols = cols,
                                .format = q,
-                               .amax_and_scale = take<AmaxAndScale>(sizeof(AmaxAndScale))},
+                               .tensor_scale = take<TensorScale>(sizeof(TensorScale))},
                     .transposed = transposed ? take(bytes) : nullptr};
         if (q == E4M3_1x16) {
             out.tensor.group_scales = take<uint16_t>(q.scale_count(rows, cols) * 2);
@@ -121,17 +121,17 @@ private:
 class Clock {
 public:
     // Zero at the beginning of every timed operation.
-    AmaxAndScale* amax_out() const { return amax_out_.get(); }
+    TensorScale* amax_out() const { return amax_out_.get(); }
 
     // The median time of an operation that does not wait for the GPU.
     double seconds(const std::function<void()>& run) const {
         // A GPU is slower after long GEMMs: all operations start after the same light work.
         for (int i = 0; i < REST; i++) dev::flush_cache();
-        return dev::median_seconds(run, [&] { clear_async(amax_out(), sizeof(AmaxAndScale), nullptr); });
+        return dev::median_seconds(run, [&] { clear_async(amax_out(), sizeof(TensorScale), nullptr); });
     }
 
 private:
-    dev::Buffer<AmaxAndScale> amax_out_{1};
+    dev::Buffer<TensorScale> amax_out_{1};
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -150,7 +150,7 @@ Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const TensorF
         quantize_groups(x, out.tensor, /*write_back=*/false, nullptr, nullptr);
         return out;
     }
-    if (q.granularity == PER_TENSOR) compute_amax(lazy_stored(x), out.tensor.amax_and_scale, nullptr);
+    if (q.granularity == PER_TENSOR) compute_amax(lazy_stored(x), out.tensor.tensor_scale, nullptr);
     quantize(lazy_stored(x), out, nullptr, nullptr);
     return out;
 }
@@ -201,7 +201,7 @@ ordered_json measure_sizes(Clock& clock) {
         const Operand x8 = memory.allocate_operand(side, side, E4M3_TENSOR, true, false),
                       w8 = memory.allocate_operand(side, side, E4M3_TENSOR, true, false);
         auto quantized = [&](const TensorRef& from, const Operand& to) {
-            compute_amax(lazy_stored(from), to.tensor.amax_and_scale, nullptr);
+            compute_amax(lazy_stored(from), to.tensor.tensor_scale, nullptr);
             quantize(lazy_stored(from), to, nullptr, nullptr);
         };
         auto gemm = [&](const Operand& a, const Operand& b) {
@@ -238,8 +238,9 @@ class Step {
 public:
     std::vector<Row> rows;
 
-    Step(const Setup& s, const Recipe& r, Clock& clock, const Ceilings& ceilings, const std::string& only)
-        : setup_(s), r_(r), clock_(clock), ceilings_(ceilings), only_(only) {
+    Step(const RunSettings& s, const Recipe& r, Clock& clock, const Ceilings& ceilings,
+         const std::string& only)
+        : settings_(s), r_(r), clock_(clock), ceilings_(ceilings), only_(only) {
         for (auto part :
              {&Step::linear_layers, &Step::attention, &Step::norms, &Step::attention_operands,
               &Step::feed_forward, &Step::weights, &Step::embedding, &Step::head, &Step::optimizer}) {
@@ -250,20 +251,20 @@ public:
 
 private:
     enum class Use { Fprop, Wgrad, Both };
-    const Setup& setup_;
+    const RunSettings& settings_;
     const Recipe& r_;
     Clock& clock_;
     const Ceilings& ceilings_;
     const std::string only_;
-    const ModelConfig& c_ = setup_.config;
+    const ModelConfig& c_ = settings_.config;
     const Format compute_ = r_.compute_format;
     const bool fp8_ = r_.x.fp8(), groups_ = r_.saved_inputs.fp8();
-    const int64_t N_ = setup_.B * setup_.T;
-    const double batches_ = double(setup_.micro_batches_per_rank);  // micro-batches per step
-    const double layers_ = batches_ * double(c_.L);                 // layer passes per step
+    const int64_t N_ = settings_.B * settings_.T;
+    const double batches_ = double(settings_.micro_batches_per_rank);  // micro-batches per step
+    const double layers_ = batches_ * double(c_.L);                    // layer passes per step
     const bool needs_amax_ =
         fp8_ && r_.x.granularity == PER_TENSOR && r_.scale_source == ScaleSource::JustInTime;
-    AmaxAndScale* const amax_out_ = needs_amax_ ? clock_.amax_out() : nullptr;
+    TensorScale* const amax_out_ = needs_amax_ ? clock_.amax_out() : nullptr;
     Memory scratch_, memory_;
     CublasGemms gemms_{scratch_.take(CublasGemms::SCRATCH), r_.fast_accumulation};
 
@@ -301,18 +302,18 @@ private:
         if (!bias) return amax ? amax_pass(name, count, x) : void();
         const TensorRef gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
-        AmaxAndScale* amax_out = amax ? amax_out_ : nullptr;
+        TensorScale* amax_out = amax ? amax_out_ : nullptr;
         pass(BETWEEN, name + (amax_out ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
              [&] { add_column_sums(x, gradient, workspace, amax_out, nullptr); });
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const LazyTensor& x, const Operand& out) const {
         if (!out.tensor.format.fp8() || out.tensor.format.granularity != PER_TENSOR) return;
-        AmaxAndScale* amax_and_scale = out.tensor.amax_and_scale;
-        compute_amax(x, amax_and_scale, nullptr);
+        TensorScale* tensor_scale = out.tensor.tensor_scale;
+        compute_amax(x, tensor_scale, nullptr);
         quantize(x, out, nullptr, nullptr);
         if (r_.scale_source == ScaleSource::Delayed)
-            check(cudaMemcpyAsync(&amax_and_scale->delayed_scale, &amax_and_scale->scale, sizeof(float),
+            check(cudaMemcpyAsync(&tensor_scale->delayed_scale, &tensor_scale->scale, sizeof(float),
                                   cudaMemcpyDeviceToDevice),
                   "Copying a scale failed");
     }
@@ -352,7 +353,7 @@ private:
             [&] { gemms_.run(kind, a, b, out, nullptr, {.overwrite = !accumulate, .bias = bias}); });
     }
     void linear(const std::string& name, int64_t out, int64_t in, bool biased) {
-        Setup run = setup_;
+        RunSettings run = settings_;
         run.recipe = r_;
         const LinearFormats q = linear_formats(run);
         const double flops = 2.0 * double(N_ * out * in);
@@ -365,7 +366,7 @@ private:
         gemm(LINEAR_LAYERS, name + " dgrad", layers_, GemmKind::Dgrad, g, w, random(N_, in), flops, nullptr,
              false);
         gemm(LINEAR_LAYERS, name + " wgrad", layers_, GemmKind::Wgrad, g, x, random(out, in), flops, nullptr,
-             setup_.micro_batches_per_rank > 1);
+             settings_.micro_batches_per_rank > 1);
         memory_.release();
     }
     void linear_layers() {
@@ -376,22 +377,22 @@ private:
     }
 
     Rope rope_of_model() {
-        auto* const table = memory_.take<float2>(setup_.T * c_.HS() * 4);
-        fill_rope_table(c_, setup_.T, table, nullptr);
-        return {table, setup_.T, c_.HS(), c_.q_cols() + c_.kv_cols()};
+        auto* const table = memory_.take<float2>(settings_.T * c_.HS() * 4);
+        fill_rope_table(c_, settings_.T, table, nullptr);
+        return {table, settings_.T, c_.HS(), c_.q_cols() + c_.kv_cols()};
     }
     void attention() {
-        const AttentionShape shape = attention_shape(c_, setup_.B, setup_.T, compute_);
+        const AttentionShape shape = attention_shape(c_, settings_.B, settings_.T, compute_);
         const TensorRef qkv = random(N_, c_.qkv_cols()), dqkv = random(N_, c_.qkv_cols());
         const TensorRef out = random(N_, c_.q_cols()), dout = random(N_, c_.q_cols());
         float* lse = floats(N_ * c_.NH);
         void* workspace = memory_.take(std::max<int64_t>(16, int64_t(attention_workspace(shape))));
         // 4 N T C, half of which is masked
-        const double flops = 2.0 * double(N_ * setup_.T * c_.q_cols());
+        const double flops = 2.0 * double(N_ * settings_.T * c_.q_cols());
         const double logs = 4.0 * double(N_ * c_.NH);
         const char* ceiling = gemm_ceiling(GemmKind::Fprop, TensorFormat{compute_}, r_);
         auto both_passes = [&](const char* group, double count, const float2* rope_table,
-                               AmaxAndScale* amax_out) {
+                               TensorScale* amax_out) {
             add(group, "attention forward", count, size(qkv) + size(out) + logs, flops, ceiling,
                 [&] { attention_forward(shape, qkv.data, out.data, lse, amax_out, nullptr); });
             const AttentionBackward tensors{.qkv = qkv.data,
@@ -425,12 +426,12 @@ private:
         const Norm n = random_norm(r_.saved_inputs);
         const TensorRef x = random(N_, c_.C), a = random(N_, c_.C), out = random(N_, c_.C);
         const TensorRef dweight = random(1, c_.C), dbias = c_.arch.rms ? TensorRef{} : random(1, c_.C);
-        const NormGradients gradients{.dy = x,
-                                      .dresidual_in = a,
-                                      .dresidual_out = out,
-                                      .dresidual_amax_out = amax_out_,
-                                      .dweight = dweight,
-                                      .dbias = dbias};
+        const NormBackwardTensors gradients{.dy = x,
+                                            .dresidual_in = a,
+                                            .dresidual_out = out,
+                                            .dresidual_amax_out = amax_out_,
+                                            .dweight = dweight,
+                                            .dbias = dbias};
         float* workspace = memory_.take<float>(int64_t(sizeof(float)) * norm_backward_workspace_floats(c_.C));
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
              [&] {
@@ -501,7 +502,7 @@ private:
     // The four weights of a layer. With several micro-batches, a step quantizes them once.
     void weights() {
         if (!fp8_) return;
-        const bool keep = setup_.micro_batches_per_rank > 1;
+        const bool keep = settings_.micro_batches_per_rank > 1;
         std::vector<TensorRef> w;
         for (auto [out, in] :
              {std::pair{c_.qkv_cols(), c_.C}, {c_.C, c_.q_cols()}, {c_.gate_up_cols(), c_.C}, {c_.C, c_.F}})
@@ -543,7 +544,7 @@ private:
         const int32_t *on_device = upload(tokens), *rows = upload(order.order);
         const TokenRows* token_rows = upload(order.tokens);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
-            embed(table, positions, on_device, setup_.T, {groups_ ? x : TensorRef{}, first, amax_out_},
+            embed(table, positions, on_device, settings_.T, {groups_ ? x : TensorRef{}, first, amax_out_},
                   nullptr);
         });
         pass(HEAD, "embedding backward", batches_,
@@ -553,7 +554,7 @@ private:
              });
         if (!c_.arch.rope)
             pass(HEAD, "positions backward", batches_, size(x),
-                 [&] { positions_backward(x, setup_.T, positions, nullptr); });
+                 [&] { positions_backward(x, settings_.T, positions, nullptr); });
     }
     void head() {
         const int64_t n = std::min(HEAD_SLICE_TOKENS, N_), V = c_.padded_V();
@@ -573,7 +574,7 @@ private:
 
     // Times at most 10^9 parameters, or as many as fit, and scales the time to all parameters.
     void optimizer() {
-        const OptimizerFormats& o = setup_.optimizer;
+        const OptimizerFormats& o = settings_.optimizer;
         const Param last = parameters(c_).back();
         const int64_t total = last.flat_offset + last.padded_size();
         size_t free = 0, all = 0;
@@ -638,7 +639,7 @@ public:
 // The whole step
 
 // Sorted. A step waits for the GPU itself.
-std::vector<double> step_seconds(const Setup& s) {
+std::vector<double> step_seconds(const RunSettings& s) {
     const std::unique_ptr<Model> model = make_gpu_model(s);
     std::vector<int32_t> tokens = Step::made_up_tokens(s.micro_batches_per_rank * s.B * s.T + 1, s.config.V);
     std::vector<double> times;
@@ -667,7 +668,7 @@ void print_rows(const std::vector<Row>& rows) {
     }
 }
 
-ordered_json bench(const Setup& s, Clock& clock, const Ceilings& ceilings, const std::string& only) {
+ordered_json bench(const RunSettings& s, Clock& clock, const Ceilings& ceilings, const std::string& only) {
     const auto [micro_batches, B, T] = std::array<long long, 3>{s.micro_batches_per_rank, s.B, s.T};
     std::printf("\n%s, recipe %s, %lld x %lld x %lld tokens a step\n", s.config.name.c_str(), s.recipe.name,
                 micro_batches, B, T);
@@ -710,22 +711,22 @@ Flags parse(int argc, char** argv) {
     return flags;
 }
 
-std::vector<Setup> setups(const Flags& flags) {
+std::vector<RunSettings> all_settings(const Flags& flags) {
     auto number = [&](const char* flag, int64_t otherwise) {
         const int64_t n = flags.at(flag).empty() ? otherwise : std::atoll(flags.at(flag).c_str());
         if (n < 1) throw Error(flag, " must be a number from 1.");
         return n;
     };
-    std::vector<Setup> list;
+    std::vector<RunSettings> list;
     const std::string& wanted = flags.at("--model");
     const Recipe& recipe = find_row(recipes(), flags.at("--recipe"), "--recipe");
     auto add = [&](const Run& r) {
-        Setup s{find_row(models(), r.model, "--model"),
-                recipe,
-                find_row(optimizers(), recipe.default_optimizer, "--optimizer"),
-                number("--batch", r.batch),
-                number("--seq", r.seq),
-                number("--accumulate", r.accumulate)};
+        RunSettings s{find_row(models(), r.model, "--model"),
+                      recipe,
+                      find_row(optimizers(), recipe.default_optimizer, "--optimizer"),
+                      number("--batch", r.batch),
+                      number("--seq", r.seq),
+                      number("--accumulate", r.accumulate)};
         if (s.config.V == 0) s.config.V = 256;  // bytes
         s.config.NKV = number("--kv-heads", s.config.NKV);
         require_supported(s);
@@ -743,8 +744,8 @@ std::vector<Setup> setups(const Flags& flags) {
 int main(int argc, char** argv) try {
     std::setvbuf(stdout, nullptr, _IOLBF, 0);
     const Flags flags = parse(argc, argv);
-    const std::vector<Setup> runs = setups(flags);
-    const std::string missing = why_no_gpu();
+    const std::vector<RunSettings> runs = all_settings(flags);
+    const std::string missing = select_gpu();
     if (!missing.empty()) throw Error("The bench measures a GPU: " + missing + ".");
     cudaDeviceProp device;
     check(cudaGetDeviceProperties(&device, 0), "Asking for the GPU's properties failed");
@@ -758,7 +759,8 @@ int main(int argc, char** argv) try {
         for (const auto& [name, rate] : ceilings)
             std::printf("  %-34s %8.*f %s\n", name.c_str(), name == COPY ? 2 : 0, rate * 1e-12,
                         name == COPY ? "TB/s" : "TFLOP/s");
-        for (const Setup& s : runs) report["runs"].push_back(bench(s, clock, ceilings, flags.at("--only")));
+        for (const RunSettings& s : runs)
+            report["runs"].push_back(bench(s, clock, ceilings, flags.at("--only")));
     }
     if (flags.at("--json").empty()) return 0;
     std::ofstream file(flags.at("--json"));

@@ -11,13 +11,13 @@ int64_t count_linear_layers(const std::vector<Param>& params) {
 
 AmaxTable::AmaxTable(const GpuContext& context, const MemoryMap& memory)
     : param_count(int64_t(context.params.size())), linear_layer_count(count_linear_layers(context.params)),
-      setup_(context.setup), stream_(context.stream), entries_(memory.amax_table), count_(memory.amax_count),
-      histories_(memory.histories) {}
+      settings_(context.settings), stream_(context.stream), entries_(memory.amax_table),
+      count_(memory.amax_count), histories_(memory.histories) {}
 
 void AmaxTable::clear() {
-    clear_async(entries_, count_ * int64_t(sizeof(AmaxAndScale)), stream_);
+    clear_async(entries_, count_ * int64_t(sizeof(TensorScale)), stream_);
     if (delayed())
-        clear_async(histories_, OPERAND_COUNT * linear_layer_count * setup_.recipe.history_steps * 4,
+        clear_async(histories_, OPERAND_COUNT * linear_layer_count * settings_.recipe.history_steps * 4,
                     stream_);
     expect_empty_histories();
 }
@@ -25,22 +25,24 @@ void AmaxTable::clear() {
 // The entries are cleared as rows of a matrix, of which `amax` is a column: the scales beside it stay.
 void AmaxTable::clear_operand_amaxes() const {
     enqueue(stream_, [&] {
-        check(cudaMemset2DAsync(&entries_[param_count].amax, sizeof(AmaxAndScale), 0, sizeof(float),
+        check(cudaMemset2DAsync(&entries_[param_count].amax, sizeof(TensorScale), 0, sizeof(float),
                                 OPERAND_COUNT * linear_layer_count, stream_),
               "Clearing amaxes failed");
     });
 }
 
-void AmaxTable::expect_empty_histories() { any_empty_history = delayed() && linear_formats(setup_).x.fp8(); }
+void AmaxTable::expect_empty_histories() {
+    any_empty_history = delayed() && linear_formats(settings_).x.fp8();
+}
 
 void AmaxTable::update_histories(StepOutcome* outcome) const {
-    if (!delayed() || !linear_formats(setup_).x.fp8()) return;
+    if (!delayed() || !linear_formats(settings_).x.fp8()) return;
     for (OperandKind o : LINEAR_OPERANDS)
         update_delayed_scales({.scales = of_operand(o, 0),
                                .histories = history(o, 0),
                                .n = linear_layer_count,
-                               .length = setup_.recipe.history_steps,
-                               .fp8 = format_of(setup_.recipe, o).element_format},
+                               .length = settings_.recipe.history_steps,
+                               .fp8 = format_of(settings_.recipe, o).element_format},
                               &outcome->gradient_state.skip, &outcome->empty_histories, stream_);
 }
 

@@ -5,7 +5,7 @@
 namespace coat::gpu {
 
 // The amaxes of the weights and operands of linear layers: a table on the device. An entry has an amax, and
-// the scale that follows from this amax (AmaxAndScale). The table has an entry for
+// the scale that follows from this amax (TensorScale). The table has an entry for
 //
 //   each parameter | the operand x of each linear layer | the operand w of each | the operand g of each
 //
@@ -25,19 +25,19 @@ public:
     bool any_empty_history = false;
 
     int64_t count() const { return count_; }
-    AmaxAndScale* all() const { return entries_; }
-    AmaxAndScale* of_parameter(size_t i) const { return entries_ + i; }
-    AmaxAndScale* of_operand(OperandKind o, int64_t linear_layer) const {
+    TensorScale* all() const { return entries_; }
+    TensorScale* of_parameter(size_t i) const { return entries_ + i; }
+    TensorScale* of_operand(OperandKind o, int64_t linear_layer) const {
         return entries_ + param_count + index_of(o, linear_layer);
     }
     // The entry that a linear layer uses for its weight, parameter i.
-    AmaxAndScale* of_weight(size_t i, int64_t linear_layer) const {
+    TensorScale* of_weight(size_t i, int64_t linear_layer) const {
         return delayed() ? of_operand(OperandKind::W, linear_layer) : of_parameter(i);
     }
     float* history(OperandKind o, int64_t linear_layer) const {
-        return histories_ + index_of(o, linear_layer) * setup_.recipe.history_steps;
+        return histories_ + index_of(o, linear_layer) * settings_.recipe.history_steps;
     }
-    bool delayed() const { return setup_.recipe.scale_source == ScaleSource::Delayed; }
+    bool delayed() const { return settings_.recipe.scale_source == ScaleSource::Delayed; }
 
     // Clears amaxes, scales and histories, for a run that begins.
     void clear();
@@ -52,9 +52,9 @@ public:
     void update_histories(StepOutcome* outcome) const;
 
 private:
-    const Setup& setup_;
+    const RunSettings& settings_;
     const cudaStream_t stream_;
-    AmaxAndScale* const entries_;
+    TensorScale* const entries_;
     const int64_t count_;  // of the entries
     float* const histories_;
 

@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(TileT::THREADS)
 }
 
 template <class TileT>
-void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, AmaxAndScale* amax_out,
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* amax_out,
              cudaStream_t stream) {
     const dim3 grid(unsigned(s.NH), unsigned(s.B), block_count(s.T, TileT::ROWS));
     launch("attention_forward", attention_forward_kernel<TileT>, grid, TileT::THREADS, 3 * TileT::BYTES,
@@ -407,8 +407,8 @@ AttentionKernels any_gpu_attention(const AttentionShape& s) {
     return s.HS <= 64 ? ANY_GPU<bf16, 64> : ANY_GPU<bf16, 128>;
 }
 
-void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse,
-                       AmaxAndScale* amax_out, cudaStream_t stream) {
+void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* amax_out,
+                       cudaStream_t stream) {
     enqueue(stream, [&] { fastest(s).forward(s, qkv, out, lse, amax_out, stream); });
 }
 

@@ -7,8 +7,8 @@ namespace coat::gpu {
 
 void GpuContext::wait(const char* what) const {
     enqueue(stream, [&] {
-        if (setup.communicator)
-            setup.communicator->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
+        if (settings.communicator)
+            settings.communicator->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
         check(cudaStreamSynchronize(stream), what);
     });
 }

@@ -10,8 +10,8 @@ namespace coat::gpu {
 // This rank's GPU: the settings of the run, the table of its parameters (architecture.h), the stream of the
 // computation and the allocation.
 struct GpuContext {
-    const Setup setup;
-    const std::vector<Param> params = parameters(setup.config);
+    const RunSettings settings;
+    const std::vector<Param> params = parameters(settings.config);
     const Stream stream;
     Arena arena;
     // While quantization is measured, what it has lost so far. Otherwise both are null.
@@ -19,7 +19,7 @@ struct GpuContext {
     QuantReport* quant_report = nullptr;  // on the host: of moments
 
     // bytes: the size of the allocation; 0: a dry run, in which the stream is DRY_RUN.
-    GpuContext(const Setup& s, int64_t bytes) : setup(s), stream(bytes == 0), arena(bytes) {}
+    GpuContext(const RunSettings& s, int64_t bytes) : settings(s), stream(bytes == 0), arena(bytes) {}
 
     // Waits until the stream has run all that was put on it. what: how the Error begins if something has
     // failed. (With several ranks: if another rank has ended, this process ends too.)

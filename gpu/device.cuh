@@ -136,10 +136,10 @@ template <int THREADS> __device__ double sum_of_block(double x) {
 // FP8 codes and scales (the paper's preliminaries):
 //   s = amax / FMAX,  code = encode(x / s),  x' = s * decode(code)
 
-inline __device__ uint32_t encode2(bool e5m2, float lo, float hi) {  // two codes; saturates
+inline __device__ uint32_t encode_pair(bool e5m2, float lo, float hi) {  // two codes; saturates
     return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
 }
-inline __device__ float2 decode2(bool e5m2, uint32_t codes) {
+inline __device__ float2 decode_pair(bool e5m2, uint32_t codes) {
     const auto format = e5m2 ? __NV_E5M2 : __NV_E4M3;
     const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), format);
     return __half22float2(__half2(h));
@@ -149,7 +149,7 @@ template <Format FP8> __device__ uint2 encode(const ChunkValues& v, float invers
     constexpr bool E5M2 = FP8 == Format::E5M2;
     uint32_t pairs[4];  // of codes
     for (int i = 0; i < 4; i++)
-        pairs[i] = encode2(E5M2, v[2 * i] * inverse_scale, v[2 * i + 1] * inverse_scale);
+        pairs[i] = encode_pair(E5M2, v[2 * i] * inverse_scale, v[2 * i + 1] * inverse_scale);
     return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
 }
 inline __device__ uint2 encode(bool e5m2, const ChunkValues& v, float inverse_scale) {
@@ -159,7 +159,7 @@ inline __device__ uint2 encode(bool e5m2, const ChunkValues& v, float inverse_sc
 // Eight values, code * scale.
 inline __device__ void decode(bool e5m2, uint2 codes, float scale, ChunkValues& v) {
     for (int i = 0; i < 4; i++) {
-        const float2 pair = decode2(e5m2, ((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
+        const float2 pair = decode_pair(e5m2, ((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
         v[2 * i] = pair.x * scale;
         v[2 * i + 1] = pair.y * scale;
     }

@@ -69,7 +69,7 @@ static Matrix matrix_of(const Operand& operand, bool is_a, bool over_rows) {
                 .format = format.element_format};
     const float* scales = over_rows ? operand.transposed_block_scales : operand.block_scales;
     if (format.granularity == PER_TENSOR)
-        scales = tensor.amax_and_scale ? &tensor.amax_and_scale->scale : nullptr;
+        scales = tensor.tensor_scale ? &tensor.tensor_scale->scale : nullptr;
     const Matrix matrix{.data = over_rows ? operand.transposed : tensor.data,
                         .scales = scales,
                         .rows = over_rows ? tensor.rows : tensor.cols,

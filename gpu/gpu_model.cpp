@@ -4,11 +4,11 @@
 
 namespace coat {
 
-bool should_cache_weights(const Setup& s) {
+bool should_cache_weights(const RunSettings& s) {
     return s.micro_batches_per_rank > 1 && linear_formats(s).w.fp8() && s.ranks == 1;
 }
 
-std::string flags_that_save_memory(const Setup& s) {
+std::string flags_that_save_memory(const RunSettings& s) {
     std::string flags;
     auto add = [&](const char* flag) { flags += (flags.empty() ? "" : ", ") + std::string(flag); };
     const bool fp32 = s.recipe.compute_format == Format::FP32;

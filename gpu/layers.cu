@@ -48,7 +48,7 @@ constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class Element>
 static __global__ void __launch_bounds__(ROPE_THREADS)
     rope_kernel(Plain<Element, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
-                AmaxAndScale* amax_out) {
+                TensorScale* amax_out) {
     const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
     const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, pair = i % quads * 4;
@@ -87,7 +87,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(largest));
 }
 
-void rope(const Rope& r, const TensorRef& qkv, bool inverse, AmaxAndScale* amax_out, cudaStream_t stream) {
+void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t stream) {
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax_out ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(block_count(quads, ROPE_THREADS), block_count(heads, ROPE_HEADS));
     with_plain(qkv, [&](auto x) {

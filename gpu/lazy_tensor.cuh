@@ -78,7 +78,7 @@ inline __device__ uint32_t row_offset(int i, int64_t width) {
 // planes if GATED, else in one.
 template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
-                          BACKWARD = OP == LazyOp::ActivationBackward;
+                          ACTIVATION_BACKWARD = OP == LazyOp::ActivationBackward;
     static constexpr int INPUT_PLANES = GATED ? 2 : 1;
     static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // how many planes the result has
     using ComputeElement = typename Layout::ComputeElement;
@@ -95,7 +95,7 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
         RowStatistics statistics;
     };
     static constexpr int BYTES =
-        sizeof(Loaded::in) + BACKWARD * sizeof(Loaded::dact) + NORM * sizeof(Loaded::statistics);
+        sizeof(Loaded::in) + ACTIVATION_BACKWARD * sizeof(Loaded::dact) + NORM * sizeof(Loaded::statistics);
     Layout in;        // lazy.input, (N, INPUT_PLANES * width)
     int64_t width;    // the columns of a plane
     LazyTensor lazy;  // what is computed
@@ -104,7 +104,8 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
         Cursor cursor;
         for (int p = 0; p < INPUT_PLANES; p++)
             cursor.in[p] = in.starting_at((row * INPUT_PLANES + p) * width + col);
-        if (BACKWARD) cursor.dact = plain<ComputeElement>(lazy.dact.data).starting_at(row * width + col);
+        if (ACTIVATION_BACKWARD)
+            cursor.dact = plain<ComputeElement>(lazy.dact.data).starting_at(row * width + col);
         if (NORM) {
             cursor.statistics = lazy.norm.row_statistics + row;
             load_weight_and_bias<ComputeElement>(lazy.norm, col, cursor.weight, cursor.bias);
@@ -115,14 +116,14 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
         Loaded loaded;
         for (int p = 0; p < INPUT_PLANES; p++)
             loaded.in[p] = cursor.in[p].load(row_offset(i, INPUT_PLANES * width));
-        if (BACKWARD) loaded.dact = cursor.dact.load(row_offset(i, width));
+        if (ACTIVATION_BACKWARD) loaded.dact = cursor.dact.load(row_offset(i, width));
         if (NORM) loaded.statistics = cursor.statistics[i];
         return loaded;
     }
     __device__ void compute(const Loaded& loaded, const Cursor& cursor, ChunkValues (&v)[PLANES]) const {
         ChunkValues x[INPUT_PLANES], d;  // d: of dact
         for (int p = 0; p < INPUT_PLANES; p++) in.unpack(loaded.in[p], x[p]);
-        if (BACKWARD) cursor.dact.unpack(loaded.dact, d);
+        if (ACTIVATION_BACKWARD) cursor.dact.unpack(loaded.dact, d);
         for (int j = 0; j < CHUNK; j++) {
             if constexpr (NORM) {
                 v[0][j] = norm_output(x[0][j], loaded.statistics, cursor.weight[j], cursor.bias[j]);
@@ -130,9 +131,9 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
                 v[0][j] = gated_silu(x[0][j], x[1][j]);
             } else if constexpr (ACTIVATION) {
                 v[0][j] = gelu(x[0][j]);
-            } else if constexpr (BACKWARD && GATED) {
+            } else if constexpr (ACTIVATION_BACKWARD && GATED) {
                 gated_silu_backward(x[0][j], x[1][j], d[j], v[0][j], v[1][j]);
-            } else if constexpr (BACKWARD) {
+            } else if constexpr (ACTIVATION_BACKWARD) {
                 v[0][j] = gelu_backward(x[0][j], d[j]);
             } else {
                 v[0][j] = x[0][j];
@@ -143,7 +144,7 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
 };
 
 // Calls f with the producer of x. `in` is the Layout of x.input.
-template <class Layout, class F> void with_producer_of(const LazyTensor& x, Layout in, F f) {
+template <class Layout, class F> void with_producer_of_layout(const LazyTensor& x, Layout in, F f) {
     const int64_t cols = x.input.cols;
     if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, Layout>{in, cols, x});
     else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, Layout>{in, cols, x});
@@ -155,14 +156,14 @@ template <class Layout, class F> void with_producer_of(const LazyTensor& x, Layo
 }
 // The same; the Layout follows from x.input.
 template <class F> void with_producer(const LazyTensor& x, F f) {
-    with_layout(x.input, [&](auto in) { with_producer_of(x, in, f); });
+    with_layout(x.input, [&](auto in) { with_producer_of_layout(x, in, f); });
 }
 // The same for quantizers, whose inputs are in BF16 or in groups. An input in FP32 is an Error.
 template <class F> void with_producer_for_quantizer(const LazyTensor& x, F f) {
     require(x.input.format.element_format != Format::FP32,
             "FP8 goes with the compute dtype BF16, not with FP32");
-    if (x.input.format == E4M3_1x16) with_producer_of(x, groups_of(x.input), f);
-    else with_producer_of(x, plain<bf16>(x.input.data), f);
+    if (x.input.format == E4M3_1x16) with_producer_of_layout(x, groups_of(x.input), f);
+    else with_producer_of_layout(x, plain<bf16>(x.input.data), f);
 }
 
 // ===========================================================================================================

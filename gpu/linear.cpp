@@ -7,12 +7,13 @@ namespace coat::gpu {
 
 LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
     : context_(context), weight_index_(weight_index),
-      bias_index_(context_.parameters.bias_index(weight_index)),
-      out_(context_.parameters.params[weight_index].rows), in_(context_.parameters.params[weight_index].cols),
-      linear_layer_index_(context_.parameters.linear_layer_index(weight_index)),
-      x_amax_and_scale_(context_.amax_table.of_operand(OperandKind::X, linear_layer_index_)),
-      w_amax_and_scale_(context_.amax_table.of_weight(weight_index, linear_layer_index_)),
-      g_amax_and_scale_(context_.amax_table.of_operand(OperandKind::G, linear_layer_index_)) {
+      bias_index_(context_.parameter_state.bias_index(weight_index)),
+      out_(context_.parameter_state.params[weight_index].rows),
+      in_(context_.parameter_state.params[weight_index].cols),
+      linear_layer_index_(context_.parameter_state.linear_layer_index(weight_index)),
+      x_tensor_scale_(context_.amax_table.of_operand(OperandKind::X, linear_layer_index_)),
+      w_tensor_scale_(context_.amax_table.of_weight(weight_index, linear_layer_index_)),
+      g_tensor_scale_(context_.amax_table.of_operand(OperandKind::G, linear_layer_index_)) {
     if (context_.caches_weights) cached_w_operand_ = allocate_operand(OperandKind::W, out_, Form::Both);
 }
 
@@ -29,7 +30,7 @@ static int64_t rows_of_gemm(const TensorFormat& format, int64_t rows) {
 void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
     const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Fprop);
-    context_.sharding.gather_weights(module(), Direction::Forward);
+    context_.sharding.gather_weights(gather_unit(), Direction::Forward);
     const Operand w_operand = get_or_make_w_operand(GemmKind::Fprop);
     const void* const bias = bias_index_ ? context_.sharding.weight(*bias_index_).data : nullptr;
     TensorRef padded_y = y;
@@ -39,7 +40,7 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
 
 void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
     const Arena::Scope scope(arena());
-    context_.sharding.gather_weights(module(), Direction::Backward);
+    context_.sharding.gather_weights(gather_unit(), Direction::Backward);
     const Operand w_operand = get_or_make_w_operand(GemmKind::Dgrad);
     context_.gemms.run(GemmKind::Dgrad, g_operand, w_operand, dx, stream());
 }
@@ -70,9 +71,9 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
     void* transposed = nullptr;
     if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(format, cols, rows));
 
-    AmaxAndScale* const by_kind[] = {x_amax_and_scale_, w_amax_and_scale_, g_amax_and_scale_};
+    TensorScale* const by_kind[] = {x_tensor_scale_, w_tensor_scale_, g_tensor_scale_};
     const TensorRef tensor{
-        .data = codes, .rows = rows, .cols = cols, .format = format, .amax_and_scale = by_kind[int(kind)]};
+        .data = codes, .rows = rows, .cols = cols, .format = format, .tensor_scale = by_kind[int(kind)]};
     // In FP8 both forms have the one scale of the tensor. BF16 and FP32, whose granularity counts as
     // PER_TENSOR, too, have no scale and no second form.
     if (format.granularity == PER_TENSOR)
@@ -119,14 +120,14 @@ Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom 
 // amax.
 void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from,
                                                 const Operand& g_operand) {
-    AmaxAndScale* const missing_amax = g_amax_from == AmaxFrom::OwnPass ? place_for_g_amax() : nullptr;
+    TensorScale* const missing_amax = g_amax_from == AmaxFrom::OwnPass ? place_for_g_amax() : nullptr;
     if (bias_index_) return write_g_operand_with_dbias(g, missing_amax, g_operand);
     if (missing_amax) compute_amax(g, missing_amax, stream());
     write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
 }
 
 void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
-    if (AmaxAndScale* const place = place_for_x_amax()) compute_amax(x, place, stream());
+    if (TensorScale* const place = place_for_x_amax()) compute_amax(x, place, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -144,7 +145,7 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 // In BF16 the operand is made first, and then dbias, as the sum of the values that were stored.
 //
 // missing_amax: where the amax of g goes, if it is to be computed; else null.
-void LinearLayer::write_g_operand_with_dbias(const LazyTensor& g, AmaxAndScale* missing_amax,
+void LinearLayer::write_g_operand_with_dbias(const LazyTensor& g, TensorScale* missing_amax,
                                              const Operand& g_operand) {
     QuantStats* const quant_stats = quant_stats_of(OperandKind::G);
     if (!context_.formats.g.fp8()) {
@@ -162,7 +163,7 @@ void LinearLayer::write_g_operand_with_dbias(const LazyTensor& g, AmaxAndScale* 
 }
 
 // Adds the column sums of g to dbias. g_amax_out: where the amax of g goes, or null.
-void LinearLayer::add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const {
+void LinearLayer::add_dbias(const LazyTensor& g, TensorScale* g_amax_out) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
     add_column_sums(g, context_.sharding.gradient_to_write(*bias_index_), workspace, g_amax_out, stream());
@@ -189,7 +190,7 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
 // amaxes is empty, this amax is computed here.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (context_.amax_table.delayed() && context_.needs_amax_before_codes())
-        compute_amax(lazy_stored(context_.sharding.weight(weight_index_)), w_amax_and_scale_, stream());
+        compute_amax(lazy_stored(context_.sharding.weight(weight_index_)), w_tensor_scale_, stream());
 }
 
 void LinearLayer::write_cached_w_operand() {

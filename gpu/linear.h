@@ -37,15 +37,15 @@
 // What a linear layer uses of other files, besides the kernels of gpu/operators.h:
 //
 //   GpuContext              the settings of the run, the stream, and the arena (gpu/context.h)
-//   Parameters              (gpu/parameter_state.h)
+//   ParameterState          (gpu/parameter_state.h)
 //     params                the list of all parameters; a weight is known by its index in it
 //     bias_index()          the index of the bias that belongs to a weight, if there is one
 //     linear_layer_index()  the number of a linear layer in the order of forward
 //   AmaxTable               an amax and a scale for each operand (gpu/amax_table.h)
 //   quant_stats_of()        null, unless quantization is measured
 //   FP8_GEMM_MULTIPLE       16 rows (gpu/memory_layout.h)
-//   Sharding                weights and gradients. With one GPU they are those of Parameters: see the class
-//                           Unsharded in gpu/sharding.h
+//   Sharding                weights and gradients. With one GPU they are those of ParameterState: see the
+//                           class Unsharded in gpu/sharding.h
 #pragma once
 #include <optional>
 
@@ -57,13 +57,13 @@ namespace coat::gpu {
 // What the linear layers of a model share.
 struct LinearContext {
     GpuContext& gpu_context;
-    const Parameters& parameters;
+    const ParameterState& parameter_state;
     const AmaxTable& amax_table;
     Sharding& sharding;
     CublasGemms& gemms;
     // Whether the FP8 codes of all weights are made once per step, in both forms.
     const bool caches_weights;
-    const LinearFormats formats = linear_formats(gpu_context.setup);
+    const LinearFormats formats = linear_formats(gpu_context.settings);
 
     // Whether the amax of an operand must be known before its codes are made: in FP8 with one scale per
     // tensor. In every recipe either x, w and g are all stored so, or none of them is. (With delayed scaling
@@ -76,7 +76,7 @@ struct LinearContext {
 
 class LinearLayer {
 public:
-    // weight_index: the index of w in Parameters::params.
+    // weight_index: the index of w in ParameterState::params.
     LinearLayer(LinearContext& context, size_t weight_index);
 
     // --- The three GEMMs
@@ -106,32 +106,32 @@ public:
 
     // --- Amaxes
     // Where a kernel that has the values of x or of g leaves their amax. Null if none is needed.
-    AmaxAndScale* place_for_x_amax() const {
-        return context_.needs_amax_before_codes() ? x_amax_and_scale_ : nullptr;
+    TensorScale* place_for_x_amax() const {
+        return context_.needs_amax_before_codes() ? x_tensor_scale_ : nullptr;
     }
-    AmaxAndScale* place_for_g_amax() const {
-        return context_.needs_amax_before_codes() ? g_amax_and_scale_ : nullptr;
+    TensorScale* place_for_g_amax() const {
+        return context_.needs_amax_before_codes() ? g_tensor_scale_ : nullptr;
     }
     // Computes the amax of x by a pass over x, if the amax is needed: for an x that no earlier kernel had at
     // hand.
     void compute_x_amax_if_needed(const LazyTensor& x) const;
 
     // The bucket to which the gradients of w and of the bias belong.
-    int64_t bucket() const { return context_.parameters.params[weight_index_].bucket; }
+    int64_t bucket() const { return context_.parameter_state.params[weight_index_].bucket; }
 
 private:
     enum class Form : uint8_t { RowMajor, Transposed, Both };  // the forms of an operand that are made
 
     LinearContext& context_;
-    const size_t weight_index_;               // the index of w (out, in) in Parameters::params
+    const size_t weight_index_;               // the index of w (out, in) in ParameterState::params
     const std::optional<size_t> bias_index_;  // the index of the bias (out), if there is one
     const int64_t out_, in_;
     const int64_t linear_layer_index_;  // the number of this layer in the order of forward
     // The amax of each operand, and its one scale. (If rows or blocks have scales, these lie elsewhere, and
     // the amax serves only to notice infinity and NaN.)
-    AmaxAndScale* const x_amax_and_scale_;
-    AmaxAndScale* const w_amax_and_scale_;
-    AmaxAndScale* const g_amax_and_scale_;
+    TensorScale* const x_tensor_scale_;
+    TensorScale* const w_tensor_scale_;
+    TensorScale* const g_tensor_scale_;
     Operand cached_w_operand_{};  // null data if weights are not cached
 
     Arena& arena() const { return context_.gpu_context.arena; }
@@ -141,16 +141,15 @@ private:
     QuantStats* quant_stats_of(OperandKind kind) const {
         return context_.gpu_context.quant_stats_of(report_kind(kind));
     }
-    int64_t module() const { return Sharding::module_of(linear_layer_index_); }
+    int64_t gather_unit() const { return Sharding::gather_unit_of(linear_layer_index_); }
 
     Operand allocate_operand(OperandKind kind, int64_t rows, Form form, void* codes = nullptr) const;
     Operand make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const;
     Operand get_or_make_w_operand(GemmKind gemm) const;
 
     // These serve layers with a bias, delayed scaling, and several ranks.
-    void write_g_operand_with_dbias(const LazyTensor& g, AmaxAndScale* missing_amax,
-                                    const Operand& g_operand);
-    void add_dbias(const LazyTensor& g, AmaxAndScale* g_amax_out) const;
+    void write_g_operand_with_dbias(const LazyTensor& g, TensorScale* missing_amax, const Operand& g_operand);
+    void add_dbias(const LazyTensor& g, TensorScale* g_amax_out) const;
     void compute_w_amax_if_needed() const;
     Operand w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const;
 };

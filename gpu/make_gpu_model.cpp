@@ -1,4 +1,4 @@
-// gpu/make_gpu_model.cpp - whether this machine's GPU can run a setup, and in how much of its memory:
+// gpu/make_gpu_model.cpp - whether this machine's GPU can run a model, and in how much of its memory:
 // make_gpu_model() and its neighbours in model.h. A program that is built without nvcc has gpu/no_cuda.cpp in
 // its place.
 #include <cstdlib>
@@ -31,7 +31,7 @@ static std::string why_no_kernels() {
                   capability >= 90 ? "a" : "");
 }
 
-std::string why_no_gpu(int gpu) {
+std::string select_gpu(int gpu) {
     int gpus = 0;
     const cudaError_t error = cudaGetDeviceCount(&gpus);
     cudaGetLastError();  // clears the error: nothing has failed
@@ -47,7 +47,7 @@ std::string why_no_gpu(int gpu) {
 
 // The model, with cached FP8 weights if they fit; or an Error if there is too little memory. A dry run has
 // found out what each of the two needs. NCCL has allocated its memory before.
-static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Transport> transport) {
+static std::unique_ptr<Model> model_that_fits(const RunSettings& s, std::shared_ptr<Transport> transport) {
     // The bytes that CUDA and cuBLAS allocate when kernels are first launched.
     constexpr int64_t LOADED_LATER = 256 << 20;
     size_t free = 0, total = 0;
@@ -64,20 +64,20 @@ static std::unique_ptr<Model> model_that_fits(const Setup& s, std::shared_ptr<Tr
                 flags.empty() ? "." : ", or flags that save memory: " + flags + ".");
 }
 
-std::unique_ptr<Model> make_gpu_model(const Setup& setup) {
-    int gpu = setup.communicator ? setup.communicator->local_rank() : 0;  // the number of the GPU
-    const std::string missing = why_no_gpu(gpu);
+std::unique_ptr<Model> make_gpu_model(const RunSettings& settings) {
+    int gpu = settings.communicator ? settings.communicator->local_rank() : 0;  // the number of the GPU
+    const std::string missing = select_gpu(gpu);
     if (!missing.empty()) throw Error("--device gpu cannot be used: ", missing, ".");
     if (std::getenv("COAT_SHARE_GPU")) gpu = 0;  // slow: for tests of several ranks on one GPU
     check(cudaSetDevice(gpu),
           concat("Choosing GPU number ", gpu, " failed; each rank needs a GPU of its own").c_str());
     const int capability = gpu_capability();
-    if (setup.communicator)
-        for (const int theirs : setup.communicator->all_gather(capability))
+    if (settings.communicator)
+        for (const int theirs : settings.communicator->all_gather(capability))
             if (theirs != capability)
                 throw Error("The GPUs of the ranks differ in compute capability; use GPUs of one kind.");
-    Setup s = setup;
-    s.recipe = recipe_on_gpu(setup.recipe, capability);
+    RunSettings s = settings;
+    s.recipe = recipe_on_gpu(settings.recipe, capability);
     return model_that_fits(s, connect_gpus(s));
 }
 

@@ -3,7 +3,7 @@
 
 namespace coat {
 
-std::vector<ShardPlace> shard_places(const Setup& s) {
+std::vector<ShardPlace> shard_places(const RunSettings& s) {
     std::vector<ShardPlace> table;
     int64_t rank_offset = 0, units = 0;
     for (const Param& p : parameters(s.config)) {
@@ -27,7 +27,7 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
     return table;
 }
 
-GradientBufferSizes gradient_buffer_sizes(const Setup& s) {
+GradientBufferSizes gradient_buffer_sizes(const RunSettings& s) {
     GradientBufferSizes sizes;
     for (const BucketRange& bucket : bucket_ranges(parameters(s.config)))
         if (bucket.first_param == 0 && s.config.tied) sizes.embedding = bucket.elements;
@@ -35,13 +35,13 @@ GradientBufferSizes gradient_buffer_sizes(const Setup& s) {
     return sizes;
 }
 
-ReceivedBytes received_bytes(const Setup& s) {
+ReceivedBytes received_bytes(const RunSettings& s) {
     ReceivedBytes most;
     if (s.ranks == 1) return most;
     const std::vector<Param> params = parameters(s.config);
     for (const BucketRange& b : bucket_ranges(params)) {
         int64_t elements = 0;  // the most that a rank owns of the bucket
-        // A module's matrices are in one bucket. The vectors of the bucket count here, too, but they are
+        // A gather unit's matrices are in one bucket. The vectors of the bucket count here, too, but they are
         // small
         int64_t gathered = 0;
         for (size_t i = b.first_param; i < b.end_param; i++) {
@@ -55,7 +55,7 @@ ReceivedBytes received_bytes(const Setup& s) {
     return most;
 }
 
-int64_t saved_layer_bytes(const Setup& s) {
+int64_t saved_layer_bytes(const RunSettings& s) {
     int64_t bytes = 0;
     for (const SavedTensor& t : saved_per_layer(s.config, s.recipe))
         bytes += round_up(t.bytes(padded_tokens(s)), GPU_ALIGNMENT);
@@ -74,7 +74,7 @@ static int64_t layers_alive(const ModelConfig& config, const Param& p) {
 
 // The lowest offset at which no gradient is written over activations that are still needed. (The sums of
 // several micro-batches must also outlive the activations of the next one.)
-int64_t gradients_offset(const Setup& s) {
+int64_t gradients_offset(const RunSettings& s) {
     const ModelConfig& config = s.config;
     const int64_t layer_bytes = saved_layer_bytes(s);
     if (s.micro_batches_per_rank > 1) return config.L * layer_bytes;

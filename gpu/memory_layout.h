@@ -11,7 +11,7 @@ namespace coat {
 inline constexpr int64_t GPU_ALIGNMENT = 256;
 
 // -----------------------------------------------------------------------------------------------------------
-// Parameters
+// ParameterState
 
 // The part of a parameter that this rank owns (with one rank, the whole), and where it is in the rank's
 // order.
@@ -21,7 +21,7 @@ struct ShardPlace {
     int64_t units_before_parameter;  // shard units of all earlier parameters, whoever owns them
 };
 // The table by parameter. One more entry says where the last parameter ends.
-std::vector<ShardPlace> shard_places(const Setup& s);
+std::vector<ShardPlace> shard_places(const RunSettings& s);
 
 // The parameters [first_param, end_param) of a bucket, and where they are in the flat order, in elements.
 struct BucketRange {
@@ -37,7 +37,7 @@ struct GradientBufferSizes {
     int64_t largest = 0;    // elements of the largest of the other buckets
     int64_t embedding = 0;  // elements of the bucket of a tied embedding; 0 if nothing is tied
 };
-GradientBufferSizes gradient_buffer_sizes(const Setup& s);
+GradientBufferSizes gradient_buffer_sizes(const RunSettings& s);
 
 // -----------------------------------------------------------------------------------------------------------
 // Activations and the head
@@ -45,10 +45,10 @@ GradientBufferSizes gradient_buffer_sizes(const Setup& s);
 inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // the rows of an FP8 GEMM are a multiple of 16
 // Rows of saved tensors: the tokens of a micro-batch, rounded up. (If GEMMs are in FP8, B * T is a multiple
 // of 16 already: linear_formats() in recipes.h.)
-inline int64_t padded_tokens(const Setup& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
-int64_t saved_layer_bytes(const Setup& s);  // the bytes of what a layer saves for backward
+inline int64_t padded_tokens(const RunSettings& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
+int64_t saved_layer_bytes(const RunSettings& s);  // the bytes of what a layer saves for backward
 // The bytes from the first saved activation to the first gradient.
-int64_t gradients_offset(const Setup& s);
+int64_t gradients_offset(const RunSettings& s);
 
 // The logits exist for so many tokens at a time.
 inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
@@ -56,7 +56,7 @@ inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
 // rounded once. The rule of gradient_format() (model.h) is that at most four gradients are added to a BF16
 // sum in a step. But each slice of HEAD_SLICE_TOKENS adds to this gradient, and a tied embedding adds once
 // more, which may be more than four additions.
-inline bool head_sum_in_fp32(const Setup& s) {
+inline bool head_sum_in_fp32(const RunSettings& s) {
     const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS), additions = slices + s.config.tied;
     return gradient_format(s) == Format::BF16 && slices > 1 && micro_batches_of_step(s) * additions > 4;
 }
@@ -64,17 +64,17 @@ inline bool head_sum_in_fp32(const Setup& s) {
 // -----------------------------------------------------------------------------------------------------------
 // Several GPUs. This can wait until you read gpu/sharding.h.
 //
-// A module is a part of the model whose weights the ranks gather at a time: the embeddings, a linear layer,
-// or the head.
+// A gather unit is a part of the model whose weights the ranks gather at a time: the embeddings, a linear
+// layer, or the head.
 
 // What a rank receives at a time. With one rank both numbers are 0.
 struct ReceivedBytes {
     int64_t gradients = 0;  // the most bytes that it receives of a bucket's gradients
-    int64_t weights = 0;    // the most bytes that the gathered matrices of a module take
+    int64_t weights = 0;    // the most bytes that the gathered matrices of a gather unit take
 };
-ReceivedBytes received_bytes(const Setup& s);
+ReceivedBytes received_bytes(const RunSettings& s);
 // The bytes from the beginning of a gathered matrix to that of the next one.
-inline int64_t gathered_bytes(const Setup& s, const Param& p) {
+inline int64_t gathered_bytes(const RunSettings& s, const Param& p) {
     return round_up(p.padded_size() * info(s.recipe.compute_format).bytes, GPU_ALIGNMENT);
 }
 

@@ -10,7 +10,7 @@ namespace coat::gpu {
 // while the update encodes with the new scale, the old one still decodes.)
 static void allocate_moments(MemoryMap& m, GpuContext& context, const std::vector<ShardPlace>& places) {
     Arena& arena = context.arena;
-    const OptimizerFormats& o = context.setup.optimizer;
+    const OptimizerFormats& o = context.settings.optimizer;
     const int64_t maxima = o.one_moment_group ? 2 : 1;
     m.moments_begin = arena.allocate(0);
     auto allocate = [&](Format f, const Range& owned) {
@@ -33,7 +33,7 @@ static void allocate_moments(MemoryMap& m, GpuContext& context, const std::vecto
 
 // Buffers of gradients, for --gradients none and for several ranks: one that all buckets use in turn, or two,
 // for even and odd buckets; and one for the bucket of a tied embedding. Returns the buffer of each bucket.
-static std::vector<uint8_t*> allocate_gradient_buffers(const Setup& s, Arena& arena, size_t buckets,
+static std::vector<uint8_t*> allocate_gradient_buffers(const RunSettings& s, Arena& arena, size_t buckets,
                                                        bool two) {
     const GradientBufferSizes elements = gradient_buffer_sizes(s);
     const int64_t element_bytes = info(gradient_format(s)).bytes;
@@ -48,7 +48,7 @@ static std::vector<uint8_t*> allocate_gradient_buffers(const Setup& s, Arena& ar
 // The places of gradients are a table above MemoryMap (gpu/memory_map.h).
 static void allocate_activations_and_gradients(MemoryMap& m, GpuContext& context,
                                                const std::vector<ShardPlace>& places) {
-    const Setup& s = context.setup;
+    const RunSettings& s = context.settings;
     Arena& arena = context.arena;
     const std::vector<BucketRange> buckets = bucket_ranges(context.params);
     const int64_t activation_bytes = s.config.L * saved_layer_bytes(s);
@@ -71,7 +71,7 @@ static void allocate_activations_and_gradients(MemoryMap& m, GpuContext& context
 }
 
 MemoryMap allocate_memory(GpuContext& context) {
-    const Setup& s = context.setup;
+    const RunSettings& s = context.settings;
     Arena& arena = context.arena;
     const ModelConfig& config = s.config;
     const std::vector<ShardPlace> places = shard_places(s);
@@ -82,22 +82,22 @@ MemoryMap allocate_memory(GpuContext& context) {
 
     MemoryMap m{};
     m.amax_count = param_count + OPERAND_COUNT * linear_layers;
-    m.scalars = arena.allocate<Scalars>(1);
+    m.step_exchange = arena.allocate<StepExchange>(1);
     m.gemm_scratch = arena.allocate(CublasGemms::SCRATCH);
 
     const ReceivedBytes received = received_bytes(s);
     m.loss_and_squares = arena.allocate<double>(s.ranks * (1 + places.back().units_before_parameter));
     m.received.flags = arena.allocate<uint32_t>(several ? 2 * s.ranks : 0);
     m.received.gradients = arena.allocate(received.gradients);
-    for (uint8_t*& module : m.received.weights) module = arena.allocate(received.weights);
-    m.received.amaxes = arena.allocate<AmaxAndScale>(several ? s.ranks * m.amax_count : 0);
+    for (uint8_t*& buffer : m.received.weights) buffer = arena.allocate(received.weights);
+    m.received.amaxes = arena.allocate<TensorScale>(several ? s.ranks * m.amax_count : 0);
 
     m.weights.values = arena.allocate(owned * compute_bytes);
     m.weights.format = s.recipe.compute_format;
     if (s.keep_masters && s.recipe.compute_format != Format::FP32)
         m.weights.remainders = arena.allocate<int16_t>(owned);
     m.shards = arena.allocate<Shard>(param_count);
-    m.amax_table = arena.allocate<AmaxAndScale>(m.amax_count);
+    m.amax_table = arena.allocate<TensorScale>(m.amax_count);
     m.histories = arena.allocate<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history_steps : 0);
     allocate_moments(m, context, places);
     allocate_activations_and_gradients(m, context, places);

@@ -4,7 +4,7 @@
 // N is the number of tokens of the pass that runs: B * T, or the length of a prompt. What the map uses of
 // other files:
 //
-//   gpu/operators.h   what is in the memory: AmaxAndScale, RowStatistics, Weights, Shard, MomentRef and
+//   gpu/operators.h   what is in the memory: TensorScale, RowStatistics, Weights, Shard, MomentRef and
 //                     GradientState; and the words shard, bucket and rank's order
 //   gpu/layers.h      TokenRows, for the gradient of the embedding
 //
@@ -19,13 +19,13 @@ namespace coat::gpu {
 
 // What a step finds out, on the device. The host clears it before the step and fetches it at the end.
 struct StepOutcome {
-    double loss;         // the sum of the losses so far, times Scalars::loss_weight
+    double loss;         // the sum of the losses so far, times StepExchange::loss_weight
     double loss_or_nan;  // `loss`; or NaN, if FP8 codes have hidden a value that is not finite
     GradientState gradient_state;
     uint32_t empty_histories;  // delayed scaling: how many operands have had no amax yet
 };
 // The few numbers that the host and the GPU exchange in a step, on the device.
-struct Scalars {
+struct StepExchange {
     StepOutcome outcome;
     // From the host: 1 / the number of targets that count, because the loss of a step is a mean.
     double loss_weight;
@@ -35,7 +35,7 @@ struct Scalars {
 
 // The map: where everything is that lasts for the run. In the allocation, from its beginning:
 //
-//   scalars | cuBLASLt's scratch | sums of squares and [what else other ranks write] |
+//   step_exchange | cuBLASLt's scratch | sums of squares and [what else other ranks write] |
 //   weights | remainders of masters | AdamW's table | amax table | histories | moments |
 //   saved activations and gradients | tokens, targets, token order | dresidual |
 //   norms' sums and statistics | losses | cos, sin | [FP8 weights, if they are cached]
@@ -71,9 +71,9 @@ struct Scalars {
 // If there are buffers, the gradient of a tied embedding has one of its own, because the head writes it
 // before all others.
 struct MemoryMap {
-    Scalars* scalars;
-    StepOutcome* outcome() const { return &scalars->outcome; }  // on the device
-    void* gemm_scratch;                                         // CublasGemms::SCRATCH bytes
+    StepExchange* step_exchange;
+    StepOutcome* outcome() const { return &step_exchange->outcome; }  // on the device
+    void* gemm_scratch;                                               // CublasGemms::SCRATCH bytes
 
     // For the norm of gradients, (ranks, 1 + shard units): the row of a rank has the rank's loss, and then
     // the sums of squares of what the rank owns.
@@ -87,7 +87,7 @@ struct MemoryMap {
     int64_t moments_bytes;  // how many bytes they take together
 
     // See AmaxTable
-    AmaxAndScale* amax_table;  // (amax_count)
+    TensorScale* amax_table;  // (amax_count)
     int64_t amax_count;
     float* histories;  // (operands, linear layers, Recipe::history_steps): with delayed scaling
 
@@ -109,10 +109,10 @@ struct MemoryMap {
     // What else other ranks write here, if there are several. (They find these places and loss_and_squares,
     // because on all ranks they are equally far from the beginning of the allocation.)
     struct Received {
-        uint32_t* flags;       // two for each rank (gpu/transport.h)
-        uint8_t* gradients;    // the other ranks' gradients of the part of a bucket that this rank owns
-        uint8_t* weights[2];   // the matrices of an even module, and of an odd one
-        AmaxAndScale* amaxes;  // (ranks, amax_count): the tables of all ranks
+        uint32_t* flags;      // two for each rank (gpu/transport.h)
+        uint8_t* gradients;   // the other ranks' gradients of the part of a bucket that this rank owns
+        uint8_t* weights[2];  // the matrices of an even gather unit, and of an odd one
+        TensorScale* amaxes;  // (ranks, amax_count): the tables of all ranks
     } received;
 };
 

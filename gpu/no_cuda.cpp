@@ -3,12 +3,12 @@
 
 namespace coat {
 
-std::string why_no_gpu(int) {
+std::string select_gpu(int) {
     return "this program was built without CUDA; install the CUDA toolkit (nvcc) and run make again";
 }
 bool built_with_cuda() { return false; }
 int gpu_capability() { return 0; }
-std::unique_ptr<Model> make_gpu_model(const Setup&) { throw Error(why_no_gpu(), "."); }
-int64_t arena_bytes(const Setup&, bool) { return 0; }
+std::unique_ptr<Model> make_gpu_model(const RunSettings&) { throw Error(select_gpu(), "."); }
+int64_t arena_bytes(const RunSettings&, bool) { return 0; }
 
 }  // namespace coat

@@ -138,7 +138,7 @@ template <class Layout, class Element = typename Layout::ComputeElement>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
     residual_add_kernel(Plain<Element> first, Plain<Element> second, const int32_t* tokens, int64_t T,
                         Plain<Element> x_out, Layout norm_input, const Norm next_norm,
-                        AmaxAndScale* norm_output_amax_out) {
+                        TensorScale* norm_output_amax_out) {
     using LoadedChunk = typename Plain<Element>::LoadedChunk;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next_norm.in.rows, C = next_norm.in.cols;
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
 
 // Launches residual_add_kernel(); the two operators below say what it does.
 void launch_residual_add(const char* what, const TensorRef& first, const TensorRef& second,
-                         const int32_t* tokens, int64_t T, const ResidualOutput& out, cudaStream_t stream) {
+                         const int32_t* tokens, int64_t T, const ResidualSum& out, cudaStream_t stream) {
     const Norm& next_norm = out.next_norm;
     const dim3 block = block_shape(next_norm.in.cols);
     with_layout(next_norm.in, [&](auto in) {
@@ -187,13 +187,12 @@ void launch_residual_add(const char* what, const TensorRef& first, const TensorR
 
 }  // namespace
 
-void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualOutput& out,
-                  cudaStream_t stream) {
+void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSum& out, cudaStream_t stream) {
     launch_residual_add("residual_add", x, branch, /*tokens=*/nullptr, /*T=*/1, out, stream);
 }
 
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
-           const ResidualOutput& out, cudaStream_t stream) {
+           const ResidualSum& out, cudaStream_t stream) {
     launch_residual_add("embed", embedding, positions, tokens, T, out, stream);
 }
 
@@ -259,7 +258,7 @@ struct NormedRow {
 };
 
 // What happens to a row of the norm n: load(), then normalize(), then write_gradients(). input is the memory
-// of n.in. The other tensors are those of NormGradients; dresidual_in may be no tensor.
+// of n.in. The other tensors are those of NormBackwardTensors; dresidual_in may be no tensor.
 //
 // If every thread has the same number of chunks inside a row, 3 or 4, CHUNKS is this number. Then no chunk
 // needs a condition, and the compiler can mix the instructions of all chunks. For other widths CHUNKS is 0:
@@ -383,7 +382,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
 // them and quantizes it with the amax from forward, and a larger value would saturate.
 template <class Layout, bool RMS, int CHUNKS>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
-    norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, AmaxAndScale* dresidual_amax_out,
+    norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, TensorScale* dresidual_amax_out,
                          float* partials) {
     const int64_t rows = norm.n.in.rows;
     const uint32_t C = static_cast<uint32_t>(norm.n.in.cols);
@@ -417,8 +416,8 @@ constexpr int NORM_BLOCKS_PER_SM = 4;
 int most_norm_blocks() { return multiprocessors() * NORM_BLOCKS_PER_SM; }
 
 template <class Layout, bool RMS, int CHUNKS>
-void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, float* workspace, unsigned blocks,
-                          cudaStream_t stream) {
+void launch_norm_backward(const Norm& n, Layout in, const NormBackwardTensors& g, float* workspace,
+                          unsigned blocks, cudaStream_t stream) {
     using Element = typename Layout::ComputeElement;
     const dim3 block = block_shape(n.in.cols);
     const NormBackward<Layout, RMS, CHUNKS> norm{.n = n,
@@ -434,8 +433,8 @@ void launch_norm_backward(const Norm& n, Layout in, const NormGradients& g, floa
 // At the usual widths a thread has 3 chunks (768 columns), or 4 (multiples of 1024). A round is one chunk for
 // each thread of a team.
 template <class Layout, bool RMS>
-void launch_for_width(const Norm& n, Layout in, const NormGradients& g, float* workspace, unsigned blocks,
-                      cudaStream_t stream) {
+void launch_for_width(const Norm& n, Layout in, const NormBackwardTensors& g, float* workspace,
+                      unsigned blocks, cudaStream_t stream) {
     const int64_t C = n.in.cols, columns_per_round = block_shape(C).x * CHUNK;
     auto* launch_variant = launch_norm_backward<Layout, RMS, /*CHUNKS=*/0>;
     if (C == 3 * columns_per_round) launch_variant = launch_norm_backward<Layout, RMS, 3>;
@@ -447,7 +446,7 @@ void launch_for_width(const Norm& n, Layout in, const NormGradients& g, float* w
 
 int64_t norm_backward_workspace_floats(int64_t C) { return 2 * most_norm_blocks() * C; }
 
-void norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream) {
+void norm_backward(const Norm& n, const NormBackwardTensors& g, float* workspace, cudaStream_t stream) {
     const unsigned blocks =
         std::min(block_count(n.in.rows, block_shape(n.in.cols).y), static_cast<unsigned>(most_norm_blocks()));
     with_layout(n.in, [&](auto in) {

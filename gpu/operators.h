@@ -13,7 +13,7 @@
 //   - Tensors are in the compute dtype unless a comment says otherwise: BF16; in the recipe fp32, FP32.
 //   - An operator adds to a parameter's gradient, which is in BF16 or FP32 (gradient_format() of model.h).
 //     (A GEMM can also overwrite it: gpu/gemm.h.)
-//   - An argument whose name ends with amax_out points to an AmaxAndScale (below). The operator sets its
+//   - An argument whose name ends with amax_out points to a TensorScale (below). The operator sets its
 //     field `amax` to the larger of its old value and the largest |x| of the tensor that is meant. If the
 //     argument is null, nobody needs this amax.
 //   - `workspace` is temporary memory, which the caller provides. Afterwards it may be used for anything.
@@ -42,7 +42,7 @@ namespace coat::gpu {
 //           layers with a bias write_operand_and_add_column_sums()
 //
 // The struct has 16 bytes, because a GEMM reads `scale` and wants it aligned to 16 bytes.
-struct alignas(16) AmaxAndScale {
+struct alignas(16) TensorScale {
     float scale;  // codes are multiplied by it
     // The largest |x| so far. atomicMax raises it. It compares the bits of |x| as integers, which have the
     // order of |x|, with NaN above infinity. So amax is NaN if an x is NaN.
@@ -53,15 +53,15 @@ struct alignas(16) AmaxAndScale {
 
 // Refers to a tensor on the GPU. In BF16 and FP32 its elements are values. In FP8 they are codes, and a value
 // is its code times a scale. Where the scale is depends on `format`:
-//   one for the tensor   amax_and_scale->scale
+//   one for the tensor   tensor_scale->scale
 //   one for each group   group_scales
 // Null data means "no tensor", except in an Operand (below): it may have transposed codes alone.
 struct TensorRef {
     void* data;  // (rows, cols) elements of format.element_format
     int64_t rows, cols;
     TensorFormat format;
-    AmaxAndScale* amax_and_scale = nullptr;  // of an FP8 operand of a GEMM; otherwise null
-    uint16_t* group_scales = nullptr;        // in groups: (rows, cols / 16) in BF16; otherwise null
+    TensorScale* tensor_scale = nullptr;  // of an FP8 operand of a GEMM; otherwise null
+    uint16_t* group_scales = nullptr;     // in groups: (rows, cols / 16) in BF16; otherwise null
 };
 
 // The rows [first, first + n) of a tensor.
@@ -77,7 +77,7 @@ inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
 //   row-major    tensor.data (rows, cols)
 //   transposed   (cols, rows)
 // gpu/linear.h says which GEMM reads which form. An operand has the forms that its GEMMs read; the pointer of
-// the other one is null. Both forms have the same scale, tensor.amax_and_scale->scale. (Operands in BF16 and
+// the other one is null. Both forms have the same scale, tensor.tensor_scale->scale. (Operands in BF16 and
 // FP32 are always row-major.)
 struct Operand {
     TensorRef tensor;
@@ -190,10 +190,10 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 
 // x_amax_out->amax = max(x_amax_out->amax, |x|). The caller clears the amaxes of activations and gradients
 // before every micro-batch; adamw() clears those of weights.
-void compute_amax(const LazyTensor& x, AmaxAndScale* x_amax_out, cudaStream_t stream);
+void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t stream);
 
 // Computes x and writes its FP8 codes, the operand of a GEMM: row-major, transposed, or both, whichever
-// pointers of `out` are not null. The scale is computed from out.tensor.amax_and_scale->amax.
+// pointers of `out` are not null. The scale is computed from out.tensor.tensor_scale->amax.
 void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Computes x and stores its values in out, in FP32, or rounded to BF16.
@@ -207,7 +207,7 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 // same pass it finds the amax of the activation's output, as it is computed from the groups: this output
 // becomes an operand of the next GEMM.
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               AmaxAndScale* activation_amax_out, QuantStats* quant_stats,
+                               TensorScale* activation_amax_out, QuantStats* quant_stats,
                                cudaStream_t stream);
 // Stores x (BF16) in 1x16 groups. With `write_back`, x becomes what the groups hold, rounded to BF16. The
 // flag --attention groups needs this: attention then computes with the values that backward will read.
@@ -223,10 +223,10 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 // The number of partial sums that add_column_sums() takes of a column.
 inline constexpr int COLUMN_PARTIALS = 128;
 
-// gradient (cols) += the column sums of x. In the same pass amax_out gets the amax of x. workspace:
+// gradient (cols) += the column sums of x. In the same pass x_amax_out gets the amax of x. workspace:
 // (COLUMN_PARTIALS, cols) floats.
-void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, AmaxAndScale* amax_out,
-                     cudaStream_t stream);
+void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace,
+                     TensorScale* x_amax_out, cudaStream_t stream);
 
 // Does what add_column_sums() and write_operand() do, with the same bits. It needs only one pass over x where
 // that is possible (coat.cu, part 5).
@@ -277,7 +277,7 @@ struct Shard {
     int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
     bool decays;
-    AmaxAndScale* amax_out;  // gets the amax of the new weights; may be null
+    TensorScale* weight_amax_out;  // gets the amax of the new weights; may be null
 
     // Two numbers make results independent of the number of ranks. (They can wait.)
     //   flat_minus_rank_offset   for random bits: an element's number in the flat order minus its number in
@@ -319,7 +319,7 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
 // A layer has two halves, attention and MLP. What a half adds to the residual stream is its branch: the
 // output of its last linear layer.
 //
-// residual_add() and embed() make a sum in FP32, the new residual stream, and write what ResidualOutput says.
+// residual_add() and embed() make a sum in FP32, the new residual stream, and write what ResidualSum says.
 // The next norm will read next_norm.in. So its row statistics and the amax of its output are computed from
 // what is stored there. For example:
 //
@@ -328,28 +328,27 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
 //   next_norm.in               the sum, in groups              the sum, in BF16
 //   next_norm.row_statistics   written                         written
 //   norm_output_amax_out       the amax of the norm's output   null: the output is not quantized
-struct ResidualOutput {
+struct ResidualSum {
     TensorRef x_out;  // (N, C) the sum, rounded. It may be the memory of an operand of the sum
     Norm next_norm;   // the norm that reads the sum
-    AmaxAndScale* norm_output_amax_out;  // the amax of the norm's output
+    TensorScale* norm_output_amax_out;  // the amax of the norm's output
 };
 // The sum x + branch, both (N, C). x is the residual stream.
-void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualOutput& out,
-                  cudaStream_t stream);
+void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSum& out, cudaStream_t stream);
 // The embedding, where the residual stream begins: row r is embedding[tokens[r]] + positions[r % T].
 //   tokens      (N)
 //   positions   the learned positions (max_T, C), or no tensor
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
-           const ResidualOutput& out, cudaStream_t stream);
+           const ResidualSum& out, cudaStream_t stream);
 
 // The gradients of a norm's backward pass.
-struct NormGradients {
+struct NormBackwardTensors {
     // It reads:
     TensorRef dy;            // (N, C) the gradient of the norm's output
     TensorRef dresidual_in;  // (N, C) the gradient of the residual stream, or no tensor
     // It writes:
-    TensorRef dresidual_out;           // (N, C) dresidual_in + the gradient of the norm's input, rounded
-    AmaxAndScale* dresidual_amax_out;  // the amax of dresidual_out
+    TensorRef dresidual_out;          // (N, C) dresidual_in + the gradient of the norm's input, rounded
+    TensorScale* dresidual_amax_out;  // the amax of dresidual_out
     // It adds to:
     TensorRef dweight, dbias;  // (C); dbias is no tensor for RMSNorm
 };
@@ -359,7 +358,7 @@ struct NormGradients {
 //
 // The function also writes the row statistics of the norm again. Afterwards lazy_norm(n) may be read, until
 // another norm writes its row statistics to the same memory or n.in is overwritten.
-void norm_backward(const Norm& n, const NormGradients& g, float* workspace, cudaStream_t stream);
+void norm_backward(const Norm& n, const NormBackwardTensors& g, float* workspace, cudaStream_t stream);
 int64_t norm_backward_workspace_floats(int64_t C);
 
 }  // namespace coat::gpu

@@ -86,7 +86,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 // Amaxes become scales in place. A scale block with a value that is not finite gets the scale NaN, so that no
 // code hides this value. amax_out gets the amax of the whole tensor.
 static __global__ void convert_amaxes_to_scales_kernel(float* scales, int64_t n, float fmax,
-                                                       AmaxAndScale* amax_out) {
+                                                       TensorScale* amax_out) {
     const int64_t i = thread_of_grid();
     const float amax = i < n ? scales[i] : 0.0f;
     if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
@@ -108,7 +108,7 @@ static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaSt
         if (g.scales)
             launch("convert_amaxes_to_scales", convert_amaxes_to_scales_kernel, block_count(g.count, 256),
                    256, /*shared_bytes=*/0, stream, g.scales, g.count,
-                   info(out.tensor.format.element_format).fmax, out.tensor.amax_and_scale);
+                   info(out.tensor.format.element_format).fmax, out.tensor.tensor_scale);
 }
 
 // The second pass: codes with a scale for each row or block. `codes` or `transposed` may be null.
@@ -167,11 +167,11 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
 // which another kernel has found. Later the scale is that of the history, and this kernel finds the amax.
 template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_delayed_kernel(Producer producer, int64_t rows, AmaxAndScale* amax_and_scale, float fmax,
-                            bool e5m2, uint8_t* codes, uint8_t* transposed) {
-    const bool delayed = amax_and_scale->delayed_scale > 0;
-    const float just_in_time = scale_of(fmax, amax_and_scale->amax);
-    const float scale = delayed ? amax_and_scale->delayed_scale : just_in_time;
+    quantize_delayed_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, float fmax, bool e5m2,
+                            uint8_t* codes, uint8_t* transposed) {
+    const bool delayed = tensor_scale->delayed_scale > 0;
+    const float just_in_time = scale_of(fmax, tensor_scale->amax);
+    const float scale = delayed ? tensor_scale->delayed_scale : just_in_time;
     const float inverse_scale = __frcp_rn(scale);
     float largest = 0;
     store_codes<TRANSPOSED>(producer, blockIdx.y, rows, codes, transposed,
@@ -180,8 +180,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
                                 if (live) largest = larger_magnitude(largest, v);
                                 return same_in_both(encode(e5m2, v, inverse_scale));
                             });
-    if (delayed) update_amax_by_warp(&amax_and_scale->amax, magnitude_bits(largest));
-    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) amax_and_scale->scale = scale;
+    if (delayed) update_amax_by_warp(&tensor_scale->amax, magnitude_bits(largest));
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
 }
 
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
@@ -192,7 +192,7 @@ void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant
         auto kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/true>;
         launch("quantize_delayed", kernel, tile_grid(x.rows, producer.width), TILE_THREADS,
-               /*shared_bytes=*/0, stream, producer, x.rows, out.tensor.amax_and_scale, info(fp8).fmax,
+               /*shared_bytes=*/0, stream, producer, x.rows, out.tensor.tensor_scale, info(fp8).fmax,
                fp8 == Format::E5M2, static_cast<uint8_t*>(out.tensor.data),
                static_cast<uint8_t*>(out.transposed));
     });
@@ -200,12 +200,12 @@ void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant
 
 // A thread has the history of one tensor. It moves each amax up by one place, beginning at the end.
 constexpr int HISTORY_THREADS = 32;
-static __global__ void update_delayed_scales_kernel(AmaxAndScale* scales, int64_t n, float* histories,
+static __global__ void update_delayed_scales_kernel(TensorScale* scales, int64_t n, float* histories,
                                                     int length, float fmax, const uint32_t* skipped,
                                                     uint32_t* empty) {
     const int64_t i = thread_of_grid();
     if (i >= n || *skipped) return;
-    AmaxAndScale& entry = scales[i];
+    TensorScale& entry = scales[i];
     float* const history = histories + i * length;
     uint32_t largest_bits = 0;
     for (int j = length - 1; j >= 0; j--) {

@@ -8,7 +8,7 @@ namespace coat::gpu {
 
 // The recipes rowwise and deepseek: one scale for each scale block. quantize() calls this function. It
 // computes the scales from x, just in time, stores them in out.block_scales and out.transposed_block_scales,
-// and makes the codes. out.tensor.amax_and_scale->amax gets the amax of x, which only shows whether a value
+// and makes the codes. out.tensor.tensor_scale->amax gets the amax of x, which only shows whether a value
 // was not finite.
 //
 // Row-major and transposed codes have scales of their own. They have the layout that cuBLASLt reads. These
@@ -25,7 +25,7 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // The scale of a step is delayed_scale, which follows from the amaxes of earlier steps. Which function writes
-// a field of AmaxAndScale:
+// a field of TensorScale:
 //
 //   amax            quantize(). It covers a whole step: the caller clears it before every step, not before
 //                   every micro-batch
@@ -36,8 +36,8 @@ void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant
 
 // The scales of n tensors in the format fp8, and the amaxes that each had in its last `length` steps.
 struct DelayedScales {
-    AmaxAndScale* scales;  // (n)
-    float* histories;      // (n, length), the newest first
+    TensorScale* scales;  // (n)
+    float* histories;     // (n, length), the newest first
     int64_t n;
     int length;
     Format fp8;

@@ -1,4 +1,4 @@
-// gpu/parameter_kernels.h - what a step does with parameters besides AdamW (the class Parameters of
+// gpu/parameter_kernels.h - what a step does with parameters besides AdamW (the class ParameterState of
 // gpu/parameter_state.h calls these):
 //
 //   1. the first values of parameters
@@ -54,7 +54,7 @@ void update_gradient_state(const double* sums, int64_t shard_units, int64_t rank
 
 // *loss_or_nan = *loss, or NaN if one of n amaxes is not finite: FP8 codes hide values that are not finite.
 // Once *loss_or_nan is NaN, it stays NaN for the rest of the step.
-void write_loss_or_nan(const AmaxAndScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
+void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream);
 
 }  // namespace coat::gpu

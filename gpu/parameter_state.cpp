@@ -9,10 +9,10 @@
 
 namespace coat::gpu {
 
-Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table)
-    : setup(context.setup), params(context.params), buckets(bucket_ranges(params)),
-      places(shard_places(setup)), format_of_weights{setup.recipe.compute_format},
-      format_of_gradients(TensorFormat{gradient_format(setup)}),
+ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table)
+    : settings(context.settings), params(context.params), buckets(bucket_ranges(params)),
+      places(shard_places(settings)), format_of_weights{settings.recipe.compute_format},
+      format_of_gradients(TensorFormat{gradient_format(settings)}),
       weight_bytes(info(format_of_weights.element_format).bytes),
       gradient_bytes(info(format_of_gradients.element_format).bytes), context_(context), memory_(memory),
       amax_table_(amax_table), stream_(context.stream) {
@@ -25,20 +25,20 @@ Parameters::Parameters(const GpuContext& context, const MemoryMap& memory, AmaxT
     initialize_state();
 }
 
-size_t Parameters::index(const std::string& name) const {
+size_t ParameterState::index(const std::string& name) const {
     const auto found = indices_.find(name);
     if (found == indices_.end()) throw_no_such_tensor(name);
     return found->second;
 }
 // In the table of parameters a bias follows right after its weight.
-std::optional<size_t> Parameters::bias_index(size_t weight_index) const {
+std::optional<size_t> ParameterState::bias_index(size_t weight_index) const {
     const size_t next = weight_index + 1;
     if (next == params.size() || !params[next].name.ends_with(".bias")) return std::nullopt;
     return next;
 }
 
 // Fills memory_.shards, AdamW's table of parameters.
-void Parameters::upload_shard_table() {
+void ParameterState::upload_shard_table() {
     std::vector<Shard> table;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
@@ -48,7 +48,7 @@ void Parameters::upload_shard_table() {
                          .m = memory_.first_moments[i],
                          .v = memory_.second_moments[i],
                          .decays = p.role.decays,
-                         .amax_out = p.role.layer_linear ? amax_table_.of_parameter(i) : nullptr,
+                         .weight_amax_out = p.role.layer_linear ? amax_table_.of_parameter(i) : nullptr,
                          .flat_minus_rank_offset = p.flat_offset + owned.first - rank_offset,
                          .units_before_shard = units_before_parameter + owned.first / SHARD_UNIT});
     }
@@ -60,7 +60,7 @@ void Parameters::upload_shard_table() {
 //   weights   initial_value() of random.h; and their amaxes
 //   moments   zero, which means max = 0 and k = 1 in every moment group
 //   scales    none, and empty histories
-void Parameters::initialize_state() {
+void ParameterState::initialize_state() {
     amax_table_.clear();
     clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
     int64_t most_moment_groups = 0;
@@ -70,8 +70,8 @@ void Parameters::initialize_state() {
     for (size_t i = 0; i < params.size(); i++) {
         const InitializeArguments arguments{.owned = places[i].owned,
                                             .param_index = i,
-                                            .used = used_elements(setup.config, params[i]),
-                                            .seed = setup.seed};
+                                            .used = used_elements(settings.config, params[i]),
+                                            .seed = settings.seed};
         initialize(memory_.weights, places[i].rank_offset, params[i], arguments, stream_);
         compute_weight_amax(i);
         for (float* const k : {memory_.first_moments[i].k, memory_.second_moments[i].k})
@@ -80,7 +80,7 @@ void Parameters::initialize_state() {
     context_.wait("Initializing the weights failed");
 }
 
-uint8_t* Parameters::owned_gradient_sum(size_t i) const {
+uint8_t* ParameterState::owned_gradient_sum(size_t i) const {
     const int64_t bucket = params[i].bucket;
     const int64_t in_bucket = places[i].rank_offset - places[buckets[bucket].first_param].rank_offset;
     return memory_.owned_gradient_sums[bucket] + in_bucket * gradient_bytes;
@@ -88,8 +88,8 @@ uint8_t* Parameters::owned_gradient_sum(size_t i) const {
 
 // Clipping needs the norm of all gradients, whose squares are added up by shard unit. With several ranks,
 // each rank adds up the squares of what it owns. It sends 1 + units.count numbers: its loss, then these sums.
-void Parameters::update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket,
-                        Sharding& sharding) {
+void ParameterState::update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket,
+                            Sharding& sharding) {
     const size_t first_param = buckets[first_bucket].first_param;
     const size_t end_param = buckets[end_bucket - 1].end_param;
     const ShardPlace &from = places[first_param], &to = places[end_param];
@@ -105,29 +105,29 @@ void Parameters::update(const AdamWOptions& options, int64_t first_bucket, int64
     GradientState* const state = &outcome->gradient_state;
 
     double* const all_sums = memory_.loss_and_squares;
-    double* const own_sums = all_sums + setup.rank * (1 + units.count);
+    double* const own_sums = all_sums + settings.rank * (1 + units.count);
     compute_gradient_squares(gradients, units, &outcome->loss_or_nan, own_sums, stream_);
     sharding.all_gather(all_sums, (1 + units.count) * int64_t(sizeof(double)));
-    update_gradient_state(all_sums, units.count, setup.ranks, options.clip, state, stream_);
-    adamw(options, setup.optimizer, gradients, memory_.weights,
-          rounding_key(setup.seed, options.update_number + options.skipped_steps), state, stream_);
+    update_gradient_state(all_sums, units.count, settings.ranks, options.clip, state, stream_);
+    adamw(options, settings.optimizer, gradients, memory_.weights,
+          rounding_key(settings.seed, options.update_number + options.skipped_steps), state, stream_);
 }
 
 // measure_moment_errors() copies the moments to the host, without context_: it would not notice that
 // another rank has ended, for which the stream may wait. So context_.wait() comes first.
-void Parameters::measure_moment_errors_of(int64_t bucket, const Sharding& sharding,
-                                          QuantReport& report) const {
+void ParameterState::measure_moment_errors_of(int64_t bucket, const Sharding& sharding,
+                                              QuantReport& report) const {
     context_.wait();
     for (size_t i = buckets[bucket].first_param; i < buckets[bucket].end_param; i++) {
         const Range& owned = places[i].owned;
         const uint8_t* const gradient = static_cast<const uint8_t*>(sharding.gradient_to_write(i).data);
-        measure_moment_errors(setup.optimizer, memory_.first_moments[i], memory_.second_moments[i],
+        measure_moment_errors(settings.optimizer, memory_.first_moments[i], memory_.second_moments[i],
                               gradient + owned.first * gradient_bytes, format_of_gradients.element_format,
                               owned.count, report, stream_);
     }
 }
 
-std::vector<float> Parameters::expansion_exponents(const std::vector<MomentRef>& moments) const {
+std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentRef>& moments) const {
     std::vector<float> all;
     for (size_t i = 0; i < params.size(); i++) {
         const float* const k = moments[i].k;
@@ -139,13 +139,13 @@ std::vector<float> Parameters::expansion_exponents(const std::vector<MomentRef>&
     return all;
 }
 
-void Parameters::compute_weight_amax(size_t i) const {
+void ParameterState::compute_weight_amax(size_t i) const {
     if (!params[i].role.layer_linear) return;
-    AmaxAndScale* const amax_out = amax_table_.of_parameter(i);
-    clear_async(amax_out, sizeof(AmaxAndScale), stream_);
+    TensorScale* const amax_of_weight = amax_table_.of_parameter(i);
+    clear_async(amax_of_weight, sizeof(TensorScale), stream_);
     if (format_of_weights.element_format == Format::FP32) return;
     for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
-        compute_amax(lazy_stored(slice), amax_out, stream_);
+        compute_amax(lazy_stored(slice), amax_of_weight, stream_);
 }
 
 std::vector<TensorRef> slices_for_grids(const TensorRef& v) {

@@ -3,7 +3,7 @@
 //
 // With one rank, what this rank owns of a parameter is the whole parameter. With several, Sharding
 // (gpu/sharding.h) is the interface to what the other GPUs own. How a checkpoint reads and writes the state
-// is in gpu/state_tensors.h.
+// is in gpu/named_memory.h.
 #pragma once
 #include <map>
 #include <optional>
@@ -20,13 +20,13 @@ class Sharding;
 //   - It gives a new run its first values.
 //   - It finds what belongs to a parameter: index(), owned_weight(), owned_gradient_sum(), ...
 //   - It updates parameters: update().
-class Parameters {
+class ParameterState {
 public:
     // Gives all weights, moments and scales the values that a new run begins with, on the GPU. A run that
-    // continues then overwrites them (gpu/state_tensors.h).
-    Parameters(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table);
+    // continues then overwrites them (gpu/named_memory.h).
+    ParameterState(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table);
 
-    const Setup& setup;
+    const RunSettings& settings;
     const std::vector<Param>& params;
     const std::vector<BucketRange> buckets;
     // By parameter: what this rank owns, and where. One more entry says where the last parameter ends.
@@ -95,7 +95,7 @@ private:
 };
 
 // The tensor v as slices of rows, each of which fits one launch: a grid has at most 65,535 tiles of 128 rows.
-// (Parameters::owned_weight() may have more, because its rows are short.)
+// (ParameterState::owned_weight() may have more, because its rows are short.)
 std::vector<TensorRef> slices_for_grids(const TensorRef& v);
 
 }  // namespace coat::gpu

@@ -13,11 +13,11 @@ namespace coat::gpu {
 constexpr float HALF_STEP_E4M3 = 16, HALF_STEP_E5M2 = 4096;
 
 // Adds to quant_stats what x loses if it is quantized. The scale of an element is that of the tensor, if
-// amax_and_scale is not null; that of its scale block, if block_scale_grid.scales is not null; else that of
+// tensor_scale is not null; that of its scale block, if block_scale_grid.scales is not null; else that of
 // its 1x16 group, which is computed here.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
-    measure_quant_errors_kernel(Producer producer, int64_t rows, const AmaxAndScale* amax_and_scale,
+    measure_quant_errors_kernel(Producer producer, int64_t rows, const TensorScale* tensor_scale,
                                 ScaleGrid block_scale_grid, bool e5m2, float fmax, QuantStats* quant_stats) {
     const TilePlace place;
     double signal = 0, noise = 0;
@@ -25,17 +25,17 @@ static __global__ void __launch_bounds__(TILE_THREADS)
     for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             float scale = Groups::group_scale(v[p]);  // both threads of a group call it
-            if (amax_and_scale) {
-                scale = amax_and_scale->delayed_scale;
-                if (!(scale > 0)) scale = scale_of(fmax, amax_and_scale->amax);
+            if (tensor_scale) {
+                scale = tensor_scale->delayed_scale;
+                if (!(scale > 0)) scale = scale_of(fmax, tensor_scale->amax);
             }
 #pragma unroll 1
             for (int j = 0; live && j < CHUNK; j++) {
                 const float value = v[p][j];
                 if (block_scale_grid.scales)
                     scale = *block_scale_grid.address(place.row + i, p * producer.width + place.col + j);
-                const uint32_t code = encode2(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
-                const float back = decode2(e5m2, code).x * scale;
+                const uint32_t code = encode_pair(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
+                const float back = decode_pair(e5m2, code).x * scale;
                 const float half_step = e5m2 ? HALF_STEP_E5M2 : HALF_STEP_E4M3;
                 const float limit = (fmax + half_step) * scale;
                 const double error = static_cast<double>(value) - back;
@@ -62,16 +62,16 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
                           cudaStream_t stream) {
     if (!quant_stats) return;
     const TensorFormat& format = out.tensor.format;
-    auto launch_with = [&](const AmaxAndScale* amax_and_scale, const ScaleGrid& block_scale_grid) {
+    auto launch_with = [&](const TensorScale* tensor_scale, const ScaleGrid& block_scale_grid) {
         with_producer_for_quantizer(x, [&](auto producer) {
             launch("measure_quant_errors", measure_quant_errors_kernel<decltype(producer)>,
                    tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer,
-                   x.rows, amax_and_scale, block_scale_grid, format.element_format == Format::E5M2,
+                   x.rows, tensor_scale, block_scale_grid, format.element_format == Format::E5M2,
                    info(format.element_format).fmax, quant_stats);
         });
     };
     if (format == E4M3_1x16) return launch_with(nullptr, {});
-    if (format.granularity == PER_TENSOR) return launch_with(out.tensor.amax_and_scale, {});
+    if (format.granularity == PER_TENSOR) return launch_with(out.tensor.tensor_scale, {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
         // Row-major and transposed codes have the same 128x128 blocks, so one of them is enough.

@@ -9,50 +9,50 @@ namespace {
 // A run on several GPUs. Transfers are put on a stream of their own.
 class Zero3Sharding : public Sharding {
 public:
-    Zero3Sharding(const GpuContext& context, const MemoryMap& memory, Parameters& parameters,
+    Zero3Sharding(const GpuContext& context, const MemoryMap& memory, ParameterState& parameter_state,
                   const AmaxTable& amax_table, std::shared_ptr<Transport> transport)
-        : Sharding(parameters), setup_(context.setup), context_(context), memory_(memory),
+        : Sharding(parameter_state), settings_(context.settings), context_(context), memory_(memory),
           amax_table_(amax_table), compute_stream_(context.stream), comm_stream_(transport == nullptr),
-          transport_(std::move(transport)), matrices_(size_t(head_module()) + 1),
-          gathered_(parameters.params.size()) {
+          transport_(std::move(transport)), matrices_(size_t(head_gather_unit()) + 1),
+          gathered_(parameter_state.params.size()) {
         list_matrices();
         if (transport_) transport_->attach(context.arena.begin(), memory.received.flags, comm_stream_);
     }
 
     // --- Weights
-    void gather_weights(int64_t module, Direction direction) override {
-        gather(module);
-        is_gathered_[module % 2].make_wait(compute_stream_);
-        // In backward the first linear layer is the last module: the embeddings are not read again.
-        const int64_t next = direction == Direction::Forward ? module + 1 : module - 1;
-        if (next > EMBEDDING_MODULE && next <= head_module()) gather(next);
+    void gather_weights(int64_t gather_unit, Direction direction) override {
+        gather(gather_unit);
+        is_gathered_[gather_unit % 2].make_wait(compute_stream_);
+        // In backward the first linear layer is the last gather unit: the embeddings are not read again.
+        const int64_t next = direction == Direction::Forward ? gather_unit + 1 : gather_unit - 1;
+        if (next > EMBEDDING_GATHER_UNIT && next <= head_gather_unit()) gather(next);
     }
     TensorRef weight(size_t i) const override {
-        return parameters_.params[i].is_vector() ? parameters_.whole_weight(i) : gathered_[i];
+        return parameter_state_.params[i].is_vector() ? parameter_state_.whole_weight(i) : gathered_[i];
     }
     void combine_amaxes_of_ranks() override {
         const int64_t n = amax_table_.delayed() ? amax_table_.count() : amax_table_.param_count;
-        const int64_t bytes = n * int64_t(sizeof(AmaxAndScale));
-        AmaxAndScale* const all = memory_.received.amaxes;
-        copy_async(all + setup_.rank * n, amax_table_.all(), bytes, compute_stream_);
+        const int64_t bytes = n * int64_t(sizeof(TensorScale));
+        TensorScale* const all = memory_.received.amaxes;
+        copy_async(all + settings_.rank * n, amax_table_.all(), bytes, compute_stream_);
         all_gather(all, bytes);
-        combine_amaxes(amax_table_.all(), all, n, setup_.ranks, setup_.recipe.w.element_format,
+        combine_amaxes(amax_table_.all(), all, n, settings_.ranks, settings_.recipe.w.element_format,
                        compute_stream_);
     }
     void forget_gathered_weights() override {
-        for (int64_t& module : in_buffer_) module = NONE;
+        for (int64_t& gather_unit : in_buffer_) gather_unit = NONE;
     }
     QuantStats sum_weight_quant_stats(const QuantStats& mine) const override {
         if (!sends_codes()) return mine;
         QuantStats sum;
-        for (const QuantStats& theirs : setup_.communicator->all_gather(mine)) sum += theirs;
+        for (const QuantStats& theirs : settings_.communicator->all_gather(mine)) sum += theirs;
         return sum;
     }
 
     // --- Gradients
     TensorRef gradient_to_write(size_t i) const override {
-        const Param& p = parameters_.params[i];
-        return {gradient_at(i, 0), p.rows, p.cols, parameters_.format_of_gradients};
+        const Param& p = parameter_state_.params[i];
+        return {gradient_at(i, 0), p.rows, p.cols, parameter_state_.format_of_gradients};
     }
     void wait_for_gradient_buffer(int64_t bucket) override {
         is_sent_[buffer_of(bucket)].make_wait(compute_stream_);
@@ -60,11 +60,11 @@ public:
     bool sends_gradients() const override { return true; }
     // Each rank gets the gradients of what it owns from all others, and adds them to its sums.
     void reduce_gradients(int64_t bucket, bool first_micro_batch) override {
-        const BucketRange& b = parameters_.buckets[bucket];
-        const int64_t me = setup_.rank, element_bytes = parameters_.gradient_bytes;
+        const BucketRange& b = parameter_state_.buckets[bucket];
+        const int64_t me = settings_.rank, element_bytes = parameter_state_.gradient_bytes;
         std::vector<Transfer> transfers;
         for (size_t i = b.first_param; i < b.end_param; i++)
-            for (int64_t other = 0; other < setup_.ranks; other++)
+            for (int64_t other = 0; other < settings_.ranks; other++)
                 if (other != me)
                     transfers.push_back({.with = other,
                                          .send = gradient_at(i, owned_by(i, other).first),
@@ -75,13 +75,13 @@ public:
         wait_for_compute();
         send(transfers);
         for (size_t i = b.first_param; i < b.end_param; i++)
-            add_gradients(parameters_.owned_gradient_sum(i), first_micro_batch,
+            add_gradients(parameter_state_.owned_gradient_sum(i), first_micro_batch,
                           {.mine = gradient_at(i, owned_by(i, me).first),
                            .received = place_of_received(i, /*from=*/me == 0 ? 1 : 0, me),
-                           .format = parameters_.format_of_gradients.element_format,
+                           .format = parameter_state_.format_of_gradients.element_format,
                            .n = padded_count(owned_by(i, me)),
                            .rank = me,
-                           .ranks = setup_.ranks},
+                           .ranks = settings_.ranks},
                           comm_stream_);
         is_sent_[buffer_of(bucket)].record(comm_stream_);
     }
@@ -102,22 +102,24 @@ public:
 
 private:
     static constexpr int64_t NONE = -1;
-    const Setup& setup_;
+    const RunSettings& settings_;
     const GpuContext& context_;
     const MemoryMap& memory_;
     const AmaxTable& amax_table_;
     const cudaStream_t compute_stream_;
     const Stream comm_stream_;
     const std::shared_ptr<Transport> transport_;  // null in a dry run: nothing travels
-    std::vector<std::vector<size_t>> matrices_;   // by module: the parameters that it gathers
+    std::vector<std::vector<size_t>> matrices_;   // by gather unit: the parameters that it gathers
     std::vector<TensorRef> gathered_;             // by parameter: a matrix, as it was gathered last
     // Whether weights of linear layers can travel as FP8 codes: if they have one scale per tensor, which
     // every rank knows before it has the whole weight.
-    const bool codes_travel_ = linear_formats(setup_).w.fp8() && setup_.recipe.w.granularity == PER_TENSOR;
+    const bool codes_travel_ =
+        linear_formats(settings_).w.fp8() && settings_.recipe.w.granularity == PER_TENSOR;
     Event launched_so_far_, sent_so_far_;
-    Event is_sent_[3];      // by buffer of gradients: its gradients are sent, so it may be written again
-    Event is_gathered_[2];  // by buffer of weights, of even and of odd modules: the module in it is gathered
-    int64_t in_buffer_[2] = {NONE, NONE};  // by buffer of weights: the module in it
+    Event is_sent_[3];  // by buffer of gradients: its gradients are sent, so it may be written again
+    Event is_gathered_
+        [2];  // by buffer of weights, of even and of odd gather units: the gather unit in it is gathered
+    int64_t in_buffer_[2] = {NONE, NONE};  // by buffer of weights: the gather unit in it
 
     // What is put on the stream from now on runs after what the computation has launched so far.
     void wait_for_compute() {
@@ -130,15 +132,15 @@ private:
     // first, both wait for ever.
     void send(const std::vector<Transfer>& transfers) {
         if (!transport_) return;
-        if (setup_.communicator->ranks_are_threads) setup_.communicator->all_gather(0);
+        if (settings_.communicator->ranks_are_threads) settings_.communicator->all_gather(0);
         transport_->send(transfers);
-        if (setup_.communicator->ranks_are_threads) setup_.communicator->all_gather(0);
+        if (settings_.communicator->ranks_are_threads) settings_.communicator->all_gather(0);
     }
     // Rank r has the bytes part(r) of `whole`. Adds the transfers after which every rank has all of them.
     template <class Part> void add_gather(uint8_t* whole, Part part, std::vector<Transfer>& transfers) const {
-        const Range mine = part(setup_.rank);
-        for (int64_t other = 0; other < setup_.ranks; other++)
-            if (other != setup_.rank)
+        const Range mine = part(settings_.rank);
+        for (int64_t other = 0; other < settings_.ranks; other++)
+            if (other != settings_.rank)
                 transfers.push_back({.with = other,
                                      .send = whole + mine.first,
                                      .there = whole + mine.first,
@@ -148,39 +150,41 @@ private:
     }
 
     // --- Gradients
-    Range owned_by(size_t i, int64_t rank) const { return owned(parameters_.params[i], rank, setup_.ranks); }
+    Range owned_by(size_t i, int64_t rank) const {
+        return owned(parameter_state_.params[i], rank, settings_.ranks);
+    }
     // Where backward writes this element of the gradient of parameter i.
     uint8_t* gradient_at(size_t i, int64_t element) const {
-        const Param& p = parameters_.params[i];
-        const int64_t in_bucket = p.flat_offset - parameters_.buckets[p.bucket].flat_offset;
-        return memory_.gradients_to_write[p.bucket] + (in_bucket + element) * parameters_.gradient_bytes;
+        const Param& p = parameter_state_.params[i];
+        const int64_t in_bucket = p.flat_offset - parameter_state_.buckets[p.bucket].flat_offset;
+        return memory_.gradients_to_write[p.bucket] + (in_bucket + element) * parameter_state_.gradient_bytes;
     }
     // Where rank `to` receives its part of the gradient of parameter i from rank `from`. The parts lie in the
     // order of the bucket's parameters, and for each parameter in the order of the senders.
     uint8_t* place_of_received(size_t i, int64_t from, int64_t to) const {
         int64_t elements = (from - (from > to)) * padded_count(owned_by(i, to));
-        for (size_t j = parameters_.buckets[parameters_.params[i].bucket].first_param; j < i; j++)
-            elements += (setup_.ranks - 1) * padded_count(owned_by(j, to));
-        return memory_.received.gradients + elements * parameters_.gradient_bytes;
+        for (size_t j = parameter_state_.buckets[parameter_state_.params[i].bucket].first_param; j < i; j++)
+            elements += (settings_.ranks - 1) * padded_count(owned_by(j, to));
+        return memory_.received.gradients + elements * parameter_state_.gradient_bytes;
     }
     // The buffer to which backward writes the gradients of a bucket: that of even buckets, that of odd ones,
     // or that of a tied embedding (gpu/memory_map.cpp, allocate_gradient_buffers()).
-    int buffer_of(int64_t bucket) const { return bucket == 0 && setup_.config.tied ? 2 : int(bucket % 2); }
+    int buffer_of(int64_t bucket) const { return bucket == 0 && settings_.config.tied ? 2 : int(bucket % 2); }
 
     // --- Weights
     // Whether weights of linear layers travel as codes now: not while a delayed scale is missing.
     bool sends_codes() const { return codes_travel_ && !amax_table_.any_empty_history; }
 
     void list_matrices() {
-        for (size_t i = 0; i < parameters_.params.size(); i++) {
-            const Param& p = parameters_.params[i];
+        for (size_t i = 0; i < parameter_state_.params.size(); i++) {
+            const Param& p = parameter_state_.params[i];
             if (p.is_vector()) continue;
-            int64_t module = EMBEDDING_MODULE;
-            if (p.role.layer_linear) module = module_of(parameters_.linear_layer_index(i));
-            else if (p.name == "head") module = head_module();
-            matrices_[size_t(module)].push_back(i);
+            int64_t gather_unit = EMBEDDING_GATHER_UNIT;
+            if (p.role.layer_linear) gather_unit = gather_unit_of(parameter_state_.linear_layer_index(i));
+            else if (p.name == "head") gather_unit = head_gather_unit();
+            matrices_[size_t(gather_unit)].push_back(i);
         }
-        if (setup_.config.tied) matrices_.back() = {parameters_.index("embedding")};
+        if (settings_.config.tied) matrices_.back() = {parameter_state_.index("embedding")};
     }
     void quantize_slices(const TensorRef& from, const TensorRef& to) const {
         const std::vector<TensorRef> values = slices_for_grids(from), codes = slices_for_grids(to);
@@ -188,37 +192,37 @@ private:
             quantize(lazy_stored(values[i]), {.tensor = codes[i], .delayed = amax_table_.delayed()},
                      context_.quant_stats_of(ReportKind::Weight), comm_stream_);
     }
-    // Gathers the matrices of a module, unless they are in its buffer.
-    void gather(int64_t module) {
-        if (in_buffer_[module % 2] == module) return;
-        uint8_t* to = memory_.received.weights[module % 2];
+    // Gathers the matrices of a gather unit, unless they are in its buffer.
+    void gather(int64_t gather_unit) {
+        if (in_buffer_[gather_unit % 2] == gather_unit) return;
+        uint8_t* to = memory_.received.weights[gather_unit % 2];
         std::vector<Transfer> transfers;
         wait_for_compute();
-        for (size_t i : matrices_[size_t(module)]) {
+        for (size_t i : matrices_[size_t(gather_unit)]) {
             gathered_[i] = begin_to_gather(i, to, transfers);
-            to += gathered_bytes(setup_, parameters_.params[i]);
+            to += gathered_bytes(settings_, parameter_state_.params[i]);
         }
         send(transfers);
-        is_gathered_[module % 2].record(comm_stream_);
-        in_buffer_[module % 2] = module;
+        is_gathered_[gather_unit % 2].record(comm_stream_);
+        in_buffer_[gather_unit % 2] = gather_unit;
     }
     // Writes this rank's part of a matrix to its place in the whole, which begins at `to`, and adds the
     // transfers of all parts. Returns the whole. What travels are FP8 codes, which each rank makes from its
     // part with the scale of the whole weight; or else the weights as they are.
     TensorRef begin_to_gather(size_t i, uint8_t* to, std::vector<Transfer>& transfers) const {
-        const Param& p = parameters_.params[i];
+        const Param& p = parameter_state_.params[i];
         const bool codes = sends_codes() && p.role.layer_linear;
-        const TensorFormat format = codes ? setup_.recipe.w : parameters_.format_of_weights;
-        AmaxAndScale* const scale =
-            codes ? amax_table_.of_weight(i, parameters_.linear_layer_index(i)) : nullptr;
+        const TensorFormat format = codes ? settings_.recipe.w : parameter_state_.format_of_weights;
+        TensorScale* const scale =
+            codes ? amax_table_.of_weight(i, parameter_state_.linear_layer_index(i)) : nullptr;
         const int64_t element_bytes = info(format.element_format).bytes;
         const auto part_of = [&](int64_t rank) {
             const Range elements = owned_by(i, rank);
             return Range{.first = elements.first * element_bytes,
                          .count = padded_count(elements) * element_bytes};
         };
-        const Range mine = part_of(setup_.rank);
-        const TensorRef weight = parameters_.owned_weight(i);
+        const Range mine = part_of(settings_.rank);
+        const TensorRef weight = parameter_state_.owned_weight(i);
         const TensorRef part{to + mine.first, weight.rows, weight.cols, format, scale};
         if (codes) quantize_slices(weight, part);
         else copy_async(part.data, weight.data, mine.count, comm_stream_);
@@ -230,10 +234,11 @@ private:
 }  // namespace
 
 std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,
-                                        Parameters& parameters, const AmaxTable& amax_table,
+                                        ParameterState& parameter_state, const AmaxTable& amax_table,
                                         std::shared_ptr<Transport> transport) {
-    if (context.setup.ranks == 1) return std::make_unique<Unsharded>(parameters);
-    return std::make_unique<Zero3Sharding>(context, memory, parameters, amax_table, std::move(transport));
+    if (context.settings.ranks == 1) return std::make_unique<Unsharded>(parameter_state);
+    return std::make_unique<Zero3Sharding>(context, memory, parameter_state, amax_table,
+                                           std::move(transport));
 }
 
 }  // namespace coat::gpu

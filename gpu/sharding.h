@@ -7,15 +7,15 @@
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
 //               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once.
-//   weights     while one module computes, the matrices of the module that comes next are gathered, in
-//               another buffer.
+//   weights     while one gather unit computes, the matrices of the gather unit that comes next are gathered,
+//               in another buffer.
 //
 // So R ranks with a micro-batch each get the same bits as one GPU with R micro-batches, if two things hold:
 // sums are in FP32, and a micro-batch adds to each gradient once. (It adds more often to a tied embedding,
 // and to the head if there are many tokens.)
 //
-// gpu/operators.h says what a bucket is, and gpu/memory_layout.h what a module is. How bytes travel has a
-// file of its own, gpu/transport.h.
+// gpu/operators.h says what a bucket is, and gpu/memory_layout.h what a gather unit is. How bytes travel has
+// a file of its own, gpu/transport.h.
 #pragma once
 #include "parameter_state.h"
 #include "transport.h"
@@ -30,18 +30,18 @@ enum class Direction : uint8_t { Forward, Backward };
 
 class Sharding {
 public:
-    explicit Sharding(Parameters& parameters) : parameters_(parameters) {}
+    explicit Sharding(ParameterState& parameter_state) : parameter_state_(parameter_state) {}
     virtual ~Sharding() = default;
 
-    static constexpr int64_t EMBEDDING_MODULE = 0;
-    static int64_t module_of(int64_t linear_layer) { return linear_layer + 1; }
-    int64_t head_module() const { return module_of(parameters_.linear_layer_count()); }
+    static constexpr int64_t EMBEDDING_GATHER_UNIT = 0;
+    static int64_t gather_unit_of(int64_t linear_layer) { return linear_layer + 1; }
+    int64_t head_gather_unit() const { return gather_unit_of(parameter_state_.linear_layer_count()); }
 
     // --- Weights
-    // To be called before the launch of what reads the weights of a module. Makes the computation's stream
-    // wait until these weights are gathered, and begins to gather those of the next module: in forward the
-    // module after this one, in backward the module before it.
-    virtual void gather_weights(int64_t module, Direction direction) = 0;
+    // To be called before the launch of what reads the weights of a gather unit. Makes the computation's
+    // stream wait until these weights are gathered, and begins to gather those of the next gather unit: in
+    // forward the gather unit after this one, in backward the gather unit before it.
+    virtual void gather_weights(int64_t gather_unit, Direction direction) = 0;
     // The whole weight that is parameter i, (rows, cols). With several ranks a matrix must have been
     // gathered, and is FP8 codes if it has travelled as codes.
     virtual TensorRef weight(size_t i) const = 0;
@@ -75,20 +75,20 @@ public:
     virtual QuantStats sum_weight_quant_stats(const QuantStats& mine) const = 0;
 
 protected:
-    Parameters& parameters_;
+    ParameterState& parameter_state_;
 };
 
-// A run on one GPU, in which nothing travels: weights and gradients are those of Parameters.
+// A run on one GPU, in which nothing travels: weights and gradients are those of ParameterState.
 class Unsharded : public Sharding {
 public:
     using Sharding::Sharding;
 
     void gather_weights(int64_t, Direction) override {}
-    TensorRef weight(size_t i) const override { return parameters_.whole_weight(i); }
+    TensorRef weight(size_t i) const override { return parameter_state_.whole_weight(i); }
     void forget_gathered_weights() override {}
     void combine_amaxes_of_ranks() override {}
 
-    TensorRef gradient_to_write(size_t i) const override { return parameters_.whole_gradient(i); }
+    TensorRef gradient_to_write(size_t i) const override { return parameter_state_.whole_gradient(i); }
     void wait_for_gradient_buffer(int64_t) override {}
     void reduce_gradients(int64_t, bool) override {}
     bool sends_gradients() const override { return false; }
@@ -100,7 +100,7 @@ public:
 
 // The sharding of a run. transport: null with one rank, and in a dry run, in which nothing travels.
 std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,
-                                        Parameters& parameters, const AmaxTable& amax_table,
+                                        ParameterState& parameter_state, const AmaxTable& amax_table,
                                         std::shared_ptr<Transport> transport);
 
 }  // namespace coat::gpu

@@ -30,19 +30,19 @@ void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStr
 }
 
 // A thread has the amaxes that all ranks have found for one weight.
-static __global__ void combine_amaxes_kernel(AmaxAndScale* mine, const AmaxAndScale* entries_of_ranks,
+static __global__ void combine_amaxes_kernel(TensorScale* mine, const TensorScale* entries_of_ranks,
                                              int64_t n, int64_t ranks, float fmax) {
     const int64_t i = thread_of_grid();
     if (i >= n) return;
     uint32_t largest_bits = 0;
     for (int64_t r = 0; r < ranks; r++)
         largest_bits = max(largest_bits, magnitude_bits(entries_of_ranks[r * n + i].amax));
-    AmaxAndScale& combined = mine[i];
+    TensorScale& combined = mine[i];
     combined.amax = __uint_as_float(largest_bits);
     combined.scale = combined.delayed_scale > 0 ? combined.delayed_scale : scale_of(fmax, combined.amax);
 }
 
-void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* entries_of_ranks, int64_t n, int64_t ranks,
+void combine_amaxes(TensorScale* mine, const TensorScale* entries_of_ranks, int64_t n, int64_t ranks,
                     Format fp8, cudaStream_t stream) {
     launch("combine_amaxes", combine_amaxes_kernel, block_count(n, 128), 128, /*shared_bytes=*/0, stream,
            mine, entries_of_ranks, n, ranks, info(fp8).fmax);

@@ -19,7 +19,7 @@ void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStr
 
 // entries_of_ranks (ranks, n) has the entries of all ranks, this one's among them. mine (n): an amax becomes
 // the largest of all ranks, and its scale is amax / FMAX, or the delayed scale.
-void combine_amaxes(AmaxAndScale* mine, const AmaxAndScale* entries_of_ranks, int64_t n, int64_t ranks,
+void combine_amaxes(TensorScale* mine, const TensorScale* entries_of_ranks, int64_t n, int64_t ranks,
                     Format fp8, cudaStream_t stream);
 
 // FP8 codes (rows, cols) -> transposed (cols, rows), byte by byte.

@@ -25,7 +25,7 @@ struct Address {
 // An allocation at every rank, mapped into this process.
 class MappedMemory {
 public:
-    MappedMemory(const Setup& s, uint8_t* mine)
+    MappedMemory(const RunSettings& s, uint8_t* mine)
         : rank_(s.rank), processes_(*s.communicator), mine_(mine), others_(size_t(s.ranks)) {}
     // Memory must not be freed while another process has it open (the manual of cudaIpcOpenMemHandle): all
     // ranks have closed it before one goes on. After an error no rank goes on.
@@ -82,21 +82,22 @@ private:
 // Streams set flags and wait for them by themselves (the driver's stream memory operations).
 class CopyEngines : public Transport {
 public:
-    explicit CopyEngines(const Setup& s) : setup_(s) {}
+    explicit CopyEngines(const RunSettings& s) : settings_(s) {}
     ~CopyEngines() override {
         if (!memory_ || std::uncaught_exceptions()) return;
         // Copies may be in flight that wait for another rank.
-        setup_.communicator->wait_until([&] { return cudaStreamQuery(comm_stream_) != cudaErrorNotReady; });
+        settings_.communicator->wait_until(
+            [&] { return cudaStreamQuery(comm_stream_) != cudaErrorNotReady; });
         cudaDeviceSynchronize();
     }
 
     void attach(uint8_t* begin, uint32_t* flags, cudaStream_t stream) override {
         comm_stream_ = stream;
         ready_ = flags;
-        arrived_ = flags + setup_.ranks;
-        check(cudaMemset(flags, 0, size_t(2 * setup_.ranks) * sizeof(uint32_t)), "Clearing memory failed");
+        arrived_ = flags + settings_.ranks;
+        check(cudaMemset(flags, 0, size_t(2 * settings_.ranks) * sizeof(uint32_t)), "Clearing memory failed");
         check(cudaDeviceSynchronize(), "Clearing memory failed");
-        memory_ = std::make_unique<MappedMemory>(setup_, begin);
+        memory_ = std::make_unique<MappedMemory>(settings_, begin);
         if (!memory_->map())
             throw Error("The GPUs do not reach each other's memory any more; set COAT_NCCL=libnccl.so.2.");
     }
@@ -106,7 +107,7 @@ public:
     // the others send has arrived.
     void send(const std::vector<Transfer>& transfers) override {
         exchange_number_++;
-        const int64_t me = setup_.rank, count = setup_.ranks;
+        const int64_t me = settings_.rank, count = settings_.ranks;
         auto other = [&](int64_t i) { return (me + i) % count; };  // each rank begins with another one
         for (int64_t i = 1; i < count; i++) set_flag(memory_->address_at(other(i), ready_ + me));
         for (int64_t i = 1; i < count; i++) {
@@ -121,7 +122,7 @@ public:
     }
 
 private:
-    const Setup setup_;
+    const RunSettings settings_;
     cudaStream_t comm_stream_ = nullptr;
     uint32_t *ready_ = nullptr, *arrived_ = nullptr;  // flags, by the rank that sets them
     std::unique_ptr<MappedMemory> memory_;
@@ -152,8 +153,8 @@ private:
 // GPUs send through NCCL. It is loaded at run time, so that a program that does not use it does not need it.
 class Nccl : public Transport {
 public:
-    Nccl(const Setup& s, const std::string& library)
-        : setup_(s), library_(library), send_(function<SendOrReceive<const void*>>("ncclSend")),
+    Nccl(const RunSettings& s, const std::string& library)
+        : settings_(s), library_(library), send_(function<SendOrReceive<const void*>>("ncclSend")),
           receive_(function<SendOrReceive<void*>>("ncclRecv")) {
         // NCCL's multicast adds in an order of its own, and some machines forbid it. Nothing here needs it.
         setenv("NCCL_NVLS_ENABLE", "0", 0);
@@ -174,19 +175,19 @@ public:
     void allocate_buffers() {
         const Stream stream(false);
         UniqueHandle<void*, cudaFree> bytes;
-        check(cudaMalloc(&bytes.handle, size_t(setup_.ranks)), "Allocating memory failed");
+        check(cudaMalloc(&bytes.handle, size_t(settings_.ranks)), "Allocating memory failed");
         uint8_t* const mine = static_cast<uint8_t*>(bytes.handle);
         std::vector<Transfer> transfers;
-        for (int64_t other = 0; other < setup_.ranks; other++)
-            if (other != setup_.rank)
+        for (int64_t other = 0; other < settings_.ranks; other++)
+            if (other != settings_.rank)
                 transfers.push_back({.with = other,
-                                     .send = mine + setup_.rank,
+                                     .send = mine + settings_.rank,
                                      .there = nullptr,
                                      .send_bytes = 1,
                                      .receive = mine + other,
                                      .receive_bytes = 1});
         send_on(stream, transfers);
-        setup_.communicator->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
+        settings_.communicator->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
         check(cudaStreamSynchronize(stream), "NCCL cannot send");
     }
 
@@ -199,7 +200,7 @@ private:
     template <class Data>
     using SendOrReceive = int(Data, size_t, int type, int peer, void* communicator, cudaStream_t);
     static constexpr int SUCCESS = 0, IN_PROGRESS = 7, BYTE = 1;  // ncclSuccess, ncclInProgress, ncclUint8
-    const Setup setup_;
+    const RunSettings settings_;
     const std::string library_;
     void* communicator_ = nullptr;
     cudaStream_t comm_stream_ = nullptr;
@@ -236,7 +237,7 @@ private:
 }  // namespace
 
 // Whether the copy engines can be used. A small allocation is mapped to find out.
-static bool reach_each_other(const Setup& s) {
+static bool reach_each_other(const RunSettings& s) {
     UniqueHandle<void*, cudaFree> memory;
     check(cudaMalloc(&memory.handle, GPU_ALIGNMENT), "Allocating memory failed");
     MappedMemory mapped(s, static_cast<uint8_t*>(memory.handle));
@@ -249,7 +250,7 @@ static int64_t free_memory() {
     return int64_t(free);
 }
 
-std::shared_ptr<Transport> connect_gpus(const Setup& s) {
+std::shared_ptr<Transport> connect_gpus(const RunSettings& s) {
     if (s.ranks == 1) return nullptr;
     const char* const set = std::getenv("COAT_NCCL");
     const std::string library = set ? set : "";

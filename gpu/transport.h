@@ -39,6 +39,6 @@ public:
 // memory: that takes no multiprocessor from the computation. Otherwise, or if the environment variable
 // COAT_NCCL of any rank names NCCL's library (libnccl.so.2, or a path), NCCL moves them. It allocates its own
 // memory in this call. The result is null with one rank.
-std::shared_ptr<Transport> connect_gpus(const Setup& s);
+std::shared_ptr<Transport> connect_gpus(const RunSettings& s);
 
 }  // namespace coat::gpu

@@ -79,7 +79,8 @@ void note_checkpoint(Run& run, const std::string& checkpoint) {
 // full. Then rank 0 says why.
 static bool save_in(Run& run, const std::string& folder) {
     try {
-        note_checkpoint(run, save_checkpoint(folder, *run.model, run.state, run.other_files, run.flags.keep));
+        const SavedRun saved{.state = run.state, .saved_flags = run.saved_flags};
+        note_checkpoint(run, save_checkpoint(folder, *run.model, saved, run.other_files, run.flags.keep));
     } catch (const Error& error) {
         if (run.is_rank_0()) print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));
         return false;

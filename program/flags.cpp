@@ -249,15 +249,15 @@ std::string Flags::take_checkpoint(const ordered_json& saved) {
     return changes;
 }
 
-ordered_json Flags::all_settings() const {
+ordered_json Flags::all_as_json() const {
     ordered_json values;
     for (const Flag& flag : FLAGS)
         if (!flag.is_switch()) values[flag.name] = value(*this, flag);
     return values;
 }
 
-ordered_json Flags::saved_settings() const {
-    ordered_json values = all_settings();
+ordered_json Flags::saved_as_json() const {
+    ordered_json values = all_as_json();
     for (const Flag& flag : FLAGS)
         if (flag.on_resume == NOT_SAVED) values.erase(flag.name);
     return values;

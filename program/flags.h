@@ -81,8 +81,8 @@ struct Flags {
 
     // The values by the names of the flags: of all flags but switches, and of the flags that a checkpoint
     // keeps.
-    ordered_json all_settings() const;
-    ordered_json saved_settings() const;
+    ordered_json all_as_json() const;
+    ordered_json saved_as_json() const;
 
 private:
     std::set<std::string> given_;  // the names of the flags on the command line

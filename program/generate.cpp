@@ -21,10 +21,10 @@ static int32_t draw(const std::vector<float>& logits, double temperature, std::m
 
 void generate_tokens(Model& model, ProcessGroup& processes, const SamplingOptions& drawing,
                      std::vector<int32_t>& tokens, const std::function<void()>& on_token) {
-    std::vector<float> logits(size_t(model.setup().config.V));
+    std::vector<float> logits(size_t(model.settings().config.V));
     std::mt19937_64 random(drawing.seed);
     for (int64_t i = 0; i < drawing.most; i++) {
-        const int64_t count = std::min(int64_t(tokens.size()), model.setup().T);
+        const int64_t count = std::min(int64_t(tokens.size()), model.settings().T);
         model.next_logits(&*tokens.end() - count, count, logits.data());
         const int32_t mine = draw(logits, drawing.temperature, random);
         tokens.push_back(processes.all_gather(mine).front());  // ranks must end together
@@ -33,14 +33,14 @@ void generate_tokens(Model& model, ProcessGroup& processes, const SamplingOption
     }
 }
 
-std::vector<int32_t> sample_prompt(const TokenStream& held_out, int64_t T) {
+std::vector<int32_t> sample_prompt(const TokenStream& validation, int64_t T) {
     constexpr int64_t OF_TEXT = 16;         // tokens
     constexpr int64_t MOST_WINDOWS = 1000;  // that are looked at
     const auto size = size_t(T);
     std::vector<int32_t> tokens(size), targets(size);
     std::vector<int32_t> longer;  // the first question that leaves less than half of the window
-    for (int64_t window = 0; window < MOST_WINDOWS && (window + 1) * T <= held_out.size(); window++) {
-        held_out.read(window * T, T, tokens.data(), targets.data());
+    for (int64_t window = 0; window < MOST_WINDOWS && (window + 1) * T <= validation.size(); window++) {
+        validation.read(window * T, T, tokens.data(), targets.data());
         const auto is_counted = [](int32_t target) { return target != NO_TARGET; };
         const int64_t first = std::find_if(targets.begin(), targets.end(), is_counted) - targets.begin();
         if (first == 0) return {tokens.begin(), tokens.begin() + (T > OF_TEXT ? OF_TEXT : 0)};
@@ -124,12 +124,12 @@ static size_t incomplete_end(const std::string& text) {
     return 0;
 }
 
-// The setup of a model that only generates: one sequence of T tokens. Such a model, too, has the moments and
-// gradients of training; here they are the smallest possible.
-static Setup setup_to_generate(const ModelConfig& config, const Recipe& recipe, int64_t T,
-                               ProcessGroup& processes) {
+// The settings of a model that only generates: one sequence of T tokens. Such a model, too, has the moments
+// and gradients of training; here they are the smallest possible.
+static RunSettings settings_to_generate(const ModelConfig& config, const Recipe& recipe, int64_t T,
+                                        ProcessGroup& processes) {
     const bool several = processes.count() > 1;
-    const Setup setup{
+    const RunSettings settings{
         .config = config,
         .recipe = recipe,
         .optimizer = find_row(optimizers(), "coat", "--optimizer"),
@@ -141,15 +141,15 @@ static Setup setup_to_generate(const ModelConfig& config, const Recipe& recipe, 
         .ranks = processes.count(),
         .communicator = several ? &processes : nullptr,
     };
-    require_supported(setup);
-    return setup;
+    require_supported(settings);
+    return settings;
 }
 
 // The most tokens that the model sees: --seq, or as many as in the run that saved it.
 static int64_t longest_seen(const Flags& flags, const std::string& folder) {
     if (flags.given("seq")) return flags.seq;
     const bool is_checkpoint = find_checkpoint(folder) == folder;
-    return is_checkpoint ? read_loop_state(folder).settings.at("seq").get<int64_t>() : INT32_MAX;
+    return is_checkpoint ? read_saved_run(folder).saved_flags.at("seq").get<int64_t>() : INT32_MAX;
 }
 
 // Prints the prompt, and what the model continues it with: each token as soon as it is drawn, but a character
@@ -194,11 +194,12 @@ void answer_prompt(const Flags& flags, ProcessGroup& processes) {
     const auto prompt = int64_t(tokens.size());
     const int64_t limit = std::min(longest_seen(flags, folder), config.longest_sequence());
     const int64_t T = std::min(limit, prompt + flags.new_tokens);
-    const Setup setup = setup_to_generate(config, recipe, T, processes);
+    const RunSettings settings = settings_to_generate(config, recipe, T, processes);
     if (prompt > limit)
         print_error(concat("The model sees the last ", limit, " of the prompt's ", prompt, " tokens."));
     require_weights(folder, config);
-    const std::unique_ptr<Model> model = flags.on_gpu() ? make_gpu_model(setup) : make_reference_model(setup);
+    const std::unique_ptr<Model> model =
+        flags.on_gpu() ? make_gpu_model(settings) : make_reference_model(settings);
     load_weights(folder, *model);
 
     print_continuation(*model, vocabulary, flags, processes, tokens);

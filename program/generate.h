@@ -25,11 +25,11 @@ void generate_tokens(
     Model& model, ProcessGroup& processes, const SamplingOptions& drawing, std::vector<int32_t>& tokens,
     const std::function<void()>& on_token = [] {});
 
-// The tokens that a sample continues, from held-out data in windows of T tokens:
+// The tokens that a sample continues, from validation data in windows of T tokens:
 //   of text            the first tokens
 //   of conversations   the tokens before the first token that counts in the loss: a question without its
 //                      answer. There are none if no window has room for an answer
-std::vector<int32_t> sample_prompt(const TokenStream& held_out, int64_t T);
+std::vector<int32_t> sample_prompt(const TokenStream& validation, int64_t T);
 
 // The command that continues a text with this checkpoint of a run; empty if there is none.
 std::string command_to_try(const std::string& checkpoint, const ModelConfig& config);

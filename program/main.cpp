@@ -32,14 +32,14 @@ static Run prepare_run(Flags flags, const RunLocation& location, const Resumed& 
     require_own_folder(flags, resumed);
     const Corpus corpus = load_data_on_all_ranks(location, flags, resumed);
     flags.seq = choose_sequence_length(flags, chosen.config, corpus);
-    const Setup setup = make_setup(location, flags, chosen, corpus);
-    flags.lr = choose_learning_rate(flags, chosen, setup);
+    const RunSettings settings = make_settings(location, flags, chosen, corpus);
+    flags.lr = choose_learning_rate(flags, chosen, settings);
     flags.warmup = choose_warmup(flags);
     // Rank 0 alone writes checkpoints, and a plan writes none.
     FileContents other_files;
-    if (setup.rank == 0 && !flags.plan) other_files = find_other_files(chosen.weights_folder, corpus);
+    if (settings.rank == 0 && !flags.plan) other_files = find_other_files(chosen.weights_folder, corpus);
     return {.flags = flags,
-            .setup = setup,
+            .settings = settings,
             .processes = location.processes,
             .why_no_gpu = location.why_no_gpu,
             .weights_folder = chosen.weights_folder,
@@ -67,20 +67,20 @@ static int run_training(Flags flags, const RunLocation& location, std::unique_pt
     Run run = prepare_run(flags, location, resumed, out_existed);
     if (run.flags.plan) {
         print_start(run);
-        print_plan(setup_of_last_rank(run), run.flags.on_gpu());
+        print_plan(settings_of_last_rank(run), run.flags.on_gpu());
         return 0;
     }
-    run.state.settings = settings_to_save_on_all_ranks(run);
+    run.saved_flags = flags_to_save_on_all_ranks(run);
     require_same_on_all_ranks(run);
     if (run.flags.resumes()) require_data_of_resumed(run);
     make_loaders(run);
     print_start(run);
-    if (!run.weights_folder.empty()) require_weights(run.weights_folder, run.setup.config);
+    if (!run.weights_folder.empty()) require_weights(run.weights_folder, run.settings.config);
     if (!run.flags.log.empty() && run.is_rank_0()) run.log.open(run.flags.log);
 
     model = make_model(run);
     run.model = model.get();
-    log_settings(run);
+    log_flags(run);
     if (run.flags.steps == 0) {
         validate_and_report(run);
         report_quantization(run);

@@ -30,7 +30,7 @@ struct FormatTexts {
 
 }  // namespace
 
-static FormatTexts format_texts(const Setup& s) {
+static FormatTexts format_texts(const RunSettings& s) {
     const Recipe& recipe = s.recipe;
     const LinearFormats linear = linear_formats(s);
     const std::string compute = info(recipe.compute_format).name;
@@ -53,12 +53,12 @@ static FormatTexts format_texts(const Setup& s) {
 }
 
 // A saved tensor with its format: "norm 1 input e4m3 1x16".
-static std::string saved_text(const Setup& s, SavedKind kind) {
+static std::string saved_text(const RunSettings& s, SavedKind kind) {
     const SavedTensor t = saved_per_layer(s.config, s.recipe)[int(kind)];
     return concat(t.name, " ", t.format.text());
 }
 
-static std::vector<Operator> layer_operators(const Setup& s, const FormatTexts& f) {
+static std::vector<Operator> layer_operators(const RunSettings& s, const FormatTexts& f) {
     const Architecture& arch = s.config.arch;
     std::vector<Operator> layer = {
         {.name = "norm 1",
@@ -117,7 +117,7 @@ static std::vector<Operator> head_operators(const FormatTexts& f) {
             {.name = "cross-entropy", .reads = f.compute, .writes = fp32}};
 }
 
-static std::vector<Operator> backward_operators(const Setup& s, const FormatTexts& f) {
+static std::vector<Operator> backward_operators(const RunSettings& s, const FormatTexts& f) {
     const std::string saved_and_dy = f.saved_inputs + ", " + f.compute;
     const std::string attention_reads =
         (s.recipe.saved_attention.fp8() ? f.saved_attention + ", " : "") + f.compute;
@@ -133,7 +133,7 @@ static std::vector<Operator> backward_operators(const Setup& s, const FormatText
 }
 
 // The update of one moment, whose format is f.
-static Operator moment_operator(const Setup& s, const char* name, Format f) {
+static Operator moment_operator(const RunSettings& s, const char* name, Format f) {
     std::string writes = info(f).name;
     if (moments_need_scaling(f)) {
         writes += s.optimizer.uses_expansion(f) ? ", max and k" : ", max";
@@ -142,7 +142,7 @@ static Operator moment_operator(const Setup& s, const char* name, Format f) {
     return {.name = name, .reads = info(f).name, .writes = writes};
 }
 
-static std::vector<Operator> update_operators(const Setup& s, const FormatTexts& f) {
+static std::vector<Operator> update_operators(const RunSettings& s, const FormatTexts& f) {
     return {{.name = "AdamW, weights",
              .reads = f.weights,
              .writes = f.weights + (s.keep_masters ? "" : ", stochastic")},
@@ -150,7 +150,7 @@ static std::vector<Operator> update_operators(const Setup& s, const FormatTexts&
             moment_operator(s, "AdamW, second moment", s.optimizer.v_format)};
 }
 
-std::vector<PrecisionPart> precision_plan(const Setup& s) {
+std::vector<PrecisionPart> precision_plan(const RunSettings& s) {
     const FormatTexts f = format_texts(s);
     const Operator embedding{
         .name = "embedding", .reads = "tokens", .weights = f.compute, .writes = f.residual};
@@ -164,7 +164,7 @@ std::vector<PrecisionPart> precision_plan(const Setup& s) {
 // -----------------------------------------------------------------------------------------------------------
 // Memory
 
-std::vector<MemoryRow> memory_plan(const Setup& s) {
+std::vector<MemoryRow> memory_plan(const RunSettings& s) {
     const ModelConfig& config = s.config;
     const int64_t N = s.B * s.T, count = parameter_count(config);
     const Format compute = s.recipe.compute_format, dw = gradient_format(s);
@@ -208,13 +208,13 @@ int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category) {
     return bytes;
 }
 
-double saved_bytes_per_token_and_layer(const Setup& s) {
+double saved_bytes_per_token_and_layer(const RunSettings& s) {
     int64_t bytes = 0;
     for (const SavedTensor& t : saved_per_layer(s.config, s.recipe)) bytes += t.bytes(s.B * s.T);
     return double(bytes) / (s.B * s.T);
 }
 
-Setup bf16_baseline(Setup s) {
+RunSettings bf16_baseline(RunSettings s) {
     s.recipe = find_row(recipes(), "bf16", "--recipe");
     s.optimizer = find_row(optimizers(), "fp32", "--optimizer");
     s.keep_masters = true;
@@ -225,7 +225,7 @@ Setup bf16_baseline(Setup s) {
 // -----------------------------------------------------------------------------------------------------------
 // One GPU
 
-std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
+std::vector<MemoryRow> gpu_memory_plan(const RunSettings& s) {
     std::vector<MemoryRow> plan = memory_plan(s);
     const int64_t known = total_bytes(plan), gradients = total_bytes(plan, Category::Gradients);
     // The bytes of gradients that lie where saved activations were. `known` counts them twice.
@@ -247,7 +247,7 @@ std::vector<MemoryRow> gpu_memory_plan(const Setup& s) {
 // -----------------------------------------------------------------------------------------------------------
 // Text
 
-std::string recipe_text(const Setup& s) {
+std::string recipe_text(const RunSettings& s) {
     std::string text = concat(s.recipe.name, ": ", s.recipe.about);
     const bool wants_fp8 = find_row(recipes(), s.recipe.name, "--recipe").x.fp8();
     if (wants_fp8 && !s.recipe.x.fp8())
@@ -259,7 +259,7 @@ std::string recipe_text(const Setup& s) {
     return text;
 }
 
-static void print_precision(const Setup& s) {
+static void print_precision(const RunSettings& s) {
     std::printf(
         "Formats: what each operator reads and writes, and what it saves for the backward pass\n"
         "  FP8 values share a scale: \"tensor\" is one scale for all, \"1x16\" one for 16 values of a "
@@ -324,14 +324,16 @@ static void print_memory_rows(const std::vector<MemoryRow>& plan, const std::vec
                         double(total_bytes(baseline, Category(i))) / 1e9);
 }
 
-void print_plan(const Setup& s, bool on_gpu) {
+void print_plan(const RunSettings& s, bool on_gpu) {
     print_precision(s);
-    const Setup other = bf16_baseline(s);
+    const RunSettings other = bf16_baseline(s);
     const std::vector<MemoryRow> gpu_plan = gpu_memory_plan(s);
     const std::vector<MemoryRow> plan = on_gpu ? gpu_plan : memory_plan(s);
     const std::vector<MemoryRow> baseline = on_gpu ? gpu_memory_plan(other) : memory_plan(other);
     const int64_t C = s.config.C, count = parameter_count(s.config);
-    const auto title = [](const Setup& t) { return concat(t.recipe.name, ", moments ", t.optimizer.name); };
+    const auto title = [](const RunSettings& t) {
+        return concat(t.recipe.name, ", moments ", t.optimizer.name);
+    };
     std::printf("\nMemory of %s parameters, %s and %s a micro-batch%s; a GB is 10^9 bytes\n\n",
                 with_commas(count).c_str(), with_noun(s.config.L, "layer").c_str(),
                 with_noun(s.B * s.T, "token").c_str(), s.ranks > 1 ? ", on the rank that needs most" : "");

@@ -17,7 +17,7 @@ struct Operator {
 };
 // A part of a step with its title: "backward", "update", ...
 using PrecisionPart = std::pair<std::string, std::vector<Operator>>;
-std::vector<PrecisionPart> precision_plan(const Setup& s);
+std::vector<PrecisionPart> precision_plan(const RunSettings& s);
 
 // The kinds of memory of a run. The workspace is what operators need only while they run (one layer's FP8
 // operands, logits, partial sums). It has rows only in gpu_memory_plan().
@@ -30,13 +30,13 @@ struct MemoryRow {
     const char* per;  // the item: "parameter", "token", ...; "": the memory has no items
     int64_t count;    // how many items there are
 };
-std::vector<MemoryRow> memory_plan(const Setup& s);
+std::vector<MemoryRow> memory_plan(const RunSettings& s);
 
 int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category = Category::All);
-double saved_bytes_per_token_and_layer(const Setup& s);  // without the final norm's input
+double saved_bytes_per_token_and_layer(const RunSettings& s);  // without the final norm's input
 
 // The run that the plan is compared with: recipe bf16, FP32 moments and masters, all gradients kept.
-Setup bf16_baseline(Setup s);
+RunSettings bf16_baseline(RunSettings s);
 
 // -----------------------------------------------------------------------------------------------------------
 // One GPU
@@ -45,20 +45,20 @@ Setup bf16_baseline(Setup s);
 inline constexpr int64_t GPU_CONTEXT = int64_t(533) << 20;
 // memory_plan() with the rows that a GPU adds: the total is all that the run takes on a GPU. The total has
 // the workspace only if built_with_cuda(): a program without CUDA does not know the size of the workspace.
-std::vector<MemoryRow> gpu_memory_plan(const Setup& s);
+std::vector<MemoryRow> gpu_memory_plan(const RunSettings& s);
 
 // -----------------------------------------------------------------------------------------------------------
 // Text
 
 // What the recipe is, and why its linear layers do not run in FP8, if they do not. s.recipe is as
 // recipe_on_gpu() returns it.
-std::string recipe_text(const Setup& s);
+std::string recipe_text(const RunSettings& s);
 
 // "On a GPU: 78.8 GB. Fits: 80 GB (H100), ... Too small: 24 GB (RTX 4090), ...". `complete` says that the
 // bytes are all that the run needs.
 std::string gpu_fit_text(int64_t bytes, bool complete);
 
 // Prints the formats and the memory of a run; with the rows that a GPU adds if the run is to be `on_gpu`.
-void print_plan(const Setup& s, bool on_gpu);
+void print_plan(const RunSettings& s, bool on_gpu);
 
 }  // namespace coat

@@ -1,5 +1,5 @@
 // report.cpp - what a run prints and logs: its start, its steps and its end, and what it measures on held-out
-// text (evaluate.cpp).
+// text (validation.cpp).
 #include <algorithm>
 #include <cmath>
 
@@ -20,15 +20,15 @@ static const char* log_before(const Run& run) {
     return restored ? "; the file of the checkpoint's run is not here, so it begins anew" : "";
 }
 
-Setup setup_of_last_rank(const Run& run) {
-    Setup last = run.setup;
+RunSettings settings_of_last_rank(const Run& run) {
+    RunSettings last = run.settings;
     last.rank = last.ranks - 1;
     return last;
 }
 
 // What the tokens of plain text are, and how a user gets others. A model folder decides that itself.
 static std::string text_of_bytes(const Run& run) {
-    const int64_t V = run.setup.config.V;
+    const int64_t V = run.settings.config.V;
     std::string text = "tokens: the bytes of the text";
     if (V > 256) text += concat(", 256 of the vocabulary's ", V);
     if (!run.weights_folder.empty()) return text + ", since " + run.weights_folder + " has no tokenizer";
@@ -53,10 +53,10 @@ static std::string learning_rate_text(const Run& run) {
     std::snprintf(rate, sizeof rate, "%g", flags.lr);
     std::string text = rate;
     if (!flags.given("lr") && !flags.resumes())
-        text +=
-            run.weights_folder.empty()
-                ? concat(", the default of ", with_commas(parameter_count(run.setup.config)), " new weights")
-                : ", the default of weights from a folder";
+        text += run.weights_folder.empty()
+                    ? concat(", the default of ", with_commas(parameter_count(run.settings.config)),
+                             " new weights")
+                    : ", the default of weights from a folder";
     const int64_t warmup = warmup_steps(flags.warmup, flags.steps);
     text += concat("; ", with_noun(warmup, "step"), " of warm-up");
     if (warmup < flags.warmup)
@@ -66,7 +66,7 @@ static std::string learning_rate_text(const Run& run) {
 }
 
 void print_start(const Run& run) {
-    const Setup s = setup_of_last_rank(run);
+    const RunSettings s = settings_of_last_rank(run);
     const ModelConfig& config = s.config;
     const auto print = [](const auto&... parts) { std::printf("%s\n", printable(concat(parts...)).c_str()); };
     print("model: ", config.name, ", ", with_commas(parameter_count(config)),
@@ -134,7 +134,7 @@ double flops_per_token(const ModelConfig& config, int64_t T) {
 void print_step(Run& run, const StepResult& result, float lr, double seconds, double seconds_left) {
     const int64_t step = run.state.step, steps = run.flags.steps;
     const double rate = run.step_tokens() / seconds;
-    const double tflops = flops_per_token(run.setup.config, run.setup.T) * rate * 1e-12;
+    const double tflops = flops_per_token(run.settings.config, run.settings.T) * rate * 1e-12;
     const char* note = "";
     if (result.skipped)
         note = result.target_count ? " | skipped: not finite or too large" : " | skipped: no token counts";
@@ -171,12 +171,12 @@ void print_end(Run& run, double validation, const StepTimes& times) {
         end["tokens_per_second"] = rate;
     }
     run.write_to_log("end", end);
-    const std::string command = command_to_try(run.last_checkpoint, run.setup.config);
+    const std::string command = command_to_try(run.last_checkpoint, run.settings.config);
     if (!command.empty()) std::printf("To use the model: %s\n", printable(command).c_str());
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// What was measured on held-out text
+// What was measured on validation text
 
 double validate_and_report(Run& run) {
     const Validation validation = measure_validation(run);

@@ -6,7 +6,7 @@
 //   ProcessGroup      processes.h: all ranks of the run. all_gather(x) returns the x of every rank
 //   RunLog            log.h: the file of --log
 //   Corpus, Loader    data/tokens.h: the tokens to train on and those held out; micro-batches of them
-//   LoopState         data/checkpoint.h: the steps that were made, and the settings that a checkpoint keeps
+//   LoopState         data/checkpoint.h: how many steps were made
 //   FileContents      data/model_folder.h: files by their names
 //   ordered_json      data/json.h: a value of JSON
 // fs:: is std::filesystem (data/files.h).
@@ -27,9 +27,9 @@ namespace coat {
 
 // What --resume continues.
 struct Resumed {
-    std::string checkpoint;                          // its folder
-    ordered_json settings = ordered_json::object();  // as this checkpoint has them, unchanged
-    LoopState state;                                 // the steps that were made, without the settings
+    std::string checkpoint;                             // its folder
+    ordered_json saved_flags = ordered_json::object();  // as this checkpoint has them, unchanged
+    LoopState state;                                    // how many steps were made
     // A sentence for each --resume that changed flags of the steps: "after step 4: --lr 1e-4 (before: 3e-3)".
     ordered_json changes = ordered_json::array();
 };
@@ -38,7 +38,7 @@ struct Resumed {
 struct Run {
     // What stays as it is.
     const Flags flags;
-    const Setup setup;
+    const RunSettings settings;
     ProcessGroup& processes;           // all ranks, even if there is only this one
     const std::string why_no_gpu;      // why this process can use no GPU; empty if it can, or need not
     const std::string weights_folder;  // has the weights to start or go on with; empty: random weights
@@ -48,11 +48,12 @@ struct Run {
     const bool out_existed;          // --out existed before this run, and is locked since its start
 
     // What training changes.
-    LoopState state;         // the steps that this run has made, and the settings for its own checkpoints
-    Model* model = nullptr;  // null until it is made, after the start was printed
+    LoopState state;                                    // how many steps this run has made
+    ordered_json saved_flags = ordered_json::object();  // for its own checkpoints
+    Model* model = nullptr;                             // null until it is made, after the start was printed
     // The data in windows of --seq tokens, made before the model: micro-batches to train on, and single
-    // held-out windows, in the same order in every run.
-    std::optional<Loader> training_loader{}, held_out_loader{};
+    // validation windows, in the same order in every run.
+    std::optional<Loader> training_loader{}, validation_loader{};
     RunLog log{};                              // of rank 0
     std::vector<int32_t> tokens{}, targets{};  // micro-batches (B, T)
     // The last complete checkpoint, in --out or where save_last() found room; empty: none. note_checkpoint()
@@ -61,9 +62,9 @@ struct Run {
     // Whether the model is at the end of a step that may be saved and is in no checkpoint yet.
     bool at_savable_step = false;
 
-    int64_t micro_batch_tokens() const { return setup.B * setup.T; }
-    int64_t step_tokens() const { return micro_batches_of_step(setup) * micro_batch_tokens(); }
-    bool is_rank_0() const { return setup.rank == 0; }
+    int64_t micro_batch_tokens() const { return settings.B * settings.T; }
+    int64_t step_tokens() const { return micro_batches_of_step(settings) * micro_batch_tokens(); }
+    bool is_rank_0() const { return settings.rank == 0; }
 
     void write_to_log(const char* kind, const ordered_json& fields) {
         log.write_line(kind, state.step, fields);
@@ -76,9 +77,9 @@ struct Run {
 // Prints what is good to know before the first step: the model and its formats, the data, and the memory that
 // the run takes.
 void print_start(const Run& run);
-// The setup of the last rank. By the formula of owned() in ranks.h this rank owns most of each matrix: of a
-// matrix that is a single shard unit, it owns all. So its memory is what is printed.
-Setup setup_of_last_rank(const Run& run);
+// The settings of the last rank. By the formula of owned() in ranks.h this rank owns most of each matrix: of
+// a matrix that is a single shard unit, it owns all. So its memory is what is printed.
+RunSettings settings_of_last_rank(const Run& run);
 
 // Prints and logs a step, which took `seconds`. The rest of the run will take `seconds_left`, with
 // validations, samples and saves. Tokens and floating-point operations a second are those of all ranks.
@@ -99,13 +100,14 @@ struct StepTimes {
 // Prints and logs the end of a run: the last validation loss, and how fast the steps were.
 void print_end(Run& run, double validation, const StepTimes& times);
 
-// The following measure something on held-out text (evaluate.cpp) and print it. The first two also log it.
+// The following measure something on validation text (validation.cpp) and print it. The first two also log
+// it.
 double validate_and_report(Run& run);  // the validation loss, which is returned
-void report_sample(Run& run);          // a beginning of held-out text, and how the model continues it
+void report_sample(Run& run);          // a beginning of validation text, and how the model continues it
 void report_quantization(Run& run);    // how well FP8 represents each kind of tensor
 
 // -----------------------------------------------------------------------------------------------------------
-// evaluate.cpp: what is measured on held-out text. Every rank calls these functions at the same time.
+// validation.cpp: what is measured on validation text. Every rank calls these functions at the same time.
 
 struct Validation {
     double loss;      // in nats: the mean over the targets that count, of the evaluated windows
@@ -115,7 +117,7 @@ Validation measure_validation(Run& run);  // Error if no target counts, or if th
 
 struct Sample {
     std::vector<int32_t> tokens;  // empty if no window of the text has room for a continuation
-    int64_t prompt;               // the first `prompt` tokens are held-out text; the model has made the rest
+    int64_t prompt;  // the first `prompt` tokens are validation text; the model has made the rest
 };
 Sample draw_sample(const Run& run);
 

@@ -46,7 +46,7 @@ std::unique_ptr<ProcessGroup> start_ranks(const Launch& launch, const Flags& fla
 
 // A plan for a GPU needs none.
 std::string choose_device(const ProcessGroup& processes, Flags& flags) {
-    const std::string why = flags.device == "cpu" ? "" : why_no_gpu(processes.local_rank());
+    const std::string why = flags.device == "cpu" ? "" : select_gpu(processes.local_rank());
     if (flags.device == "gpu" && !why.empty() && !flags.plan)
         throw Error("--device gpu cannot be used: ", why, ".");
     if (flags.device == "auto") flags.device = why.empty() ? "gpu" : "cpu";
@@ -106,10 +106,10 @@ static std::vector<std::string> data_lines(const Corpus& corpus) {
     return lines;
 }
 
-// The files that these settings of a checkpoint list.
-static std::vector<DataFile> data_files(const ordered_json& settings) {
+// The files of data that the saved flags of a run list.
+static std::vector<DataFile> data_files(const ordered_json& saved_flags) {
     std::vector<DataFile> files;
-    for (const ordered_json& line : settings.value("data_files", ordered_json::array()))
+    for (const ordered_json& line : saved_flags.value("data_files", ordered_json::array()))
         files.push_back(DataFile::from_line(line));
     return files;
 }
@@ -125,10 +125,10 @@ static CorpusOptions corpus_options_on_all_ranks(const RunLocation& location, co
     for (const std::string& path : written)
         for (const std::string& theirs : location.processes.all_gather(path))
             options.written.push_back(theirs);
-    const ordered_json& before = resumed.settings;
+    const ordered_json& before = resumed.saved_flags;
     if (flags.resumes() && flags.data == before.at("data").get<std::string>() &&
         flags.val == before.value("val", ""))
-        options.known = data_files(resumed.settings);
+        options.known = data_files(resumed.saved_flags);
     return options;
 }
 
@@ -181,12 +181,12 @@ static ModelConfig with_vocabulary(ModelConfig config, const Corpus& data) {
     return config;
 }
 
-Setup make_setup(const RunLocation& location, const Flags& flags, const ModelAndFormats& chosen,
-                 const Corpus& data) {
+RunSettings make_settings(const RunLocation& location, const Flags& flags, const ModelAndFormats& chosen,
+                          const Corpus& data) {
     const std::string& folder = chosen.weights_folder;
     if (data.tokens_are_bytes && !folder.empty()) require_no_tokenizer(folder, flags.data);
     if (!data.tokens_are_bytes && !folder.empty() && !flags.resumes()) require_tokenizer_of(folder, data);
-    const Setup setup{
+    const RunSettings settings{
         .config = with_vocabulary(chosen.config, data),
         .recipe = chosen.recipe,
         .optimizer = chosen.optimizer,
@@ -200,14 +200,14 @@ Setup make_setup(const RunLocation& location, const Flags& flags, const ModelAnd
         .ranks = location.ranks,
         .communicator = location.processes.count() > 1 ? &location.processes : nullptr,
     };
-    require_supported(setup);
-    return setup;
+    require_supported(settings);
+    return settings;
 }
 
-double choose_learning_rate(const Flags& flags, const ModelAndFormats& chosen, const Setup& setup) {
+double choose_learning_rate(const Flags& flags, const ModelAndFormats& chosen, const RunSettings& settings) {
     if (flags.given("lr") || flags.resumes()) return flags.lr;
     if (!chosen.weights_folder.empty()) return FINE_TUNING_RATE;
-    return default_learning_rate(parameter_count(setup.config));
+    return default_learning_rate(parameter_count(settings.config));
 }
 
 int64_t choose_warmup(const Flags& flags) {
@@ -216,25 +216,25 @@ int64_t choose_warmup(const Flags& flags) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The settings
+// The flags that checkpoints keep, and what belongs to them
 
-ordered_json settings_to_save_on_all_ranks(const Run& run) {
+ordered_json flags_to_save_on_all_ranks(const Run& run) {
     const auto found = [](const TokenStream& tokens, const TokenStream::Facts& facts) {
         return concat(tokens.size(), " tokens, hash ", facts.hash);
     };
-    ordered_json settings = run.flags.saved_settings();
-    settings["data_found"] = {{"train", found(run.corpus.train, run.corpus.train_facts)},
-                              {"held out", found(run.corpus.validation, run.corpus.validation_facts)}};
-    settings["data_files"] = data_lines(run.corpus);
-    settings["accumulate"] = micro_batches_of_step(run.setup);  // a checkpoint knows nothing of ranks
-    settings["changes"] = run.resumed.changes;
+    ordered_json saved_flags = run.flags.saved_as_json();
+    saved_flags["data_found"] = {{"train", found(run.corpus.train, run.corpus.train_facts)},
+                                 {"held out", found(run.corpus.validation, run.corpus.validation_facts)}};
+    saved_flags["data_files"] = data_lines(run.corpus);
+    saved_flags["accumulate"] = micro_batches_of_step(run.settings);  // a checkpoint knows nothing of ranks
+    saved_flags["changes"] = run.resumed.changes;
     const std::string now_on_rank_0 = run.processes.all_gather(utc_now()).front();
-    settings["run_started"] = run.resumed.settings.value("run_started", now_on_rank_0);
-    return settings;
+    saved_flags["run_started"] = run.resumed.saved_flags.value("run_started", now_on_rank_0);
+    return saved_flags;
 }
 
-// What differs between the data of two runs, or of two ranks, by their settings; empty if the tokens are the
-// same. The hashes show whether they are, and the lists of files show in which file they are not.
+// What differs between the data of two runs, or of two ranks, by their saved flags; empty if the tokens are
+// the same. The hashes show whether they are, and the lists of files show in which file they are not.
 static std::string difference_of_data(const ordered_json& there, const ordered_json& here) {
     const nlohmann::json found_there = there.at("data_found"), found_here = here.at("data_found");
     if (found_there == found_here) return "";
@@ -256,7 +256,7 @@ static ordered_json hashes_of_weights_on_all_ranks(const Run& run) {
 
 // Every rank compares all others with rank 0.
 void require_same_on_all_ranks(const Run& run) {
-    ordered_json mine = run.state.settings;
+    ordered_json mine = run.saved_flags;
     mine["accumulate"] = run.flags.accumulate;
     mine["resume"] = run.weights_folder;
     mine["device"] = run.flags.device;
@@ -282,8 +282,8 @@ void require_same_on_all_ranks(const Run& run) {
 
 // With other data the saved state, which has the place in the data, would mean something else.
 void require_data_of_resumed(const Run& run) {
-    const std::string text = difference_of_data(run.resumed.settings, run.state.settings);
-    const bool has_val = !run.flags.val.empty() || !run.resumed.settings.value("val", "").empty();
+    const std::string text = difference_of_data(run.resumed.saved_flags, run.saved_flags);
+    const bool has_val = !run.flags.val.empty() || !run.resumed.saved_flags.value("val", "").empty();
     if (!text.empty())
         throw Error(has_val ? "--data or --val" : "--data", " is not that of the checkpoint's run: ", text,
                     "; restore it.");
@@ -303,9 +303,9 @@ FileContents find_other_files(const std::string& weights_folder, const Corpus& c
 }
 
 void make_loaders(Run& run) {
-    const Setup& s = run.setup;
-    run.held_out_loader.emplace(run.corpus.validation, 1, s.T, 0,
-                                "held out (" + run.corpus.held_out_rule + ")");
+    const RunSettings& s = run.settings;
+    run.validation_loader.emplace(run.corpus.validation, 1, s.T, 0,
+                                  "held out (" + run.corpus.held_out_rule + ")");
     const char* const purpose =
         run.flags.val.empty() ? "to train on" : "to train on (without those of --val)";
     if (run.flags.steps > 0) run.training_loader.emplace(run.corpus.train, s.B, s.T, s.seed, purpose);
@@ -313,18 +313,18 @@ void make_loaders(Run& run) {
 
 std::unique_ptr<Model> make_model(const Run& run) {
     std::unique_ptr<Model> model =
-        run.flags.on_gpu() ? make_gpu_model(run.setup) : make_reference_model(run.setup);
+        run.flags.on_gpu() ? make_gpu_model(run.settings) : make_reference_model(run.settings);
     if (run.flags.resumes()) load_checkpoint(run.weights_folder, *model);
     else if (!run.weights_folder.empty()) load_weights(run.weights_folder, *model);
     return model;
 }
 
-void log_settings(Run& run) {
-    ordered_json settings = {{"date", utc_now()}, {"run_started", run.state.settings["run_started"]}};
-    settings.update(run.flags.all_settings());
-    settings["parameters"] = parameter_count(run.setup.config);
-    settings["ranks"] = run.setup.ranks;
-    run.write_to_log("settings", settings);
+void log_flags(Run& run) {
+    ordered_json fields = {{"date", utc_now()}, {"run_started", run.saved_flags["run_started"]}};
+    fields.update(run.flags.all_as_json());
+    fields["parameters"] = parameter_count(run.settings.config);
+    fields["ranks"] = run.settings.ranks;
+    run.write_to_log("settings", fields);
 }
 
 }  // namespace coat

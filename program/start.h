@@ -63,7 +63,7 @@ struct ModelAndFormats {
     // The folder that the run starts from: the checkpoint that it continues, or --model, or the newest
     // checkpoint in it; empty if --model names a row of the table.
     std::string weights_folder;
-    ModelConfig config;  // with the vocabulary size 0 in some rows of the table: make_setup() sets it
+    ModelConfig config;  // with the vocabulary size 0 in some rows of the table: make_settings() sets it
     Recipe recipe;       // as this GPU runs it, for the print-outs. make_gpu_model() asks the GPU once more
     OptimizerFormats optimizer;
 };
@@ -75,24 +75,24 @@ Corpus load_data_on_all_ranks(const RunLocation& location, const Flags& flags, c
 // model if that is shorter. Error if the data are packed for another --seq.
 int64_t choose_sequence_length(const Flags& flags, const ModelConfig& config, const Corpus& data);
 // Error if the model does not have the tokens of the data, or if the run is not supported.
-Setup make_setup(const RunLocation& location, const Flags& flags, const ModelAndFormats& chosen,
-                 const Corpus& data);
+RunSettings make_settings(const RunLocation& location, const Flags& flags, const ModelAndFormats& chosen,
+                          const Corpus& data);
 // --lr. If it is not given: the --lr of the run that is continued; else the default for new weights, or for
 // weights from a folder.
-double choose_learning_rate(const Flags& flags, const ModelAndFormats& chosen, const Setup& setup);
+double choose_learning_rate(const Flags& flags, const ModelAndFormats& chosen, const RunSettings& settings);
 // --warmup. If it is not given: the --warmup of the run that is continued; else the default for --steps.
 int64_t choose_warmup(const Flags& flags);
 // The tokenizer and other files that checkpoints have besides the model. A model without a tokenizer gets the
 // tokenizer.bin of the token files, so that --prompt can use it.
 FileContents find_other_files(const std::string& weights_folder, const Corpus& corpus);
 // What trainer.json keeps of a run: its flags, what its data are, and how it came about.
-ordered_json settings_to_save_on_all_ranks(const Run& run);
+ordered_json flags_to_save_on_all_ranks(const Run& run);
 void require_same_on_all_ranks(const Run& run);  // Error if ranks differ in a flag, in data or in the model
 void require_data_of_resumed(const Run& run);    // Error if the run that is continued had other data
 void make_loaders(Run& run);                     // Error if the data have fewer tokens than a micro-batch
 // A model with the weights of a checkpoint or of a folder, or with random weights.
 std::unique_ptr<Model> make_model(const Run& run);
 // Every start of ./train begins its lines of the log with its flags.
-void log_settings(Run& run);
+void log_flags(Run& run);
 
 }  // namespace coat

@@ -97,7 +97,7 @@ int train(Run& run) {
 // Reads this rank's micro-batches of the next step. Ranks take micro-batches in turn. So a step has the same
 // micro-batches on one rank with a larger --accumulate as on several ranks.
 static void read_step(Run& run) {
-    const Setup& s = run.setup;
+    const RunSettings& s = run.settings;
     const int64_t n = run.micro_batch_tokens();
     const int64_t first = run.state.step * micro_batches_of_step(s) + s.rank;
     run.tokens.resize(s.micro_batches_per_rank * n);
@@ -191,7 +191,7 @@ static int save_and_end_at_signal(Run& run, int signal) {
 
 // Validates and saves the last step, and prints what the run was. Returns the exit code: not 0 if --out could
 // not be written. validate_and_report() throws if the loss is not finite. So when save_last() is called, the
-// weights that the held-out text uses are finite, and the step is saved even if it was skipped.
+// weights that the validation text uses are finite, and the step is saved even if it was skipped.
 static int finish(Run& run, const Progress& progress) {
     const double validation = validate_and_report(run);
     const int code = save_last(run);

@@ -40,9 +40,9 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
 }
 
 GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its weights to 0") {
-    const Buffer<AmaxAndScale> amax(std::vector<AmaxAndScale>{{1, OLD_AMAX, 0, 0}});
-    const Buffer<gpu::Shard> shard(
-        {gpu::Shard{.rank_offset = 0, .size = 0, .m = {}, .v = {}, .decays = true, .amax_out = amax.get()}});
+    const Buffer<TensorScale> amax(std::vector<TensorScale>{{1, OLD_AMAX, 0, 0}});
+    const Buffer<gpu::Shard> shard({gpu::Shard{
+        .rank_offset = 0, .size = 0, .m = {}, .v = {}, .decays = true, .weight_amax_out = amax.get()}});
     for (bool skip : {true, false}) {
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{
             {.sum_of_squares = 1, .norm = 1, .clip_factor = 1, .skip = skip}});

@@ -34,7 +34,7 @@ static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = 
         gpu::quantize_groups(x, out.ref(), /*write_back=*/false, stats, 0);
         return;
     }
-    if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(x), out.amax_and_scale.get(), 0);
+    if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(x), out.tensor_scale.get(), 0);
     gpu::quantize(gpu::lazy_stored(x), out.operand(), stats, 0);
 }
 
@@ -181,7 +181,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
         operand.transposed = nullptr;
-        if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_and_scale.get(), 0);
+        if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.tensor_scale.get(), 0);
         gpu::quantize(gpu::lazy_stored(in.ref()), operand, nullptr, 0);
         reference::StoredMatrix wanted = reference::quantize(x.data(), padded, cols, q);
         std::fill(wanted.elements.begin() + rows * cols, wanted.elements.end(), 0xFF);
@@ -230,13 +230,13 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
             }
             const Tensor gate_up(x, s, PLAIN_BF16), groups(s, E4M3_1x16);
             const Tensor fused({1, 16}, E4M3_TENSOR), separate({1, 16}, E4M3_TENSOR);  // for their amaxes
-            gpu::quantize_activation_input(gated, gate_up.ref(), groups.ref(), fused.amax_and_scale.get(),
+            gpu::quantize_activation_input(gated, gate_up.ref(), groups.ref(), fused.tensor_scale.get(),
                                            nullptr, 0);
             check_quantized(groups, x);
             const bool write_back = false;
             gpu::quantize_groups(gate_up.ref(), groups.ref(), write_back, nullptr, 0);
             CHECK(same_values(gate_up.values(), x));
-            gpu::compute_amax(gpu::lazy_activation(gated, groups.ref()), separate.amax_and_scale.get(), 0);
+            gpu::compute_amax(gpu::lazy_activation(gated, groups.ref()), separate.tensor_scale.get(), 0);
             CHECK(fused.amax() == separate.amax());
             CHECK(fused.amax() > 0);
         }
@@ -255,7 +255,7 @@ GPU_TEST_CASE(
                 sums(before, Format::FP32);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * s.cols);
             gpu::add_column_sums(gpu::lazy_stored(in.ref()), wanted_sums.ref(), workspace.get(), nullptr, 0);
-            if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_and_scale.get(), 0);
+            if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.tensor_scale.get(), 0);
             const Buffer<QuantStats> stats({BEFORE});
             gpu::write_operand_and_add_column_sums(gpu::lazy_stored(in.ref()), out.operand(), sums.ref(),
                                                    workspace.get(), stats.get(), 0);
@@ -306,7 +306,7 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
         for (Format format : {Format::E4M3, Format::E5M2}) {
             CAPTURE(length);
             std::vector<reference::DelayedScale> wanted(SCALES);
-            std::vector<AmaxAndScale> scales(SCALES);
+            std::vector<TensorScale> scales(SCALES);
             Buffer<float> histories(SCALES * length);
             auto wanted_histories = [&] {
                 Floats all;
@@ -320,7 +320,7 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
                 scales[i].delayed_scale = wanted[i].scale = float(rng.uniform());
             }
             histories.write(wanted_histories());
-            Buffer<AmaxAndScale> device_scales(SCALES);
+            Buffer<TensorScale> device_scales(SCALES);
             Buffer<uint32_t> empty(1);
             for (bool skipped : {false, true, false, false}) {
                 for (int i = 1; i < SCALES; i++) scales[i].amax = wanted[i].amax = random_amax();

@@ -48,7 +48,7 @@ TEST_CASE("sample_prompt: the first 16 tokens of text; of conversations what com
 
 // How the small model continues a text where the most probable token is taken and T tokens are seen.
 static std::string greedy(const std::string& checkpoint, std::string text, int64_t T, int count) {
-    const std::unique_ptr<Model> model = make_reference_model(setup_of("bf16", small_config(), 1, T));
+    const std::unique_ptr<Model> model = make_reference_model(settings_of("bf16", small_config(), 1, T));
     load_weights(checkpoint, *model);
     std::vector<float> logits(256);
     for (int i = 0; i < count; i++) {

@@ -18,7 +18,7 @@ static Floats masters(const Snapshot& state, const std::string& name) {
     return x;
 }
 
-static reference::Moment moment_of(const Setup& s, const Param& p, const Snapshot& state, bool second) {
+static reference::Moment moment_of(const RunSettings& s, const Param& p, const Snapshot& state, bool second) {
     const std::string name = p.name + (second ? ".v" : ".m");
     reference::Moment moment;
     moment.init(s.optimizer, p.moment_format(second ? s.optimizer.v_format : s.optimizer.m_format), p.size());
@@ -38,7 +38,7 @@ struct Update {
     Update(Model& model, const Snapshot& before, const Param& p, const AdamWOptions& a, double grad_norm)
         : master(masters(before, p.name)) {
         for (int v : {0, 1}) {
-            moments[v] = moment_of(model.setup(), p, before, v);
+            moments[v] = moment_of(model.settings(), p, before, v);
             x[v].resize(master.size());
             moments[v].load(x[v].data());
         }
@@ -53,7 +53,7 @@ struct Update {
 PROPERTY("first weights and remainders follow the table of parameters; moments and scales are zero") {
     for (const char* words : {"coat", "te", "bf16 master", "fp32"})
         for (const Architecture& arch : {LLAMA, QWEN2, GPT2}) {
-            Setup s = setup_of(words, tiny_config(arch, false));
+            RunSettings s = settings_of(words, tiny_config(arch, false));
             s.seed = 3;
             INFO(text(s));
             const Snapshot state = snapshot(*make(s));
@@ -82,7 +82,7 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
 PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole norm; rounding; moments") {
     FRESH_RANDOM(rng);
     const bool exact = make == make_reference_model;
-    FOR_EACH_SETUP(s, setups(rng)) {
+    FOR_ALL_SETTINGS(s, all_settings(rng)) {
         if (!s.keep_gradients) continue;
         Training t(make, s);
         t.adamw.clip = rng.below(2) ? 0.3f : 0;
@@ -130,10 +130,10 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
 PROPERTY("the same bits every time with any number of threads and after a resume; seeds differ") {
     FRESH_RANDOM(rng);
     const int threads = omp_get_max_threads();
-    std::vector<Setup> list = setups(rng);
-    list.push_back(setup_of("coat", wide_heads(true), 2, 48));
-    FOR_EACH_SETUP(s, list) {
-        Setup other = s;
+    std::vector<RunSettings> list = all_settings(rng);
+    list.push_back(settings_of("coat", wide_heads(true), 2, 48));
+    FOR_ALL_SETTINGS(s, list) {
+        RunSettings other = s;
         other.seed = 99;
         Training whole(make, s), again(make, s), resumed(make, s.keep_masters ? other : s);
         const Doubles losses = whole.losses(2);
@@ -144,7 +144,7 @@ PROPERTY("the same bits every time with any number of threads and after a resume
         resumed.adamw = whole.adamw;
         resumed.tokens = whole.tokens;
         resumed.targets = whole.targets;
-        CHECK(resumed.evaluate() == resumed.evaluate());
+        CHECK(resumed.validation_loss() == resumed.validation_loss());
         resumed.next_logits(s.T);
         resumed.report();
         CHECK((snapshot(*resumed.model) == state));  // evaluating, sampling and reporting change nothing
@@ -158,17 +158,18 @@ PROPERTY("the same bits every time with any number of threads and after a resume
     }
 }
 
-PROPERTY("evaluate gives the loss of a step; next_logits gives the logits of the loss for any prompt") {
+PROPERTY(
+    "validation_loss gives the loss of a step; next_logits gives the logits of the loss for any prompt") {
     FRESH_RANDOM(rng);
-    std::vector<Setup> list = setups(rng);
+    std::vector<RunSettings> list = all_settings(rng);
     for (const Recipe& recipe : recipes())
-        for (int64_t T : {5, 16}) list.push_back(setup_of(recipe.name, tiny_config(LLAMA, true), 16, T));
-    FOR_EACH_SETUP(s, list) {
+        for (int64_t T : {5, 16}) list.push_back(settings_of(recipe.name, tiny_config(LLAMA, true), 16, T));
+    FOR_ALL_SETTINGS(s, list) {
         if (s.micro_batches_per_rank > 1) continue;
         Training t(make, s);
         t.losses(2);
         t.next();
-        const double loss = t.evaluate();
+        const double loss = t.validation_loss();
         CHECK(t.again().loss == loss);
         // A batch of copies of a prompt. Another target of its last token changes the loss by the difference
         // of two logits. Scales of FP8 operands are those of all tokens, so there the prompt is a whole
@@ -180,7 +181,7 @@ PROPERTY("evaluate gives the loss of a step; next_logits gives the logits of the
         auto loss_of = [&](int32_t target) {
             std::fill(t.targets.begin(), t.targets.end(), NO_TARGET);
             for (int64_t b = 0; b < s.B; b++) t.targets[size_t(b * s.T + n - 1)] = target;
-            return t.evaluate();
+            return t.validation_loss();
         };
         const double zero = loss_of(0), tolerance = make == make_reference_model ? 1e-4 : 0.1;
         for (int32_t v : {1, 7, int32_t(s.config.V - 1)})
@@ -189,16 +190,16 @@ PROPERTY("evaluate gives the loss of a step; next_logits gives the logits of the
 }
 
 PROPERTY("in coat the forward pass reads the groups that are saved for backward") {
-    Training t(make, setup_of("coat"));
+    Training t(make, settings_of("coat"));
     t.next();
-    Setup without = t.setup();
+    RunSettings without = t.settings();
     without.recipe.saved_inputs = PLAIN_BF16;
-    CHECK(t.evaluate() != make(without)->evaluate(t.tokens.data(), t.targets.data()));
+    CHECK(t.validation_loss() != make(without)->validation_loss(t.tokens.data(), t.targets.data()));
 }
 
 PROPERTY("a run whose tokens are no multiple of 16 has linear layers in BF16 also for a prompt of 16") {
     auto logits = [&](const char* words) {
-        Training t(make, setup_of(words, tiny_config(LLAMA, true), 1, 50));
+        Training t(make, settings_of(words, tiny_config(LLAMA, true), 1, 50));
         t.losses(1);
         return t.next_logits(16);
     };
@@ -215,8 +216,8 @@ PROPERTY("the residual stream is rounded to BF16 after each branch; groups are m
                                    "layers.1.down"};
     for (const Recipe& recipe : recipes())
         for (int reader : {-1, 1, 2}) {  // none; norm 2 of layer 0; norm 1 of layer 1
-            Training t(make, setup_of(recipe.name, tiny_config(GPT2, true)));
-            INFO(text(t.setup()), ", reader ", reader);
+            Training t(make, settings_of(recipe.name, tiny_config(GPT2, true)));
+            INFO(text(t.settings()), ", reader ", reader);
             t.next();
             Snapshot state = snapshot(*t.model);
             Random rng(1);  // values in [1, 2) have steps of 2^-7
@@ -232,7 +233,7 @@ PROPERTY("the residual stream is rounded to BF16 after each branch; groups are m
                         set_weights(state, linears[linear] + ".bias", biased ? 0.4f * 0x1p-7f : 0, 32);
                 }
                 restore(*t.model, state);
-                losses[biased] = t.evaluate();
+                losses[biased] = t.validation_loss();
             }
             const bool reads_sum = reader > 0 && recipe.saved_inputs.fp8();
             CHECK((losses[0] == losses[1]) == (recipe.compute_format == Format::BF16 && !reads_sum));
@@ -246,8 +247,8 @@ PROPERTY("the residual stream is rounded to BF16 after each branch; groups are m
 PROPERTY("backward hands on BF16 values; wgrad reads g quantized over tokens; biases sum g itself") {
     for (const Recipe& recipe : recipes())
         for (const Architecture& arch : {GPT2, QWEN2}) {
-            Training t(make, setup_of(recipe.name, tiny_config(arch, false), 1, 16, 5));
-            const Setup& s = t.setup();
+            Training t(make, settings_of(recipe.name, tiny_config(arch, false), 1, 16, 5));
+            const RunSettings& s = t.settings();
             if (s.recipe.compute_format != Format::BF16) continue;
             INFO(text(s));
             const bool fp8 = s.recipe.x.fp8();
@@ -295,10 +296,10 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
     constexpr int64_t B = 3, T = 16, COUNTED = 5;  // targets 0 to 4 of the first sequence count
     for (const Recipe& recipe : recipes())
         for (const Architecture& arch : {LLAMA, GPT2}) {
-            Training t(make, setup_of(recipe.name, tiny_config(arch, false), B, T));
-            INFO(text(t.setup()));
+            Training t(make, settings_of(recipe.name, tiny_config(arch, false), B, T));
+            INFO(text(t.settings()));
             t.losses(1);
-            const ModelConfig& c = t.setup().config;
+            const ModelConfig& c = t.settings().config;
             const Tokens none(B * T, NO_TARGET);
             Tokens targets = none;
             for (size_t i = 0; i < B * T; i++) t.tokens[i] = int32_t(i < COUNTED ? i : 10 + i % 20);
@@ -307,10 +308,10 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
             for (size_t i = 0; i < COUNTED; i++) {
                 t.targets = none;
                 t.targets[i] = targets[i];
-                sum += t.evaluate();
+                sum += t.validation_loss();
             }
             t.targets = targets;
-            CHECK(t.evaluate() == doctest::Approx(sum / COUNTED).epsilon(1e-12));
+            CHECK(t.validation_loss() == doctest::Approx(sum / COUNTED).epsilon(1e-12));
             t.adamw.lr = 0;
             const StepResult r = t.again();
             CHECK((r.target_count == COUNTED && r.loss == doctest::Approx(sum / COUNTED).epsilon(1e-12)));
@@ -319,7 +320,7 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
                 const auto row = gradients[0].begin() + token * c.C;
                 REQUIRE((std::count(row, row + c.C, 0.0f) == c.C) == (token >= COUNTED));
             }
-            if (!t.setup().recipe.x.fp8()) {  // in FP8, scales depend on all tokens
+            if (!t.settings().recipe.x.fp8()) {  // in FP8, scales depend on all tokens
                 for (size_t i = T; i < B * T; i++) t.tokens[i] = int32_t(i % 7);
                 t.again();
                 CHECK((gradients_of(*t.model) == gradients));
@@ -330,7 +331,7 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
             const StepResult empty = t.again();
             CHECK((empty.skipped && empty.target_count == 0 && empty.loss == 0 && empty.grad_norm == 0));
             CHECK((snapshot(*t.model) == kept));
-            CHECK(t.evaluate() == 0);
+            CHECK(t.validation_loss() == 0);
         }
 }
 
@@ -346,7 +347,7 @@ PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 
             for (bool tied : {true, false}) runs.push_back({recipe, tiny_config(tied ? GPT2 : LLAMA, tied)});
     for (const auto& [recipe, config] : runs)
         for (const bool equal : {true, false}) {
-            Training t(make, setup_of(recipe, config, 1, T, MANY));
+            Training t(make, settings_of(recipe, config, 1, T, MANY));
             t.adamw.lr = 0;
             t.next();
             for (auto* x : {&t.tokens, &t.targets})
@@ -364,7 +365,7 @@ PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 
             }
             CHECK(loss == doctest::Approx(losses / MANY).epsilon(1e-12));
             const double half_step =
-                std::ldexp(1.0, -info(t.setup().recipe.compute_format).mantissa_bits - 1);
+                std::ldexp(1.0, -info(t.settings().recipe.compute_format).mantissa_bits - 1);
             for (size_t p = 0; p < got.size(); p++) {
                 int64_t bad = 0;
                 for (size_t i = 0; i < got[p].size(); i++) {
@@ -377,12 +378,12 @@ PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 
                     const double in_fp32 = (2 * MANY + 16) * 0x1p-24 * size + 1e-37;
                     bad += !(std::fabs(got[p][i] - sum) <= half_step * std::fabs(sum) + in_fp32);
                 }
-                INFO(text(t.setup()), " ", t.params()[p].name, equal ? ", equal terms" : "");
+                INFO(text(t.settings()), " ", t.params()[p].name, equal ? ", equal terms" : "");
                 CHECK((bad == 0 && norm(got[p]) > 0));
             }
         }
     for (const auto& [tied, accumulate] : {std::pair{false, 4}, {false, 5}, {true, 2}, {true, 3}}) {
-        Training t(make, setup_of("bf16", tiny_config(LLAMA, tied), 2, 16, accumulate));
+        Training t(make, settings_of("bf16", tiny_config(LLAMA, tied), 2, 16, accumulate));
         t.step();
         bool in_bf16 = true;
         for (const Floats& g : gradients_of(*t.model)) in_bf16 &= std::all_of(g.begin(), g.end(), bf16_value);
@@ -399,16 +400,16 @@ PROPERTY("a weight that is not finite: the step changes nothing; evaluation tell
         {"layers.1.gate_up", NAN}, {"layers.1.down", INFINITY}, {"final_norm.weight", NAN}};
     for (const std::string& run : runs)
         for (const Architecture& arch : {LLAMA, GPT2}) {
-            Training t(make, setup_of(run, tiny_config(arch, true)));
+            Training t(make, settings_of(run, tiny_config(arch, true)));
             t.losses(1);
             const Snapshot good = snapshot(*t.model);
             for (const auto& [name, poison] : poisons) {
-                INFO(text(t.setup()), " ", std::string(name), " ", poison);
+                INFO(text(t.settings()), " ", std::string(name), " ", poison);
                 Snapshot bad = good;
                 set_weights(bad, name, poison, 0, 50);  // of the embedding, those of the first tokens
                 restore(*t.model, bad);
                 std::fill(t.tokens.begin(), t.tokens.end(), 0);
-                CHECK(!std::isfinite(t.evaluate()));  // although FP8 codes saturate
+                CHECK(!std::isfinite(t.validation_loss()));  // although FP8 codes saturate
                 CHECK(t.again().skipped);
                 CHECK((snapshot(*t.model) == bad));
                 restore(*t.model, good);
@@ -427,7 +428,7 @@ enum class Large { Huge, Infinite, Hidden };
 static Snapshot make_large(Training& t, Large kind) {
     t.losses(1);
     Snapshot state = snapshot(*t.model);
-    const int64_t half = t.setup().config.F * t.setup().config.C;  // of gate_up: the gates
+    const int64_t half = t.settings().config.F * t.settings().config.C;  // of gate_up: the gates
     if (kind == Large::Hidden) {
         auto scale = [&](const char* name, float factor) {
             change_weights(state, name, 0, -1, [=](float w) { return w * factor; });
@@ -451,8 +452,8 @@ static Snapshot make_large(Training& t, Large kind) {
 PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped with every optimizer") {
     for (const char* recipe : {"fp32", "bf16", "coat"})
         for (const OptimizerFormats& o : optimizers()) {
-            Training t(make, setup_of(concat(recipe, " moments ", o.name)));
-            INFO(text(t.setup()));
+            Training t(make, settings_of(concat(recipe, " moments ", o.name)));
+            INFO(text(t.settings()));
             const Snapshot state = make_large(t, Large::Huge);
             t.adamw.clip = 0;
             const StepResult r = t.step();
@@ -462,7 +463,7 @@ PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped wi
             t.adamw.update_number--;
             CHECK(!t.again().skipped);
             CHECK((snapshot(*t.model) != state));
-            for (const StateTensor& tensor : state_tensors(t.setup()))
+            for (const StateTensor& tensor : state_tensors(t.settings()))
                 if (tensor.dtype == std::string("F32"))
                     for (float v : read_as<float>(*t.model, tensor.name, tensor.size()))
                         REQUIRE(std::isfinite(v));
@@ -472,20 +473,20 @@ PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped wi
 PROPERTY("--gradients none: a gradient that is not finite stops its bucket and all later ones") {
     for (const char* recipe : {"fp32", "bf16", "coat"})
         for (Large kind : {Large::Infinite, Large::Hidden}) {
-            Training t(make, setup_of(std::string(recipe) + " gradients"));
-            INFO(text(t.setup()), kind == Large::Hidden ? ", hidden" : "");
+            Training t(make, settings_of(std::string(recipe) + " gradients"));
+            INFO(text(t.settings()), kind == Large::Hidden ? ", hidden" : "");
             const Snapshot state = make_large(t, kind);
             const StepResult r = t.step();
             CHECK((r.skipped && std::isfinite(r.loss)));
             // In E5M2 the infinite gradient saturates, but the check of amaxes detects it.
-            if (kind == Large::Hidden || t.setup().recipe.g != E5M2_TENSOR)
+            if (kind == Large::Hidden || t.settings().recipe.g != E5M2_TENSOR)
                 CHECK(!std::isfinite(r.grad_norm));
             const Snapshot after = snapshot(*t.model);
             const std::vector<Param> params = t.params();
             const int64_t bucket = params[param_index_of(params, "layers.1.gate_up")].bucket;
             // A GPU has updated earlier buckets. With gradient 0, codes and k of FP8 moments stay.
-            const char* moment = moments_need_scaling(t.setup().optimizer.m_format) ? ".m.max" : ".m";
-            for (const StateTensor& tensor : state_tensors(t.setup())) {
+            const char* moment = moments_need_scaling(t.settings().optimizer.m_format) ? ".m.max" : ".m";
+            for (const StateTensor& tensor : state_tensors(t.settings())) {
                 const Param& p = tensor.param;
                 INFO(tensor.name);
                 const bool same = after.at(tensor.name) == state.at(tensor.name);
@@ -498,13 +499,13 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
 
 PROPERTY("--gradients none has the bits of kept gradients that are not clipped and the same report") {
     FRESH_RANDOM(rng);
-    std::vector<Setup> list = setups(rng);
-    list.push_back(setup_of("coat", wide_heads(true), 2, 48));
-    FOR_EACH_SETUP(listed, list) {
-        Setup s = listed;
+    std::vector<RunSettings> list = all_settings(rng);
+    list.push_back(settings_of("coat", wide_heads(true), 2, 48));
+    FOR_ALL_SETTINGS(listed, list) {
+        RunSettings s = listed;
         s.keep_gradients = true;
         s.micro_batches_per_rank = 1;
-        Setup none = s;
+        RunSettings none = s;
         none.keep_gradients = false;
         Training kept(make, s), dropped(make, none);
         kept.adamw.clip = 0;
@@ -527,8 +528,8 @@ PROPERTY("--gradients none has the bits of kept gradients that are not clipped a
 PROPERTY("delayed scaling: an operand without a history is scaled just in time") {
     for (const auto& [arch, accumulate, equal] :
          {std::tuple{LLAMA, 1, true}, {GPT2, 1, true}, {LLAMA, 3, true}, {LLAMA, 3, false}}) {
-        const Setup te = setup_of("te", tiny_config(arch, true), 4, 16, accumulate);
-        Setup just_in_time = te;
+        const RunSettings te = settings_of("te", tiny_config(arch, true), 4, 16, accumulate);
+        RunSettings just_in_time = te;
         just_in_time.recipe.scale_source = ScaleSource::JustInTime;
         Training a(make, te), b(make, just_in_time);
         a.next();
@@ -537,7 +538,7 @@ PROPERTY("delayed scaling: an operand without a history is scaled just in time")
         b.tokens = a.tokens;
         b.targets = a.targets;
         a.adamw.lr = b.adamw.lr = 0;
-        CHECK((a.evaluate() == b.evaluate() && a.next_logits(3) == b.next_logits(3)));
+        CHECK((a.validation_loss() == b.validation_loss() && a.next_logits(3) == b.next_logits(3)));
         const StepResult x = a.again(), y = b.again();
         CHECK((x.loss == y.loss) == equal);
         CHECK((gradients_of(*a.model) == gradients_of(*b.model)) == equal);
@@ -545,7 +546,7 @@ PROPERTY("delayed scaling: an operand without a history is scaled just in time")
             CHECK(read_as<float>(*a.model, t.name, t.size())[0] > 0);
     }
     // Zeros have no scale: layers.0.down's weight gets its own with its first values, in the second step.
-    Training t(make, setup_of("te", tiny_config(LLAMA, true), 4, 16));
+    Training t(make, settings_of("te", tiny_config(LLAMA, true), 4, 16));
     Snapshot zeros = snapshot(*t.model);
     change_weights(zeros, "layers.0.down", 0, -1, [](float) { return 0.0f; });
     restore(*t.model, zeros);
@@ -557,9 +558,9 @@ PROPERTY("delayed scaling: an operand without a history is scaled just in time")
 
 // Another GPU, or a number of tokens that is no multiple of 16, may continue a run with FP8.
 PROPERTY("delayed scaling: linear layers without FP8 leave histories and scales as they are") {
-    std::vector<Setup> list = {setup_of("te", tiny_config(LLAMA, true), 3, 5), setup_of("te")};
+    std::vector<RunSettings> list = {settings_of("te", tiny_config(LLAMA, true), 3, 5), settings_of("te")};
     list[1].recipe = recipe_on_gpu(list[1].recipe, 80);
-    FOR_EACH_SETUP(s, list) {
+    FOR_ALL_SETTINGS(s, list) {
         REQUIRE(!linear_formats(s).x.fp8());
         Training t(make, s);
         Snapshot before;
@@ -575,7 +576,7 @@ PROPERTY("delayed scaling: linear layers without FP8 leave histories and scales 
 }
 
 PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubles saturates for one step") {
-    Setup s = setup_of("te", tiny_config(LLAMA, true), 4, 16, 2);
+    RunSettings s = settings_of("te", tiny_config(LLAMA, true), 4, 16, 2);
     s.recipe.history_steps = 4;
     Training t(make, s);
     t.adamw.lr = 0;
@@ -619,11 +620,11 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
 // Of the moments, the report measures what a step with the report's gradients would store.
 PROPERTY("the report measures each kind of tensor that the recipe quantizes and the moments of a step") {
     FRESH_RANDOM(rng);
-    std::vector<Setup> list = setups(rng);
-    list.push_back(setup_of("coat attention moments fp8lm"));
+    std::vector<RunSettings> list = all_settings(rng);
+    list.push_back(settings_of("coat attention moments fp8lm"));
     const bool exact = make == make_reference_model;  // a GPU's powers may change a code by one
-    FOR_EACH_SETUP(listed, list) {
-        Setup s = listed;
+    FOR_ALL_SETTINGS(listed, list) {
+        RunSettings s = listed;
         s.keep_gradients = true;
         s.micro_batches_per_rank = 1;
         Training t(make, s);
@@ -680,7 +681,7 @@ PROPERTY("training learns the text in every recipe and memory mode and optimizer
             if (arch.rope) runs.push_back(more);
         double of_bf16 = 0;
         for (const std::string& run : runs) {
-            Training t(make, setup_of(run, tiny_config(arch, true), 4, 32));
+            Training t(make, settings_of(run, tiny_config(arch, true), 4, 32));
             const Doubles loss = t.losses(steps);
             const double last = mean({loss.begin() + steps * 3 / 4, loss.end()});
             if (run == "bf16") of_bf16 = last;

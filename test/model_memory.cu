@@ -9,8 +9,8 @@
 
 using namespace coat;
 using namespace coat::test;
-using gpu::AmaxAndScale;
 using gpu::TensorRef;
+using gpu::TensorScale;
 
 namespace coat::test {
 int number_of_gpus() {  // for help/ranks.h
@@ -67,15 +67,15 @@ TEST_CASE("Arena: a Scope that ended early gives back nothing of what was alloca
 TEST_CASE("slices_for_grids: the rows in their order; no slice has more than a grid") {
     constexpr int64_t MOST = 65535 * 128, COLS = 4;
     std::vector<uint8_t> begin(1);  // addresses are computed and not used
-    AmaxAndScale scale{};
+    TensorScale scale{};
     for (const int64_t rows : {int64_t(1), MOST, MOST + 1, 2 * MOST + 5}) {
         const TensorRef v{
-            .data = begin.data(), .rows = rows, .cols = COLS, .format = PLAIN_BF16, .amax_and_scale = &scale};
+            .data = begin.data(), .rows = rows, .cols = COLS, .format = PLAIN_BF16, .tensor_scale = &scale};
         int64_t next = 0;
         for (const TensorRef& slice : gpu::slices_for_grids(v)) {
             CHECK(slice.data == begin.data() + next * COLS * 2);
             CHECK((slice.rows > 0 && slice.rows <= MOST && slice.cols == COLS));
-            CHECK((slice.amax_and_scale == &scale && slice.format == PLAIN_BF16));
+            CHECK((slice.tensor_scale == &scale && slice.format == PLAIN_BF16));
             next += slice.rows;
         }
         CHECK(next == rows);
@@ -86,15 +86,15 @@ TEST_CASE("slices_for_grids: the rows in their order; no slice has more than a g
 GPU_MODEL_TEST("memory plan: equals what the driver reports within 2%") {
     // CUDA loads kernels at their first use: here, with one step of a small model of each recipe.
     const std::vector<const char*> runs = {"bf16", "coat lean", "te", "rowwise", "deepseek"};
-    for (const char* run : runs) Training(make_gpu_model, setup_of(run, wide_heads(true), 2, 64)).step();
+    for (const char* run : runs) Training(make_gpu_model, settings_of(run, wide_heads(true), 2, 64)).step();
     ModelConfig config = find_row(models(), "llama-30m", "--model");
     config.V = 256;
     for (const char* run : runs) {
-        const Setup setup = setup_of(run, config, 64, 1024);
+        const RunSettings settings = settings_of(run, config, 64, 1024);
         const int64_t before = free_memory();
-        Training gpu(make_gpu_model, setup);
+        Training gpu(make_gpu_model, settings);
         gpu.losses(1);
-        const double planned = double(total_bytes(gpu_memory_plan(setup)) - GPU_CONTEXT);
+        const double planned = double(total_bytes(gpu_memory_plan(settings)) - GPU_CONTEXT);
         const double used = double(before - free_memory());
         MESSAGE(std::string(run), ": planned ", planned / 1e6, " MB, used ", used / 1e6, " MB");
         CHECK(std::fabs(used - planned) <= 0.02 * planned);
@@ -102,47 +102,49 @@ GPU_MODEL_TEST("memory plan: equals what the driver reports within 2%") {
 }
 
 GPU_MODEL_TEST("make_gpu_model: too little memory is an error before any step") {
-    const Setup setup = setup_of("coat", find_row(models(), "llama-2-7b", "--model"), 1 << 11, 2048);
-    const std::string message = error_of([&] { make_gpu_model(setup); });
+    const RunSettings settings =
+        settings_of("coat", find_row(models(), "llama-2-7b", "--model"), 1 << 11, 2048);
+    const std::string message = error_of([&] { make_gpu_model(settings); });
     INFO(message);
     CHECK((contains(message, "needs") && contains(message, "free")));
 }
 
 TEST_CASE("make_gpu_model: one sentence says why where no GPU can be used" *
-          doctest::skip(why_no_gpu().empty())) {
-    const std::string why = why_no_gpu();
+          doctest::skip(select_gpu().empty())) {
+    const std::string why = select_gpu();
     CHECK(why.find(": ") != std::string::npos);
-    const std::string message = error_of([] { make_gpu_model(setup_of("coat")); });
+    const std::string message = error_of([] { make_gpu_model(settings_of("coat")); });
     CHECK(message == "--device gpu cannot be used: " + why + ".");
 }
 
 // Every recipe and mode, with one and with two micro-batches, and with several ranks.
-template <class Check> void for_every_setup(Check check) {
+template <class Check> void for_all_settings(Check check) {
     for (const Recipe& recipe : recipes())
         for (const Architecture& arch : {LLAMA, QWEN3, GPT2})
             for (const std::string flags : {"", " attention", " master", " gradients", " lean"}) {
-                Setup setup = setup_of(recipe.name + flags, tiny_config(arch, arch.other_biases), 3, 20);
-                if (!supported(setup)) continue;
-                INFO(text(setup));
-                check(setup);
-                setup.T = 48;  // the tokens of a micro-batch are a multiple of 16
-                check(setup);
-                setup.micro_batches_per_rank = 2;
-                if (setup.keep_gradients) check(setup);
+                RunSettings settings =
+                    settings_of(recipe.name + flags, tiny_config(arch, arch.other_biases), 3, 20);
+                if (!supported(settings)) continue;
+                INFO(text(settings));
+                check(settings);
+                settings.T = 48;  // the tokens of a micro-batch are a multiple of 16
+                check(settings);
+                settings.micro_batches_per_rank = 2;
+                if (settings.keep_gradients) check(settings);
             }
 }
 
 TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators need only while they run") {
-    for_every_setup([](Setup setup) {
+    for_all_settings([](RunSettings settings) {
         for (const int64_t ranks : {1, 2, 5}) {
-            setup.ranks = ranks;
-            setup.rank = ranks - 1;
-            if (!supported(setup)) continue;
-            const std::vector<MemoryRow> plan = gpu_memory_plan(setup);
-            const int64_t bytes = arena_bytes(setup, should_cache_weights(setup));
+            settings.ranks = ranks;
+            settings.rank = ranks - 1;
+            if (!supported(settings)) continue;
+            const std::vector<MemoryRow> plan = gpu_memory_plan(settings);
+            const int64_t bytes = arena_bytes(settings, should_cache_weights(settings));
             CHECK(total_bytes(plan) == bytes + GPU_CONTEXT + page_table_bytes(ranks, bytes));
             // At least cuBLASLt's scratch, and the logits.
-            const int64_t logits = setup.B * setup.T * setup.config.padded_V() * 2;
+            const int64_t logits = settings.B * settings.T * settings.config.padded_V() * 2;
             CHECK(total_bytes(plan, Category::Workspace) > int64_t(gpu::CublasGemms::SCRATCH) + logits);
         }
     });
@@ -150,7 +152,7 @@ TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators
 
 // The bytes of what lasts for the run, by the row of --plan to which they belong. A tensor ends where the
 // next one begins: `begins` has where each begins, with its row; "": in no row of its own.
-static std::map<std::string, int64_t> allocated_bytes(const Setup& s) {
+static std::map<std::string, int64_t> allocated_bytes(const RunSettings& s) {
     gpu::GpuContext context(s, 0);  // a dry run
     const gpu::MemoryMap m = gpu::allocate_memory(context);
     std::map<const void*, std::string> begins{{m.weights.values, "weights"},
@@ -186,7 +188,7 @@ static std::map<std::string, int64_t> allocated_bytes(const Setup& s) {
 }
 
 // --plan counts these bytes without a GPU, because it also runs in programs that were built without nvcc.
-static void check_rows_of_plan(const Setup& s) {
+static void check_rows_of_plan(const RunSettings& s) {
     std::map<std::string, int64_t> allocated = allocated_bytes(s);
     // The delayed scales are among all scales, which have no row
     for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe))
@@ -213,7 +215,8 @@ TEST_CASE("gpu_memory_plan: each row has the bytes that the GPU takes for it") {
         for (const Recipe& recipe : recipes())
             for (const std::string flags : {"", " attention", " master", " gradients", " lean"})
                 for (const int64_t ranks : {1, 3}) {
-                    Setup s = setup_of(recipe.name + flags, find_row(models(), model, "--model"), 2, 1024);
+                    RunSettings s =
+                        settings_of(recipe.name + flags, find_row(models(), model, "--model"), 2, 1024);
                     s.ranks = ranks;
                     s.rank = ranks - 1;
                     if (!supported(s)) continue;
@@ -226,7 +229,7 @@ TEST_CASE("gpu_memory_plan: each row has the bytes that the GPU takes for it") {
 static double processor_seconds() { return double(std::clock()) / CLOCKS_PER_SEC; }
 
 TEST_CASE("arena_bytes: a model of 4096 layers takes seconds and not minutes") {
-    Setup s = setup_of("coat", tiny_config(LLAMA, true), 1, 16);
+    RunSettings s = settings_of("coat", tiny_config(LLAMA, true), 1, 16);
     s.config.L = 4096;
     s.config.C = s.config.F = 64;
     s.config.NH = s.config.NKV = 4;
@@ -237,7 +240,7 @@ TEST_CASE("arena_bytes: a model of 4096 layers takes seconds and not minutes") {
 }
 
 TEST_CASE("arena_bytes: the host's work for 4096 ranks grows with their number and not with its square") {
-    Setup s = setup_of("coat", find_row(models(), "llama-2-7b", "--model"), 1, 2048);
+    RunSettings s = settings_of("coat", find_row(models(), "llama-2-7b", "--model"), 1, 2048);
     s.ranks = 4096;
     const double before = processor_seconds();
     CHECK(arena_bytes(s, false) > 0);
@@ -245,7 +248,7 @@ TEST_CASE("arena_bytes: the host's work for 4096 ranks grows with their number a
 }
 
 TEST_CASE("arena_bytes: a matrix of more than 2^30 elements fits the grids of kernels") {
-    Setup s = setup_of("coat", find_row(models(), "llama-2-7b", "--model"), 1, 2048);
+    RunSettings s = settings_of("coat", find_row(models(), "llama-2-7b", "--model"), 1, 2048);
     s.config.L = 1;
     s.config.NH = s.config.NKV = 128;
     s.config.C = 1 << 14;
@@ -259,17 +262,17 @@ TEST_CASE("arena_bytes: a matrix of more than 2^30 elements fits the grids of ke
 }
 
 GPU_MODEL_TEST("arena_bytes: is exactly what a model needs in every recipe and mode") {
-    for_every_setup([](const Setup& setup) {
-        const bool cached = should_cache_weights(setup);
-        const int64_t bytes = arena_bytes(setup, cached);
-        Training t(make_reference_model, setup);
-        t.model = make_gpu_model_of_size(setup, bytes - GPU_ALIGNMENT, cached);
+    for_all_settings([](const RunSettings& settings) {
+        const bool cached = should_cache_weights(settings);
+        const int64_t bytes = arena_bytes(settings, cached);
+        Training t(make_reference_model, settings);
+        t.model = make_gpu_model_of_size(settings, bytes - GPU_ALIGNMENT, cached);
         CHECK_THROWS_AS(t.step(), Error);
-        t.model = make_gpu_model_of_size(setup, bytes, cached);
+        t.model = make_gpu_model_of_size(settings, bytes, cached);
         CHECK(std::isfinite(t.step().loss));
-        CHECK(std::isfinite(t.evaluate()));
+        CHECK(std::isfinite(t.validation_loss()));
         t.next_logits(1);
-        t.next_logits(setup.T);
+        t.next_logits(settings.T);
         CHECK_NOTHROW(t.report());
     });
 }

@@ -1,4 +1,4 @@
-// model_on_both.cpp - the model on the GPU against the CPU reference: one step of any setup, training, and
+// model_on_both.cpp - the model on the GPU against the CPU reference: one step of any settings, training, and
 // runs that stop on one and go on on the other.
 //
 // Both round in the same places, but they sum in different orders, and tensor cores use BF16 probabilities in
@@ -17,7 +17,7 @@ constexpr double TWO_IMPLEMENTATIONS = 1.5 * 1.4142135623730951;
 // codes: in fp32 as much as those of `others`, the reference with slightly different learning rates; in the
 // other recipes to the run-to-run variation, of a batch and in the mean.
 static double compare_losses(Training& gpu, Training& cpu, std::vector<Training>& others) {
-    const Setup& s = cpu.setup();
+    const RunSettings& s = cpu.settings();
     const Doubles a = gpu.losses(25), b = cpu.losses(25);
     const bool fp8 = s.recipe.x.fp8() || s.recipe.saved_attention.fp8() ||
                      moments_need_scaling(s.optimizer.m_format) || !s.keep_masters;
@@ -32,7 +32,7 @@ static double compare_losses(Training& gpu, Training& cpu, std::vector<Training>
 
 // Logits of a prompt of any length: 24 roundings to BF16, and in FP8 recipes 11 to E4M3 in each layer.
 static void check_logits(Random& rng, Training& gpu, Training& cpu) {
-    const Setup& s = gpu.setup();
+    const RunSettings& s = gpu.settings();
     const double bf16 = std::sqrt(24.0 * 2) * 0x1p-9, fp8 = bf16 + std::sqrt(22 / 3.0) * 0x1p-4;
     const bool codes = s.recipe.x.fp8() || s.recipe.saved_inputs.fp8() || s.recipe.saved_attention.fp8();
     const double bound = s.recipe.compute_format == Format::FP32 ? fp32_bound(s.config) : codes ? fp8 : bf16;
@@ -53,9 +53,9 @@ static void check_reports(const QuantReport& a, const QuantReport& b) {
 }
 
 // One step without an update, with random biases and norm weights: loss, gradients, logits and report.
-static void check_step(Random& rng, const Setup& s) {
+static void check_step(Random& rng, const RunSettings& s) {
     INFO(text(s));
-    Setup in_fp32 = s;
+    RunSettings in_fp32 = s;
     in_fp32.recipe = find_row(recipes(), "fp32", "recipe");
     in_fp32.keep_masters = in_fp32.keep_gradients = true;
     Training gpu(make_gpu_model, s), cpu(make_reference_model, s), exact(make_reference_model, in_fp32);
@@ -101,21 +101,21 @@ static void check_step(Random& rng, const Setup& s) {
     if (s.micro_batches_per_rank == 1) check_reports(gpu.report(), cpu.report());
 }
 
-GPU_MODEL_TEST("step: loss and gradients and logits and report against the reference for any setup") {
+GPU_MODEL_TEST("step: loss and gradients and logits and report against the reference for any settings") {
     FRESH_RANDOM(rng);
-    for (const Setup& s : setups(rng, count(40, 2))) check_step(rng, s);
+    for (const RunSettings& s : all_settings(rng, count(40, 2))) check_step(rng, s);
     for (const Recipe& r : recipes()) {  // attention on tensor cores; fallback to the compute dtype
-        for (bool tied : {true, false}) check_step(rng, setup_of(r.name, wide_heads(tied), 2, 80));
+        for (bool tied : {true, false}) check_step(rng, settings_of(r.name, wide_heads(tied), 2, 80));
         for (const Architecture& arch : {QWEN2, QWEN3, GPT2})
-            check_step(rng, setup_of(r.name, tiny_config(arch, true), 3, 7));
+            check_step(rng, settings_of(r.name, tiny_config(arch, true), 3, 7));
         for (int64_t accumulate : {3, 8})  // gradients in the compute dtype, and in FP32
-            check_step(rng, setup_of(r.name, tiny_config(QWEN2, false), 2, 16, accumulate));
+            check_step(rng, settings_of(r.name, tiny_config(QWEN2, false), 2, 16, accumulate));
     }
     ModelConfig wide = wide_heads(false);
-    check_step(rng, setup_of("coat attention", wide, 2, 80));
+    check_step(rng, settings_of("coat attention", wide, 2, 80));
     wide.arch = QWEN3;
     wide.head_size = 128;
-    for (const char* words : {"coat attention", "bf16"}) check_step(rng, setup_of(words, wide, 2, 80));
+    for (const char* words : {"coat attention", "bf16"}) check_step(rng, settings_of(words, wide, 2, 80));
 }
 
 GPU_MODEL_TEST("step: recipes that no row of the table has") {
@@ -130,7 +130,7 @@ GPU_MODEL_TEST("step: recipes that no row of the table has") {
         {"coat", PLAIN_BF16, PLAIN_BF16, PLAIN_BF16, E4M3_1x16}};
     for (const auto& [recipe, x, w, g, saved_inputs] : rows)
         for (const Architecture& arch : {LLAMA, GPT2}) {
-            Setup s = setup_of(recipe, tiny_config(arch, true), 4, 16, 1 + rng.below(2));
+            RunSettings s = settings_of(recipe, tiny_config(arch, true), 4, 16, 1 + rng.below(2));
             s.recipe.x = x;
             s.recipe.w = w;
             s.recipe.g = g;
@@ -144,16 +144,16 @@ GPU_MODEL_TEST("step: batches that are cut into chunks for the head") {
     static_assert(B * T > 4 * HEAD_SLICE_TOKENS && B * T % HEAD_SLICE_TOKENS != 0);
     FRESH_RANDOM(rng);
     const ModelConfig untied = tiny_config(LLAMA, false);
-    REQUIRE(head_sum_in_fp32(setup_of("bf16", untied, B, T)));
-    for (const char* recipe : {"bf16", "coat"}) check_step(rng, setup_of(recipe, untied, B, T));
-    check_step(rng, setup_of("coat", tiny_config(LLAMA, true), B, T, 2));
+    REQUIRE(head_sum_in_fp32(settings_of("bf16", untied, B, T)));
+    for (const char* recipe : {"bf16", "coat"}) check_step(rng, settings_of(recipe, untied, B, T));
+    check_step(rng, settings_of("coat", tiny_config(LLAMA, true), B, T, 2));
 
     // All sequences are equal, and so are all slices of the head's gradient. Their roundings to BF16 then add
     // up in one direction: after 16 additions to 0.72%, after four to 0.21%. Eight micro-batches have FP32
     // gradients; they divide by twice as many targets, which changes no bit of a term.
     std::vector<Floats> gradients;
     for (int64_t accumulate : {4, 8}) {
-        Training t(make_gpu_model, setup_of("bf16", untied, 256, T, accumulate));
+        Training t(make_gpu_model, settings_of("bf16", untied, 256, T, accumulate));
         t.text.next(1, T, &t.tokens, &t.targets);
         for (auto* x : {&t.tokens, &t.targets})
             for (int64_t i = T; i < 256 * accumulate * T; i++) x->push_back((*x)[size_t(i - T)]);
@@ -166,10 +166,10 @@ GPU_MODEL_TEST("step: batches that are cut into chunks for the head") {
 
 GPU_MODEL_TEST("training: losses follow the reference's also after a run has changed to the other device") {
     FRESH_RANDOM(rng);
-    std::vector<Setup> list = setups(rng);
-    for (const char* words : {"te lean moments fp8lm", "coat lean"}) list.push_back(setup_of(words));
-    FOR_EACH_SETUP(listed, list) {
-        Setup s = listed;
+    std::vector<RunSettings> list = all_settings(rng);
+    for (const char* words : {"te lean moments fp8lm", "coat lean"}) list.push_back(settings_of(words));
+    FOR_ALL_SETTINGS(listed, list) {
+        RunSettings s = listed;
         s.B = 8;
         s.T = 32;
         s.micro_batches_per_rank = 1;

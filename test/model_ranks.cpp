@@ -8,16 +8,16 @@ using namespace coat;
 using namespace coat::test;
 
 // Each gradient of an untied model is one sum. No number of ranks divides the shard units of all matrices.
-static Setup small(const std::string& words, Architecture arch = LLAMA, int64_t accumulate = 1,
-                   bool tied = false) {
-    return setup_of(words, tiny_config(arch, tied), 2, 16, accumulate);
+static RunSettings small(const std::string& words, Architecture arch = LLAMA, int64_t accumulate = 1,
+                         bool tied = false) {
+    return settings_of(words, tiny_config(arch, tied), 2, 16, accumulate);
 }
 
 TEST_CASE("ranks: what one throws ends the others, and the test has its message") {
-    const Setup s = small("fp32");
+    const RunSettings s = small("fp32");
     check_error(
         [&] {
-            with_ranks(s, 3, [&](const Setup& own) {
+            with_ranks(s, 3, [&](const RunSettings& own) {
                 if (own.rank == 1) throw Error("Rank 1 ends here.");
                 RankTraining(make_reference_model, own).step();  // waits for gradients of rank 1
             });
@@ -38,8 +38,8 @@ RANKS_PROPERTY("with FP32 sums R ranks have the bits of one rank with R times th
                 rows.emplace_back(recipe, LLAMA, ceil_div(5, ranks), ranks, ranks == 2);
     for (const auto& [recipe, arch, each, ranks, masked] : rows) {
         if (make == make_gpu_model && ranks > most) continue;
-        const Setup s = small(recipe, arch, each);
-        const Setup one = small(recipe, arch, each * ranks);
+        const RunSettings s = small(recipe, arch, each);
+        const RunSettings one = small(recipe, arch, each * ranks);
         INFO(text(s), ", ", ranks, " ranks, masked: ", masked);
         REQUIRE(gradient_format(one) == Format::FP32);
         const RankRun got = train_ranks(make, s, ranks, 3, masked);
@@ -49,13 +49,13 @@ RANKS_PROPERTY("with FP32 sums R ranks have the bits of one rank with R times th
 
 RANKS_PROPERTY("the same bits every time in every recipe and mode") {
     FRESH_RANDOM(rng);
-    std::vector<Setup> list = {small("te master"), small("coat", GPT2, 1, true)};
+    std::vector<RunSettings> list = {small("te master"), small("coat", GPT2, 1, true)};
     if (make == make_gpu_model) {
-        list = setups(rng);
-        list.push_back(setup_of("coat", wide_heads(false), 2, 128));
+        list = all_settings(rng);
+        list.push_back(settings_of("coat", wide_heads(false), 2, 128));
     }
-    FOR_EACH_SETUP(s, list) {
-        Setup shared = s;
+    FOR_ALL_SETTINGS(s, list) {
+        RunSettings shared = s;
         shared.ranks = 2;
         if (!supported(shared)) continue;  // moments with one scale per tensor
         const int64_t ranks = 2 + rng.below(most - 1);
@@ -71,12 +71,12 @@ RANKS_PROPERTY("they write the checkpoints of one rank and fewer of them continu
         INFO(words, ", ", std::string(arch.name), ", ", most, " ranks");
         Folder folder;
         const int64_t parts = round_up(5, most * fewer);  // micro-batches; more than four: FP32 sums
-        Setup setup = small(words, arch);
+        RunSettings settings = small(words, arch);
         // Two steps, after which the run is saved to `to`; or those that follow, after loading `from`.
         auto part = [&](int64_t ranks, const std::string& from, const std::string& to) {
             Snapshot state;
-            setup.micro_batches_per_rank = parts / ranks;
-            with_ranks(setup, ranks, [&](const Setup& own) {
+            settings.micro_batches_per_rank = parts / ranks;
+            with_ranks(settings, ranks, [&](const RunSettings& own) {
                 RankTraining t(make, own);
                 if (!from.empty()) {
                     load_checkpoint(from, *t.model);
@@ -103,7 +103,7 @@ RANKS_PROPERTY("they write the checkpoints of one rank and fewer of them continu
 // within backward and saturates as E5M2 codes: that rank alone sees it.
 RANKS_PROPERTY("a value that is not finite on one rank skips the step on all") {
     for (const bool hidden : {false, true})
-        with_ranks(small("coat"), most, [&](const Setup& own) {
+        with_ranks(small("coat"), most, [&](const RunSettings& own) {
             const std::unique_ptr<Model> model = make(own);
             const Tokens fine(own.B * own.T, 3), bad(fine.size(), 0), none(fine.size(), NO_TARGET);
             Snapshot state = snapshot(*model), good = state;
@@ -131,21 +131,21 @@ RANKS_PROPERTY("a value that is not finite on one rank skips the step on all") {
 RANKS_PROPERTY("loaded weights are whole on all ranks; they evaluate and generate and report as one does") {
     for (const char* words : {"fp32", "coat", "te"}) {
         CAPTURE(words);
-        const Setup s = small(words);
+        const RunSettings s = small(words);
         Training trained(make, s);
         trained.step();
         const Snapshot state = snapshot(*trained.model);
-        const double loss = trained.evaluate();
+        const double loss = trained.validation_loss();
         const Floats logits = trained.next_logits(7);
         const QuantReport report = trained.report();
         std::vector<QuantReport> reports{size_t(most)};
-        with_ranks(s, most, [&](const Setup& own) {
+        with_ranks(s, most, [&](const RunSettings& own) {
             RankTraining t(make, own);
             for (const StateTensor& tensor : state_tensors(own))
                 t.model->write(tensor.name,
                                state.at(tensor.name).data() + owned(own, tensor).first * tensor.bytes);
             t.tokens = trained.tokens, t.targets = trained.targets;
-            if (t.evaluate() != loss || t.next_logits(7) != logits) throw Error(own.rank, " differs.");
+            if (t.validation_loss() != loss || t.next_logits(7) != logits) throw Error(own.rank, " differs.");
             reports[size_t(own.rank)] = t.report();
         });
         for (int kind = 0; kind < int(ReportKind::Count); kind++) {
@@ -171,7 +171,7 @@ RANKS_PROPERTY("loaded weights are whole on all ranks; they evaluate and generat
 TEST_CASE("ranks: a sum in BF16 or of a tied embedding is that of the ranks' gradients rounded once") {
     for (const std::string recipe : {"bf16", "coat", "fp32"}) {
         CAPTURE(recipe);
-        const Setup s = small(recipe, LLAMA, 1, recipe == "fp32");
+        const RunSettings s = small(recipe, LLAMA, 1, recipe == "fp32");
         const Format format = gradient_format(small(recipe, LLAMA, 4, recipe == "fp32"));
         REQUIRE(format == s.recipe.compute_format);
         const RankRun four = train_ranks(make_reference_model, s, 4, 1);
@@ -197,7 +197,7 @@ TEST_CASE("ranks: a sum in BF16 or of a tied embedding is that of the ranks' gra
 }
 
 TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
-    const Setup s = small("te");
+    const RunSettings s = small("te");
     const RankRun three = train_ranks(make_reference_model, s, 3, 1),
                   one = train_ranks(make_reference_model, small("te", LLAMA, 3), 1, 1);
     for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe))  // these depend on no scales
@@ -207,7 +207,7 @@ TEST_CASE("ranks: delayed scales come from the amaxes of all ranks") {
 
 TEST_CASE("gpu: ranks: NCCL and the copy engines give the same bits" *
           doctest::skip(number_of_gpus() < 2 || !dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL))) {
-    const Setup s = small("coat", GPT2, 1, true);
+    const RunSettings s = small("coat", GPT2, 1, true);
     const RankRun copies = train_ranks(make_gpu_model, s, 2, 3);
     setenv("COAT_NCCL", "libnccl.so.2", 1);
     const RankRun nccl = train_ranks(make_gpu_model, s, 2, 3);
@@ -220,7 +220,7 @@ GPU_MODEL_TEST("ranks: processes that share one GPU have the bits of one with as
     for (const std::string recipe : {"coat", "coat --master none", "bf16", "te"}) {
         CAPTURE(recipe);
         RunFolder folder;
-        Setup s = setup_of("fp32", find_row(models(), "llama-tiny", ""), 2);
+        RunSettings s = settings_of("fp32", find_row(models(), "llama-tiny", ""), 2);
         s.config.V = 256, s.config.tied = false;
         const std::string start = save_checkpoint(folder / "start", *make_reference_model(s), {});
         const std::string flags = concat(

@@ -30,7 +30,7 @@ TEST_CASE("bucket_ranges: buckets are contiguous; only the embedding's bucket ma
 
 TEST_CASE("memory plan: delayed scaling adds its state; FP8 only in linear layers saves no activations") {
     for (const char* recipe : {"te", "colossal", "tensorwise", "rowwise", "deepseek"}) {
-        const Setup s = setup_of(recipe, LLAMA_7B, 8, 2048), bf16 = bf16_baseline(s);
+        const RunSettings s = settings_of(recipe, LLAMA_7B, 8, 2048), bf16 = bf16_baseline(s);
         // Of three operands of four linear layers, 1024 amaxes and a scale.
         const int64_t state = s.recipe.scale_source == ScaleSource::Delayed ? 32 * 4 * 3 * (1024 + 1) * 4 : 0;
         CHECK(total_bytes(memory_plan(s)) - total_bytes(memory_plan(bf16)) == state);
@@ -52,7 +52,7 @@ TEST_CASE("memory plan: bytes of a parameter in each recipe and mode and optimiz
     for (const auto& [run, weights, gradients, optimizer] : rows)
         for (const int64_t ranks : {1, 4}) {
             INFO(std::string(run), " ", ranks);
-            Setup s = setup_of(run, LLAMA_7B, 1, 64);
+            RunSettings s = settings_of(run, LLAMA_7B, 1, 64);
             s.ranks = ranks;
             s.rank = ranks - 1;
             const std::vector<MemoryRow> plan = memory_plan(s);
@@ -68,7 +68,7 @@ TEST_CASE("memory plan: bytes of a parameter in each recipe and mode and optimiz
 TEST_CASE("memory plan: each memory mode changes only its own rows by the stated size") {
     for (const ModelConfig& model : models())
         for (const char* recipe : {"bf16", "coat"}) {
-            Setup s = setup_of(concat(recipe, " moments coat"), model, 3, 48);
+            RunSettings s = settings_of(concat(recipe, " moments coat"), model, 3, 48);
             if (s.config.V == 0) s.config.V = 256;
             const ModelConfig& c = s.config;
             const int64_t qkv_and_output = c.qkv_cols() + c.q_cols();
@@ -84,7 +84,7 @@ TEST_CASE("memory plan: each memory mode changes only its own rows by the stated
                              3 * c.L * (48 * 2 * qkv_and_output - E4M3_1x16.bytes(48, qkv_and_output))},
                   {"master", Category::Weights, 2 * weights},
                   {"gradients", Category::Gradients, 2 * (elements - largest - embedding)}}) {
-                const Setup other = with_modes(s, mode), baseline = bf16_baseline(other);
+                const RunSettings other = with_modes(s, mode), baseline = bf16_baseline(other);
                 INFO(text(other));
                 const std::vector<MemoryRow> by_default = memory_plan(s), plan = memory_plan(other);
                 CHECK(total_bytes(by_default, category) - total_bytes(plan, category) == bytes);
@@ -113,7 +113,7 @@ TEST_CASE("precision plan: says what each memory mode changes and which linear l
           {"coat", 65, "falls back)|e", 0}}) {
         INFO(std::string(flags), " ", T, " ", std::string(part));
         int found = 0;
-        for (const auto& [of_step, operators] : precision_plan(setup_of(flags, LLAMA_7B, 1, T)))
+        for (const auto& [of_step, operators] : precision_plan(settings_of(flags, LLAMA_7B, 1, T)))
             for (const Operator& o : operators)
                 found += contains(o.name + "|" + o.reads + "|" + o.writes + "|" + o.saves, part);
         CHECK(found == rows);
@@ -124,7 +124,7 @@ TEST_CASE("precision plan: says what each memory mode changes and which linear l
 TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a projection for each weight") {
     for (const Recipe& recipe : recipes())
         for (const Architecture& arch : {LLAMA, QWEN3, GPT2}) {
-            const Setup s = setup_of(recipe.name, tiny_config(arch, arch.other_biases), 1, 32);
+            const RunSettings s = settings_of(recipe.name, tiny_config(arch, arch.other_biases), 1, 32);
             if (!supported(s)) continue;
             INFO(text(s));
             const LinearFormats linear = linear_formats(s);
@@ -150,7 +150,7 @@ TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a 
 
 // Plays a step of training through, in the order of model.cu, with gradients that begin so many bytes after
 // the first saved activation. Returns whether no layer's activations meet gradients while they are needed.
-static bool activations_stay_whole(const Setup& s, int64_t offset) {
+static bool activations_stay_whole(const RunSettings& s, int64_t offset) {
     const std::vector<Param> params = parameters(s.config);
     const std::vector<ShardPlace> shards = shard_places(s);
     const int64_t gradient_bytes = info(gradient_format(s)).bytes, layer_bytes = saved_layer_bytes(s);
@@ -190,14 +190,14 @@ TEST_CASE("gradients_offset: the lowest at which no gradient is written over act
             // Few tokens: gradients take more than the activations of a layer; many: less.
             for (const auto& [T, accumulate] : {std::pair{72, 1}, {2048, 1}, {72, 2}})
                 for (const auto& [rank, ranks] : {std::pair{0, 1}, {0, 2}, {1, 2}}) {
-                    Setup s{.config = model,
-                            .recipe = find_row(recipes(), recipe, ""),
-                            .optimizer = find_row(optimizers(), "coat", ""),
-                            .B = 2,
-                            .T = T,
-                            .micro_batches_per_rank = accumulate,
-                            .rank = rank,
-                            .ranks = ranks};
+                    RunSettings s{.config = model,
+                                  .recipe = find_row(recipes(), recipe, ""),
+                                  .optimizer = find_row(optimizers(), "coat", ""),
+                                  .B = 2,
+                                  .T = T,
+                                  .micro_batches_per_rank = accumulate,
+                                  .rank = rank,
+                                  .ranks = ranks};
                     if (s.config.V == 0) s.config.V = 256;
                     INFO(model.name, " ", std::string(recipe), " ", T, " ", accumulate, " ", rank);
                     const int64_t offset = gradients_offset(s);
@@ -214,7 +214,7 @@ TEST_CASE("head_sum_in_fp32: a BF16 gradient of the head is rounded at most four
         {4, 1, 4, false, true},  {2, 4, 1, false, false}, {4, 5, 1, false, false}};  // all gradients are FP32
     for (const auto& [batch, accumulate, ranks, tied, in_fp32] : cases) {
         INFO(batch, " ", accumulate, " ", ranks, " ", tied);
-        Setup s = setup_of("bf16", LLAMA_7B, batch, 2048, accumulate);
+        RunSettings s = settings_of("bf16", LLAMA_7B, batch, 2048, accumulate);
         s.config.tied = tied;
         s.ranks = ranks;
         CHECK(head_sum_in_fp32(s) == in_fp32);
@@ -244,7 +244,7 @@ TEST_CASE("validate: a run at each limit is accepted and one beyond it refused b
           {"coat moments fp8lm", 16, 9, 9, 1},
           {"coat moments fp8lm", 16, 1, 1, 2, "--optimizer fp8lm"}}) {
         INFO(std::string(run), " ", T, " ", B, " ", accumulate, " ", ranks);
-        Setup s = setup_of(run, c, B, T, accumulate);
+        RunSettings s = settings_of(run, c, B, T, accumulate);
         s.ranks = ranks;
         const std::string error = error_of([&] { require_supported(s); });
         CHECK(contains(error, refused));
@@ -265,7 +265,7 @@ TEST_CASE("recipe_text: says why linear layers do not run in FP8") {
                                                       {"coat", 90, 65, "is no multiple of 16"},
                                                       {"bf16", 80, 65, ""}}) {
         INFO(std::string(recipe), " ", capability, " ", T);
-        Setup s = setup_of(recipe, LLAMA_7B, 1, T);
+        RunSettings s = settings_of(recipe, LLAMA_7B, 1, T);
         s.recipe = recipe_on_gpu(s.recipe, capability);
         const std::string text = recipe_text(s);
         CHECK(contains(text, concat(recipe, ": ", s.recipe.about)));
@@ -292,7 +292,7 @@ TEST_CASE("gpu_fit_text: on which GPUs a run fits; of an incomplete figure only 
 }
 
 TEST_CASE("gpu_memory_plan: with or without CUDA gradients that lie on activations count once") {
-    const Setup s = setup_of("coat", LLAMA_7B, 8, 2048);
+    const RunSettings s = settings_of("coat", LLAMA_7B, 8, 2048);
     int64_t overlap = 0, working = 0;
     for (const MemoryRow& row : gpu_memory_plan(s)) {
         if (row.name == "gradients stored over activations") overlap = row.bytes;
@@ -352,7 +352,7 @@ TEST_CASE("flags_that_save_memory: those that this run can have and does not hav
         {"coat lean", 1, 1, ""}};
     for (const auto& [run, ranks, micro_batches, flags] : rows) {
         INFO(std::string(run), " ", ranks, " ", micro_batches);
-        Setup s = setup_of(run, LLAMA_7B, 8, 2048, micro_batches);
+        RunSettings s = settings_of(run, LLAMA_7B, 8, 2048, micro_batches);
         s.ranks = ranks;
         CHECK(flags_that_save_memory(s) == flags);
     }

@@ -80,13 +80,13 @@ TEST_CASE("default_learning_rate: ours for small models and GPT-3's rates for mo
 
 TEST_CASE("Flags: a checkpoint gives the values that are not given and refuses what would be another run") {
     const ordered_json saved =
-        parsed({"--recipe", "te", "--lr", "0.5", "--steps", "9", "--keep", "7"}).saved_settings();
+        parsed({"--recipe", "te", "--lr", "0.5", "--steps", "9", "--keep", "7"}).saved_as_json();
     for (const char* of_this_start : {"device", "ranks", "out", "resume", "prompt", "plan"})
         CHECK(!saved.contains(of_this_start));
     Flags flags;
     CHECK(flags.take_checkpoint(saved).empty());
     CHECK((flags.recipe == "te" && flags.lr == 0.5 && flags.steps == 9 && flags.keep == 7));
-    CHECK(flags.saved_settings() == saved);
+    CHECK(flags.saved_as_json() == saved);
 
     Flags same = parsed({"--recipe", "te", "--lr", "5e-1", "--keep", "1"});  // --keep changes no step
     CHECK(same.take_checkpoint(saved).empty());

@@ -9,7 +9,7 @@
 using namespace coat;
 using namespace coat::test;
 
-// Two checkpoints have the same tensors, and the same state but for settings such as --steps.
+// Two checkpoints have the same tensors, and the same state but for flags such as --steps.
 static void check_same(const Folder& folder, const std::string& a, const std::string& b) {
     INFO(a, " and ", b);
     CHECK((tensors_of(folder.path / a) == tensors_of(folder.path / b)));
@@ -24,7 +24,8 @@ static void check_same(const Folder& folder, const std::string& a, const std::st
 
 // The model that the small folder has, on the CPU in FP32, to compute what ./train should print.
 static std::unique_ptr<Model> small_reference(int64_t B, int64_t T, int64_t accumulate = 1) {
-    std::unique_ptr<Model> model = make_reference_model(setup_of("fp32", small_config(), B, T, accumulate));
+    std::unique_ptr<Model> model =
+        make_reference_model(settings_of("fp32", small_config(), B, T, accumulate));
     load_weights(small_model(), *model);
     return model;
 }
@@ -544,7 +545,7 @@ TEST_CASE("train: a run takes the steps of its model bit for bit and validates o
         for (int64_t i = 0; i < 20; i++) {
             loader.read(i, x.data(), y.data());
             const double counted = double(counted_targets(y.data(), 16));
-            loss += model->evaluate(x.data(), y.data()) * counted;
+            loss += model->validation_loss(x.data(), y.data()) * counted;
             targets += counted;
         }
         return doctest::Approx(loss / targets).epsilon(1e-9);
@@ -569,8 +570,8 @@ TEST_CASE("train: a run takes the steps of its model bit for bit and validates o
         most = std::max(most, in_a_row);
     }
     CHECK((most > 20 && state.updates > 3));  // more than SKIPS_OF_DIVERGED_RUN: it has not diverged
-    CHECK(read_loop_state(folder / "out/step-000080").updates == state.updates);
-    const std::string mine = save_checkpoint(folder / "mine", *model, state, {});
+    CHECK(read_saved_run(folder / "out/step-000080").state.updates == state.updates);
+    const std::string mine = save_checkpoint(folder / "mine", *model, {.state = state}, {});
     CHECK((tensors_of(folder.path / "out/step-000080") == tensors_of(mine)));
     CHECK(validations.at(2).at("loss").get<double>() == validation());
 }

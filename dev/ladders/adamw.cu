@@ -138,12 +138,12 @@ struct AsWritten {
         return encode(copysignf(FMAX * powf(fabsf(x) / s.max, s.k), x));
     }
     // Equation 4: k = log(FMAX / FMIN) / log(max / min), rounded to a multiple of 1/256 from 1/16 to 64.
-    // min_nonzero is the smallest magnitude that is not 0.
-    static __device__ MomentScaling scaling(float max, float min_nonzero) {
-        if (max == 0) return {max, 1.0f};
-        const float log_ratio = log2f(max) - log2f(min_nonzero);
-        if (!(log_ratio * 64.0f > LOG2_RANGE)) return {max, 64.0f};  // also if log_ratio is 0
-        return {max, fmaxf(rintf(256.0f * LOG2_RANGE / log_ratio) / 256.0f, 1 / 16.0f)};
+    // min_magnitude is the smallest magnitude that is not 0.
+    static __device__ MomentScaling scaling(float max_magnitude, float min_magnitude) {
+        if (max_magnitude == 0) return {max_magnitude, 1.0f};
+        const float log_ratio = log2f(max_magnitude) - log2f(min_magnitude);
+        if (!(log_ratio * 64.0f > LOG2_RANGE)) return {max_magnitude, 64.0f};  // also if log_ratio is 0
+        return {max_magnitude, fmaxf(rintf(256.0f * LOG2_RANGE / log_ratio) / 256.0f, 1 / 16.0f)};
     }
     static __device__ void update(const Constants& c, float g, float& m, float& v, float& w) {
         m = c.beta1 * m + c.one_minus_beta1 * g;
@@ -170,9 +170,9 @@ __device__ float extreme_of_block(float x, bool largest) {
     return result;
 }
 __device__ void store_moment(const Moment& moment, int64_t i, int64_t span, float x) {
-    const float max = extreme_of_block(fabsf(x), true);
-    const float min_nonzero = extreme_of_block(x == 0 ? INFINITY : fabsf(x), false);
-    const MomentScaling s = AsWritten::scaling(max, min_nonzero);
+    const float max_magnitude = extreme_of_block(fabsf(x), true);
+    const float min_magnitude = extreme_of_block(x == 0 ? INFINITY : fabsf(x), false);
+    const MomentScaling s = AsWritten::scaling(max_magnitude, min_magnitude);
     moment.codes[i] = AsWritten::expand(s, x);
     if (threadIdx.x == 0) moment.set_scaling(span, s);
 }
@@ -452,11 +452,11 @@ template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constant
 // fast_log2_of_normal make it 0, or where max is below 2^-100, which takes its place. For these cases the
 // kernel that trains has a second, careful path; the rungs have none.
 struct Reciprocals {
-    static __device__ MomentScaling scaling(float max, float min_nonzero) {
-        const float log_ratio = fmaxf(fast_log2(max) - fast_log2(min_nonzero), 0.0f);
+    static __device__ MomentScaling scaling(float max_magnitude, float min_magnitude) {
+        const float log_ratio = fmaxf(fast_log2(max_magnitude) - fast_log2(min_magnitude), 0.0f);
         const float k = rintf(256.0f * LOG2_RANGE * fast_reciprocal(log_ratio)) * (1 / 256.0f);
         const float within_limits = fminf(fmaxf(k, 1 / 16.0f), 64.0f);
-        return {max, max == 0 ? 1.0f : within_limits};
+        return {max_magnitude, max_magnitude == 0 ? 1.0f : within_limits};
     }
     static __device__ void update(const Constants& c, float g, float& m, float& v, float& w) {
         m = c.beta1 * m + c.one_minus_beta1 * g;
@@ -766,7 +766,7 @@ int main(int argc, char** argv) {
 //    run at once, let each thread loop, and keep what the next turn needs in registers.
 // 6. Look at the instructions that load and store fields: how many bytes does each move?
 // 7. Beyond rung 8 there is something left: two values become two codes with one instruction
-//    (gpu/device.cuh, encode2), and one instruction finds the maximum of a warp
+//    (gpu/device.cuh, encode_pair), and one instruction finds the maximum of a warp
 //    (__reduce_max_sync).
 
 // ===========================================================================================================

@@ -51,7 +51,7 @@ namespace {
 //   t.scales                 the scales of its groups (rows, cols / 16)
 //   t.weight                 the weight of the norm (cols)
 //   t.codes                  the result (rows, cols)
-//   t.amax_and_scale->amax   the amax of y; at the start it is 0
+//   t.tensor_scale->amax   the amax of y; at the start it is 0
 //   t.x, t.y                 the dequantized and the normalized values (rows, cols), in FP32. Rungs 1 and 2
 //                            store both, rung 3 only t.y
 //   t.inverse                1 / rms (rows), which rungs 4 to 6 store
@@ -81,9 +81,7 @@ __device__ float normalized(float x, float inverse, bf16 weight) {
 __device__ float inverse_rms(float sum_of_squares, int64_t cols) {
     return 1.0f / sqrtf(sum_of_squares / static_cast<float>(cols) + EPS);
 }
-__device__ float inverse_scale(const Tensors& t) {
-    return __frcp_rn(__fdiv_rn(t.amax_and_scale->amax, FMAX));
-}
+__device__ float inverse_scale(const Tensors& t) { return __frcp_rn(__fdiv_rn(t.tensor_scale->amax, FMAX)); }
 // The number of a thread among all threads that are launched, counted along x.
 __device__ int64_t thread_of_grid() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
 
@@ -130,7 +128,7 @@ __global__ void norm_by_thread(Tensors t) {
 __global__ void amax(Tensors t) {
     const int64_t i = thread_of_grid();
     const float y = i < t.rows * t.cols ? t.y[i] : 0.0f;
-    gpu::update_amax_by_warp(&t.amax_and_scale->amax, gpu::magnitude_bits(y));
+    gpu::update_amax_by_warp(&t.tensor_scale->amax, gpu::magnitude_bits(y));
 }
 __global__ void quantize(Tensors t) {
     const int64_t i = thread_of_grid();
@@ -209,7 +207,7 @@ template <bool STORES_Y> __global__ void first_pass(Tensors t) {
         if (STORES_Y) t.y[first + c] = y;
         top = gpu::larger_magnitude(top, y);
     }
-    gpu::update_amax_by_warp(&t.amax_and_scale->amax, gpu::magnitude_bits(top));
+    gpu::update_amax_by_warp(&t.tensor_scale->amax, gpu::magnitude_bits(top));
     if (!STORES_Y && threadIdx.x == 0) t.inverse[blockIdx.x] = inverse;
 }
 void launch_rung3(const Tensors& t) {
@@ -291,7 +289,7 @@ template <bool KEPT> __global__ void __launch_bounds__(THREADS) first_pass8(Tens
         normalize8(t, col, inverse, x[c]);
         top = gpu::larger_magnitude(top, x[c]);
     }
-    gpu::update_amax_by_warp(&t.amax_and_scale->amax, gpu::magnitude_bits(top));
+    gpu::update_amax_by_warp(&t.tensor_scale->amax, gpu::magnitude_bits(top));
     if (threadIdx.x == 0) t.inverse[blockIdx.x] = inverse;
 }
 __global__ void second_pass8(Tensors t) {  // grid (cols / 8 / 256, rows)
@@ -334,7 +332,7 @@ void launch_rung6(const Tensors& t) {
 //
 // Cover rungs 4 to 6, and write kernels that do all of it in a third of the time of rung 3. Launch them in
 // launch_my_kernels(): you may call every function above, and use every tensor. At the start
-// t.amax_and_scale->amax is 0.
+// t.tensor_scale->amax is 0.
 //
 //   make build/ladder_norm_to_fp8 && build/ladder_norm_to_fp8 3 8
 //

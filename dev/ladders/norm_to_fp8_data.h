@@ -8,14 +8,14 @@ namespace ladder {
 // What a kernel is given. cols is a multiple of 16.
 struct Tensors {
     int64_t rows, cols;
-    const uint8_t* in;                  // (rows, cols) codes
-    const uint16_t* scales;             // (rows, cols / 16) BF16
-    const bf16* weight;                 // (cols)
-    float* x;                           // (rows, cols) the input, dequantized: for rungs 1 and 2
-    float* y;                           // (rows, cols) the normalized values: for rungs 1 to 3
-    float* inverse;                     // (rows) 1 / rms: from rung 4 on
-    gpu::AmaxAndScale* amax_and_scale;  // of the output; its amax is 0 at the start
-    uint8_t* codes;                     // (rows, cols) the output
+    const uint8_t* in;               // (rows, cols) codes
+    const uint16_t* scales;          // (rows, cols / 16) BF16
+    const bf16* weight;              // (cols)
+    float* x;                        // (rows, cols) the input, dequantized: for rungs 1 and 2
+    float* y;                        // (rows, cols) the normalized values: for rungs 1 to 3
+    float* inverse;                  // (rows) 1 / rms: from rung 4 on
+    gpu::TensorScale* tensor_scale;  // of the output; its amax is 0 at the start
+    uint8_t* codes;                  // (rows, cols) the output
 };
 
 constexpr float EPS = 1e-5f;
@@ -29,12 +29,12 @@ public:
         : x_(random_bf16(rows * cols, 2.0f)), weight_(random_bf16(cols, 1.0f, 2)), device_x_(x_),
           zeros_(rows * cols), device_weight_(weight_), scales_(rows * cols / 16), in_(rows * cols),
           codes_(rows * cols), x32_(rows * cols), y32_(rows * cols), inverse_(rows), stats_(rows),
-          amax_and_scale_(1), norm_{{in_.get(), rows, cols, E4M3_1x16, nullptr, scales_.get()},
-                                    weight_on_device(),
-                                    nullptr,
-                                    stats_.get(),
-                                    true,
-                                    EPS},
+          tensor_scale_(1), norm_{{in_.get(), rows, cols, E4M3_1x16, nullptr, scales_.get()},
+                                  weight_on_device(),
+                                  nullptr,
+                                  stats_.get(),
+                                  true,
+                                  EPS},
           t_{.rows = rows,
              .cols = cols,
              .in = in_.get(),
@@ -43,13 +43,13 @@ public:
              .x = x32_.get(),
              .y = y32_.get(),
              .inverse = inverse_.get(),
-             .amax_and_scale = amax_and_scale_.get(),
+             .tensor_scale = tensor_scale_.get(),
              .codes = codes_.get()} {
         gpu::quantize_groups(view_of(device_x_), norm_.in, /*write_back=*/false, nullptr, nullptr);
         zeros_.fill(0);
     }
     void run(const Rung& rung) {
-        amax_and_scale_.fill(0);
+        tensor_scale_.fill(0);
         if (rung.launch) rung.launch(t_);
         else run_as_in_training();
         gpu::check(cudaGetLastError(), "Launching a kernel failed");
@@ -84,16 +84,16 @@ private:
     Buffer<uint8_t> in_, codes_;
     Buffer<float> x32_, y32_, inverse_;
     Buffer<gpu::RowStatistics> stats_;
-    Buffer<gpu::AmaxAndScale> amax_and_scale_;
+    Buffer<gpu::TensorScale> tensor_scale_;
     const gpu::Norm norm_;
     const Tensors t_;
 
     // x + 0: the groups, the statistics and the amax, as residual_add leaves them in training.
     void run_as_in_training() const {
         gpu::residual_add(view_of(device_x_), view_of(zeros_),
-                          {.x_out = {}, .next_norm = norm_, .norm_output_amax_out = amax_and_scale_.get()},
+                          {.x_out = {}, .next_norm = norm_, .norm_output_amax_out = tensor_scale_.get()},
                           nullptr);
-        gpu::quantize(gpu::lazy_norm(norm_), {{t_.codes, t_.rows, t_.cols, E4M3_TENSOR, t_.amax_and_scale}},
+        gpu::quantize(gpu::lazy_norm(norm_), {{t_.codes, t_.rows, t_.cols, E4M3_TENSOR, t_.tensor_scale}},
                       nullptr, nullptr);
     }
     gpu::TensorRef view_of(const Buffer<uint16_t>& x) const {

@@ -58,7 +58,7 @@ constexpr unsigned THREADS = 256;  // of a block; in rungs 2 to 4 they are 32 x 
 //   m.x                      the matrix (rows, cols), in BF16
 //   m.codes                  the codes (rows, cols), a byte each
 //   m.transposed             the same codes, transposed (cols, rows)
-//   m.amax_and_scale->amax   the amax of the matrix
+//   m.tensor_scale->amax   the amax of the matrix
 // rows and cols are multiples of 16.
 
 // How many blocks it takes if each has this many elements. ceil_div(a, b) is a / b, rounded up.
@@ -74,7 +74,7 @@ dim3 tiles_of(const Matrix& m, int64_t side) {
 // reciprocal, both rounded to the nearest FP32 number, whatever the compiler is told about fast arithmetic.
 // So the GPU has the bits of the reference.
 __device__ float inverse_scale(const Matrix& m) {
-    return __frcp_rn(__fdiv_rn(m.amax_and_scale->amax, 57344.0f));
+    return __frcp_rn(__fdiv_rn(m.tensor_scale->amax, 57344.0f));
 }
 // The code nearest to x / scale: one instruction converts, and __NV_SATFINITE saturates what is too large.
 __device__ uint8_t encode(bf16 x, float inverse) {

@@ -8,10 +8,10 @@ namespace ladder {
 // What a kernel is given. rows and cols are multiples of 16.
 struct Matrix {
     int64_t rows, cols;
-    const bf16* x;                      // (rows, cols)
-    gpu::AmaxAndScale* amax_and_scale;  // has the amax
-    uint8_t* codes;                     // (rows, cols)
-    uint8_t* transposed;                // (cols, rows)
+    const bf16* x;                   // (rows, cols)
+    gpu::TensorScale* tensor_scale;  // has the amax
+    uint8_t* codes;                  // (rows, cols)
+    uint8_t* transposed;             // (cols, rows)
 };
 
 using Rung = RungOf<const Matrix&>;
@@ -21,15 +21,14 @@ class Case {
 public:
     Case(int64_t rows, int64_t cols)
         : bits_(random_bf16(static_cast<size_t>(rows * cols), 3.0f)), x_(bits_), codes_(bits_.size()),
-          transposed_(bits_.size()), amax_and_scale_(1), m{.rows = rows,
-                                                           .cols = cols,
-                                                           .x = reinterpret_cast<bf16*>(x_.get()),
-                                                           .amax_and_scale = amax_and_scale_.get(),
-                                                           .codes = codes_.get(),
-                                                           .transposed = transposed_.get()} {
-        amax_and_scale_.fill(0);
-        gpu::compute_amax(gpu::lazy_stored({x_.get(), rows, cols, PLAIN_BF16}), amax_and_scale_.get(),
-                          nullptr);
+          transposed_(bits_.size()), tensor_scale_(1), m{.rows = rows,
+                                                         .cols = cols,
+                                                         .x = reinterpret_cast<bf16*>(x_.get()),
+                                                         .tensor_scale = tensor_scale_.get(),
+                                                         .codes = codes_.get(),
+                                                         .transposed = transposed_.get()} {
+        tensor_scale_.fill(0);
+        gpu::compute_amax(gpu::lazy_stored({x_.get(), rows, cols, PLAIN_BF16}), tensor_scale_.get(), nullptr);
     }
     void run(const Rung& rung) const {
         if (rung.launch) rung.launch(m);
@@ -65,13 +64,13 @@ private:
     std::vector<uint16_t> bits_;
     Buffer<uint16_t> x_;
     Buffer<uint8_t> codes_, transposed_;
-    Buffer<gpu::AmaxAndScale> amax_and_scale_;
+    Buffer<gpu::TensorScale> tensor_scale_;
     const Matrix m;
 
     void run_as_in_training() const {
         const gpu::TensorRef x{x_.get(), m.rows, m.cols, PLAIN_BF16};
         gpu::quantize(gpu::lazy_stored(x),
-                      {{m.codes, m.rows, m.cols, E5M2_TENSOR, m.amax_and_scale}, m.transposed}, nullptr,
+                      {{m.codes, m.rows, m.cols, E5M2_TENSOR, m.tensor_scale}, m.transposed}, nullptr,
                       nullptr);
     }
 };

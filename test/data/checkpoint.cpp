@@ -46,11 +46,11 @@ namespace {
 // A saved checkpoint to damage, and a model that must stay as it is.
 struct Damage {
     Folder folder;
-    MemoryModel saved{small_setup(LLAMA), 1}, loaded{small_setup(LLAMA), 2};
+    MemoryModel saved{small_settings(LLAMA), 1}, loaded{small_settings(LLAMA), 2};
     const std::string path = save(folder / "out", saved, 5);
     void load() {
         require_whole(path);
-        read_loop_state(path);
+        read_saved_run(path);
         load_checkpoint(path, loaded);
     }
     void rejected(const std::string& file, const std::string& bytes, const std::string& says) {
@@ -74,7 +74,7 @@ TEST_CASE("checkpoint: what is read back and saved again has the same bytes with
         for (const bool master : {true, false}) {
             INFO(std::string(arch.name), " ", std::string(optimizer), " ", master);
             Folder folder;
-            Setup s = small_setup(arch, master, optimizer);
+            RunSettings s = small_settings(arch, master, optimizer);
             s.keep_masters = master;
             if (!master) s.recipe = find_row(recipes(), "te", "");  // with delayed scales
             if (arch.rope && master)
@@ -87,7 +87,7 @@ TEST_CASE("checkpoint: what is read back and saved again has the same bytes with
             MemoryModel loaded(s, 2);
             load_checkpoint(path, loaded);
             CHECK(saved.tensors == loaded.tensors);
-            const auto again = save_checkpoint(folder / "again", loaded, read_loop_state(path));
+            const auto again = save_checkpoint(folder / "again", loaded, read_saved_run(path));
             CHECK((files_below(path) == files_below(again) && files_below(path).size() == 4));
             // PyTorch reads tensors whose elements are aligned.
             const Safetensors file(path + "/optimizer.state");
@@ -98,11 +98,12 @@ TEST_CASE("checkpoint: what is read back and saved again has the same bytes with
 
 TEST_CASE("checkpoint: one of another recipe or optimizer or shape is rejected before the model changes") {
     Damage d;
-    Setup te = small_setup(LLAMA), deeper = te, larger = te;
+    RunSettings te = small_settings(LLAMA), deeper = te, larger = te;
     te.recipe = find_row(recipes(), "te", "");  // has delayed scales
     deeper.config.L = 3, larger.config.V = 51;
-    for (const Setup& other : {te, deeper, larger, small_setup(GPT2), small_setup(LLAMA, false),
-                               small_setup(LLAMA, true, "coat-e5m2"), small_setup(LLAMA, true, "fp32")}) {
+    for (const RunSettings& other :
+         {te, deeper, larger, small_settings(GPT2), small_settings(LLAMA, false),
+          small_settings(LLAMA, true, "coat-e5m2"), small_settings(LLAMA, true, "fp32")}) {
         MemoryModel model(other, 3);
         check_error([&] { load_checkpoint(d.path, model); }, d.path);
         CHECK(model.writes == 0);
@@ -156,7 +157,7 @@ TEST_CASE("checkpoint: a changed byte of any file is an error that names the fil
 TEST_CASE("checkpoint: the newest by number counts; --keep newest stay; nothing of another name is touched") {
     Folder folder;
     const std::string out = folder / "out";
-    MemoryModel model(small_setup(LLAMA), 1);
+    MemoryModel model(small_settings(LLAMA), 1);
     CHECK(find_checkpoint(out) == "");
     save(out, model, 5);
     save(out, model, 10);
@@ -246,13 +247,13 @@ TEST_CASE("train: --resume takes the newest whole checkpoint and says which it s
 
 TEST_CASE("checkpoint: every file is on the disk before it gets its name and the folders after") {
     Folder folder;
-    MemoryModel model(small_setup(LLAMA), 1);
+    MemoryModel model(small_settings(LLAMA), 1);
     const std::string root = fs::canonical(folder.path).string(), out = root + "/new/out";
     calls.clear();
     create_folders(out);
     create_folders(folder / "slash/");
     CHECK(fs::is_directory(folder.path / "slash"));
-    const std::string path = save_checkpoint(out, model, some_state(10), {{"templates/a.jinja", "text"}});
+    const std::string path = save_checkpoint(out, model, some_run(10), {{"templates/a.jinja", "text"}});
     auto at = [&](const std::string& call) {
         const auto found = std::find(calls.begin(), calls.end(), call);
         CHECK_MESSAGE(found != calls.end(), call);
@@ -303,7 +304,7 @@ TEST_CASE("checkpoint: a disk that is full or cannot be written is an error; the
 TEST_CASE("checkpoint: a good one exists at every moment of a save and a kill leaves the last") {
     Folder folder;
     const std::string out = folder / "out";
-    const Setup s = small_setup(LLAMA);
+    const RunSettings s = small_settings(LLAMA);
     MemoryModel first(s, 1), loaded(s, 0);
     save(out, first, 1);
     FRESH_RANDOM(rng);
@@ -321,7 +322,7 @@ TEST_CASE("checkpoint: a good one exists at every moment of a save and a kill le
             kill(child, SIGSTOP);
             waitpid(child, &status, WUNTRACED);
             for (const std::string& name : names_in(out)) torn += contains(name, ".tmp");
-            const int64_t step = read_loop_state(find_checkpoint(out)).step;
+            const int64_t step = read_saved_run(find_checkpoint(out)).state.step;
             REQUIRE(step >= last);
             last = step;
             kill(child, SIGCONT);
@@ -329,7 +330,7 @@ TEST_CASE("checkpoint: a good one exists at every moment of a save and a kill le
         kill(child, SIGKILL);
         waitpid(child, &status, 0);
         load_checkpoint(find_checkpoint(out), loaded);
-        last = read_loop_state(find_checkpoint(out)).step;
+        last = read_saved_run(find_checkpoint(out)).state.step;
         REQUIRE(loaded.tensors == MemoryModel(s, uint64_t(last)).tensors);
     }
     CHECK(torn > 0);

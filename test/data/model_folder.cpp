@@ -72,7 +72,7 @@ struct HuggingFace {
     }
     // All parameters are those of the table, or zeros in padding. The file has these `bits` of their values.
     void check(const MemoryModel& model, uint32_t bits = ~0u) const {
-        for (const Param& p : parameters(model.setup().config)) {
+        for (const Param& p : parameters(model.settings().config)) {
             INFO(p.name);
             int64_t next = 0, wrong = 0;  // next: the element
             for (size_t i = 0; i < pieces.size(); i++)
@@ -80,7 +80,7 @@ struct HuggingFace {
                     const float exact = value(i, e / pieces[i].cols, e % pieces[i].cols);
                     wrong += (bits_of(exact) & bits) != bits_of(model.master(p, next++));
                 }
-            const int64_t used = used_elements(model.setup().config, p);
+            const int64_t used = used_elements(model.settings().config, p);
             CHECK((wrong == 0 && next == used));
             for (; next < p.size(); next++) wrong += model.master(p, next) != 0;
             CHECK(wrong == 0);
@@ -146,18 +146,18 @@ static HuggingFace without_prefix(bool tied) {
 }
 
 static MemoryModel model_of(const std::string& folder, bool master = true) {
-    Setup setup = small_setup(LLAMA);
-    setup.config = read_model_config(folder);
-    setup.keep_masters = master;
-    return MemoryModel(setup, 9);
+    RunSettings settings = small_settings(LLAMA);
+    settings.config = read_model_config(folder);
+    settings.keep_masters = master;
+    return MemoryModel(settings, 9);
 }
 
 static ordered_json config_in(const std::string& folder) { return ordered_json::parse(read_file(folder + "/config.json")); }
 
 // The config.json that is saved of a model without a folder: every field is this program's.
-static ordered_json saved_config(const Setup& setup) {
+static ordered_json saved_config(const RunSettings& settings) {
     Folder folder;
-    MemoryModel model(setup, 1);
+    MemoryModel model(settings, 1);
     return config_in(save(folder / "out", model, 1));
 }
 
@@ -184,18 +184,18 @@ const ordered_json LLAMA3 = ordered_json::parse(R"({"rope_type": "llama3", "fact
 
 TEST_CASE("save_model_folder: config.json has the documented fields of transformers") {
     auto named = [](const char* name) {
-        Setup setup = small_setup(LLAMA);
-        setup.config = find_row(models(), name, "");
-        setup.config.L = 1;
-        setup.config.C = 64;
-        setup.config.F = 16;
-        setup.config.V = 50;  // small
-        return saved_config(setup);
+        RunSettings settings = small_settings(LLAMA);
+        settings.config = find_row(models(), name, "");
+        settings.config.L = 1;
+        settings.config.C = 64;
+        settings.config.F = 16;
+        settings.config.V = 50;  // small
+        return saved_config(settings);
     };
-    check_fields(saved_config(small_setup(LLAMA, false)), R"({"architectures": ["LlamaForCausalLM"],
+    check_fields(saved_config(small_settings(LLAMA, false)), R"({"architectures": ["LlamaForCausalLM"],
         "model_type": "llama", "num_key_value_heads": 2, "head_dim": 8, "hidden_act": "silu",
         "rms_norm_eps": 9.999999974752427e-07, "tie_word_embeddings": false, "torch_dtype": "bfloat16"})");
-    check_fields(saved_config(small_setup(GPT2)), R"({"architectures": ["GPT2LMHeadModel"],
+    check_fields(saved_config(small_settings(GPT2)), R"({"architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2", "n_inner": 48, "activation_function": "gelu_new",
         "layer_norm_epsilon": 9.999999974752427e-07, "tie_word_embeddings": true})");
     check_fields(named("llama-3.2-1b"), R"({"rope_theta": 500000.0, "rope_scaling": {"rope_type": "llama3",
@@ -326,7 +326,7 @@ TEST_CASE("load_weights: reads Hugging Face folders of every architecture and dt
                 Folder folder;
                 f.write(folder, shards);
                 MemoryModel model = model_of(folder), lean = model_of(folder, false);
-                CHECK(model.setup().config.arch.name == f.config.at("model_type").get<std::string>());
+                CHECK(model.settings().config.arch.name == f.config.at("model_type").get<std::string>());
                 load_weights(folder, model);
                 f.check(model, bits);
                 // What is saved again has the names and shapes of the file, and of BF16 the same bytes.
@@ -341,7 +341,7 @@ TEST_CASE("load_weights: reads Hugging Face folders of every architecture and dt
                 }
                 CHECK(saved.tensors().size() + (f.pieces.back().ours.empty() ? 2 : 0) == f.pieces.size());
                 load_weights(folder, lean);  // --master none: rounded to the nearest BF16
-                for (const StateTensor& t : weight_tensors(lean.setup().config))
+                for (const StateTensor& t : weight_tensors(lean.settings().config))
                     CHECK((model.tensors.at(t.name) == lean.tensors.at(t.name)));
             }
 }
@@ -361,7 +361,7 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
     f.write(folder);
     MemoryModel model = model_of(folder);
     load_weights(folder, model);
-    const std::vector<Param> params = parameters(model.setup().config);
+    const std::vector<Param> params = parameters(model.settings().config);
     int64_t wrong = 0;
     for (uint32_t i = 0; i < 65536; i++) {
         const float half = float(definition(Format::FP16).value(int(embedding.codes[i])));
@@ -369,7 +369,7 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
         wrong += bits_of(model.master(params.back(), i)) != head.codes[i];
     }
     CHECK(wrong == 0);
-    Setup second = model.setup();
+    RunSettings second = model.settings();
     second.rank = 1;
     second.ranks = 3;
     MemoryModel part(second, 1);
@@ -413,7 +413,7 @@ TEST_CASE("load_weights: a tied model may have a copy of its embedding as lm_hea
                 MemoryModel model = model_of(folder);
                 load_weights(folder, model);
                 for (int64_t e : {0, 1, 50 * 32 - 1})
-                    CHECK(model.master(parameters(model.setup().config)[0], e) ==
+                    CHECK(model.master(parameters(model.settings().config)[0], e) ==
                           std::bit_cast<float>(bits_of(HuggingFace::value(embedding, e / 32, e % 32)) &
                                                0xFFFF0000));
                 fs::create_directory(folder / "saved");

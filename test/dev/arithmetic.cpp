@@ -201,7 +201,7 @@ fs.writeFileSync("plans.json", JSON.stringify(plans));
     CHECK(plans.size() >= 90);
     for (const auto& p : plans) {
         INFO(p.dump());
-        Setup s{};
+        RunSettings s{};
         s.config = find_row(models(), p["model"].get<std::string>(), "--model");
         s.recipe = find_row(recipes(), p["recipe"].get<std::string>(), "--recipe");
         s.optimizer = find_row(optimizers(), p["optimizer"].get<std::string>(), "--optimizer");
@@ -323,7 +323,7 @@ NUMPY_TEST_CASE("the loss of a model of one layer and the gradient of every para
                                  .V = 64,
                                  .max_T = 16,
                                  .tied = false};
-        Training t(make_reference_model, setup_of("coat", config, 2, 16));
+        Training t(make_reference_model, settings_of("coat", config, 2, 16));
         for (const Param& p : parameters(config)) {
             Floats weights(p.size());
             for (float& w : weights)

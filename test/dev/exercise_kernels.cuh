@@ -78,8 +78,8 @@ template <Reduction HOW> __device__ void store(const Moment& m, int n, float x) 
     const int i = int(blockIdx.x) * 128 + int(threadIdx.x);
     const float magnitude = i < n ? fabsf(x) : 0;
     const float max = largest_of_block<HOW>(magnitude);
-    const float min_nonzero = -largest_of_block<HOW>(magnitude == 0 ? -INFINITY : -magnitude);
-    const float ratio = log2f(max) - log2f(min_nonzero), range = log2f(448 * 512.0f);
+    const float min_magnitude = -largest_of_block<HOW>(magnitude == 0 ? -INFINITY : -magnitude);
+    const float ratio = log2f(max) - log2f(min_magnitude), range = log2f(448 * 512.0f);
     float k = ratio * 64 > range ? fmaxf(rintf(256 * range / ratio) / 256, 1.0f / 16) : 64;
     if (max == 0) k = 1;
     if (threadIdx.x == 0) {

@@ -320,17 +320,17 @@ TEST_CASE("dev/README.md: which recipe runs how on a compute capability") {
     }
 }
 
-static Setup setup_with_coat(const char* model) {
+static RunSettings settings_with_coat(const char* model) {
     return {find_row(models(), model, ""), find_row(recipes(), "coat", ""),
             find_row(optimizers(), "coat", ""), 1, 2048};
 }
 // A program without CUDA does not know the whole memory.
-static const bool NO_CUDA = arena_bytes(setup_with_coat("llama-2-7b"), false) == 0;
+static const bool NO_CUDA = arena_bytes(settings_with_coat("llama-2-7b"), false) == 0;
 
 TEST_CASE("dev/README.md: which model fits in a GPU" * doctest::skip(NO_CUDA)) {
     const std::string page = read_file("dev/README.md");
     for (const char* name : {"tinyllama-1.1b", "llama-2-7b", "llama-3.1-8b", "llama-2-13b", "llama-30b"}) {
-        Setup s = setup_with_coat(name);
+        RunSettings s = settings_with_coat(name);
         const std::string by_default = gigabytes(total_bytes(gpu_memory_plan(s)));
         s.recipe.saved_attention = E4M3_1x16;
         s.keep_masters = s.keep_gradients = false;

@@ -152,8 +152,8 @@ struct RopeTable : Buffer<float2> {
 };
 
 // Where the amax of a tensor goes. Kernels take none of FP32.
-gpu::AmaxAndScale* amax_of(const Tensor& x) {
-    return x.format.element_format == Format::FP32 ? nullptr : x.amax_and_scale.get();
+gpu::TensorScale* amax_of(const Tensor& x) {
+    return x.format.element_format == Format::FP32 ? nullptr : x.tensor_scale.get();
 }
 
 // What forward gives, and what backward gives from exact out and lse, without RoPE and with it: each is

@@ -83,7 +83,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                 gpu::residual_add(x.ref(), branch.ref(),
                                   {.x_out = x_out.ref(),
                                    .next_norm = c.norm(c.in.ref()),
-                                   .norm_output_amax_out = y.amax_and_scale.get()},
+                                   .norm_output_amax_out = y.tensor_scale.get()},
                                   0);
                 Floats sum = x.values();
                 const Floats added = branch.values();
@@ -119,7 +119,7 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
                                        {.dy = dy.ref(),
                                         .dresidual_in = add ? g.ref() : TensorRef{},
                                         .dresidual_out = out.ref(),
-                                        .dresidual_amax_out = out.amax_and_scale.get(),
+                                        .dresidual_amax_out = out.tensor_scale.get(),
                                         .dweight = dweight.ref(),
                                         .dbias = rms ? TensorRef{} : dbias.ref()},
                                        workspace.get(), 0);
@@ -220,7 +220,7 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
                 reference::rope<double>(c, B, T, exact.data(), direction != FORWARD);
                 reference::rope<float>(c, B, T, in_float.data(), direction != FORWARD);
                 const Tensor got(x, {N, cols}, TensorFormat{compute});
-                AmaxAndScale* const amax_out = direction == BACKWARD ? got.amax_and_scale.get() : nullptr;
+                TensorScale* const amax_out = direction == BACKWARD ? got.tensor_scale.get() : nullptr;
                 gpu::rope(rope, got.ref(), direction != FORWARD, amax_out, 0);
                 const Floats values = got.values();
                 check_as_float(values, exact, in_float, HS, compute);

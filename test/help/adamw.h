@@ -147,13 +147,13 @@ struct AdamWRun {
     };
     Result on_gpu(const AdamWOptions& a, bool skip = false) const {
         const int64_t total = int64_t(master.size());
-        const Buffer<AmaxAndScale> amaxes(std::vector<AmaxAndScale>(params.size(), {1, OLD_AMAX, 0, 0}));
+        const Buffer<TensorScale> amaxes(std::vector<TensorScale>(params.size(), {1, OLD_AMAX, 0, 0}));
         std::deque<DeviceMoment> m, v;
         std::vector<gpu::Shard> table;
         for (const HostParam& p : params) {
             m.emplace_back(p.m, p.padded());
             v.emplace_back(p.v, p.padded());
-            AmaxAndScale* const amax_out = amaxes.get() + table.size();
+            TensorScale* const amax_out = amaxes.get() + table.size();
             table.push_back({p.offset, p.size, m.back().ref(), v.back().ref(), p.decays, amax_out});
         }
         const Buffer<gpu::Shard> shards(table);
@@ -190,7 +190,7 @@ struct AdamWRun {
         lower = remainder.read();
         for (int64_t i = 0; splits && i < total; i++)
             r.master[i] = reference::join_master(reference::to_bf16(r.stored[i]), lower[i]);
-        for (const AmaxAndScale& s : amaxes.read()) r.amax.push_back(s.amax);
+        for (const TensorScale& s : amaxes.read()) r.amax.push_back(s.amax);
         for (const auto& moment : m) r.m.push_back(moment.read());
         for (const auto& moment : v) r.v.push_back(moment.read());
         return r;

@@ -1,4 +1,4 @@
-// checkpoints.h - for the tests of data/: a Model that only stores tensors, small setups, damage to files.
+// checkpoints.h - for the tests of data/: a Model that only stores tensors, small settings, damage to files.
 #pragma once
 #include <nlohmann/json.hpp>
 
@@ -13,13 +13,13 @@ namespace coat::test {
 // Random bits, but valid ones: weights and moments finite, only first moments with signs, padding rows zero.
 class MemoryModel : public Model {
 public:
-    MemoryModel(const Setup& setup, uint64_t seed) : setup_(setup) {
+    MemoryModel(const RunSettings& settings, uint64_t seed) : settings_(settings) {
         Random random(seed);
-        for (const auto& table : {weight_tensors(setup.config), tensors_besides_weights(setup)})
+        for (const auto& table : {weight_tensors(settings.config), tensors_besides_weights(settings)})
             for (const StateTensor& t : table) {
                 const bool weight = t.name == t.param.name, k = t.name.ends_with(".k");
                 std::string& bytes = tensors[t.name];
-                bytes.resize(size_t(owned(setup, t).count * t.bytes));
+                bytes.resize(size_t(owned(settings, t).count * t.bytes));
                 for (char& b : bytes) b = char(random.bits());
                 // In every format the second bit of the top byte is the first bit of the exponent.
                 for (size_t i = t.bytes - 1; i < bytes.size() && t.dtype != std::string("I16"); i += t.bytes)
@@ -28,14 +28,14 @@ public:
                     const float factor = 0.0625f * float(1 + random.below(1024));
                     std::memcpy(&bytes[i], &factor, 4);
                 }
-                const size_t used = 2 * size_t(used_elements(setup.config, t.param));
+                const size_t used = 2 * size_t(used_elements(settings.config, t.param));
                 if (weight && used < bytes.size()) std::fill(bytes.begin() + used, bytes.end(), '\0');
             }
     }
     StepResult step(const int32_t*, const int32_t*, const AdamWOptions&) override {
         throw std::logic_error("step");
     }
-    double evaluate(const int32_t*, const int32_t*) override { throw std::logic_error("no losses"); }
+    double validation_loss(const int32_t*, const int32_t*) override { throw std::logic_error("no losses"); }
     void next_logits(const int32_t*, int64_t, float*) override { throw std::logic_error("no logits"); }
     QuantReport measure_quantization(const int32_t*, const int32_t*) override {
         throw std::logic_error("no report");
@@ -46,7 +46,7 @@ public:
     void write(const std::string& name, const void* in) override {
         std::memcpy(tensors.at(name).data(), in, tensors.at(name).size()), writes++;
     }
-    const Setup& setup() const override { return setup_; }
+    const RunSettings& settings() const override { return settings_; }
     float master(const Param& p, int64_t i) const {
         uint16_t weight;
         int16_t remainder;
@@ -58,10 +58,11 @@ public:
     int writes = 0;
 
 private:
-    Setup setup_;
+    RunSettings settings_;
 };
 
-inline Setup small_setup(const Architecture& arch, bool tied = true, const char* optimizer = "coat") {
+inline RunSettings small_settings(const Architecture& arch, bool tied = true,
+                                  const char* optimizer = "coat") {
     ModelConfig c{.name = "small",
                   .arch = arch,
                   .L = 2,
@@ -76,11 +77,11 @@ inline Setup small_setup(const Architecture& arch, bool tied = true, const char*
     c.norm_eps = 1e-6f;
     return {c, find_row(recipes(), "coat", ""), find_row(optimizers(), optimizer, ""), 1, 16};
 }
-inline LoopState some_state(int64_t step) {
-    return {step, step - 1, 5.4321, {{"data", "text"}, {"lr", 0.003}}};
+inline SavedRun some_run(int64_t step) {
+    return {{step, step - 1, 5.4321}, {{"data", "text"}, {"lr", 0.003}}};
 }
 inline std::string save(const std::string& out, Model& model, int64_t step, int64_t keep = 2) {
-    return save_checkpoint(out, model, some_state(step), {}, keep);
+    return save_checkpoint(out, model, some_run(step), {}, keep);
 }
 
 // A few random changes to the first `end` bytes.

@@ -22,10 +22,10 @@
 
 namespace coat::test {
 
-using gpu::AmaxAndScale;
 using gpu::LazyTensor;
 using gpu::Operand;
 using gpu::TensorRef;
+using gpu::TensorScale;
 using Bytes = std::vector<uint8_t>;
 
 inline bool gpu_available() {
@@ -138,7 +138,7 @@ public:
     const int64_t rows, cols;
     const TensorFormat format;
     Buffer<uint8_t> codes, transposed, scales, transposed_scales;
-    Buffer<AmaxAndScale> amax_and_scale;  // of the whole tensor; in groups and blocks only the amax
+    Buffer<TensorScale> tensor_scale;  // of the whole tensor; in groups and blocks only the amax
     const bool delayed_scaling;
 
     // A tensor without values, for a kernel to write: all bytes are 0xFF. delayed: the scale that delayed
@@ -149,9 +149,9 @@ public:
           scales(std::max(per_tensor() ? 0 : q.scale_count(rows, cols),
                           gpu::operand_scale_count(q, rows, cols)) *
                  info(q.scale_format).bytes),
-          transposed_scales(transposes() ? gpu::operand_scale_count(q, cols, rows) * 4 : 0),
-          amax_and_scale(1), delayed_scaling(delayed > 0) {
-        amax_and_scale.write({AmaxAndScale{0, 0, delayed, 0}});
+          transposed_scales(transposes() ? gpu::operand_scale_count(q, cols, rows) * 4 : 0), tensor_scale(1),
+          delayed_scaling(delayed > 0) {
+        tensor_scale.write({TensorScale{0, 0, delayed, 0}});
     }
     // x (rows, cols) as the reference stores it.
     Tensor(const Floats& x, Shape s, TensorFormat q) : Tensor(s, q) {
@@ -160,7 +160,7 @@ public:
             const reference::StoredMatrix from = quantized(x, transpose);
             (transpose ? transposed : codes).write(from.elements);
             (transpose ? transposed_scales : scales).write(stored_scales(from));
-            if (per_tensor()) amax_and_scale.write({AmaxAndScale{from.scale(0, 0), 0, 0, 0}});
+            if (per_tensor()) tensor_scale.write({TensorScale{from.scale(0, 0), 0, 0, 0}});
         }
     }
     // A vector without scales.
@@ -172,7 +172,7 @@ public:
     bool transposes() const { return for_gemm() && rows % 16 == 0; }
     TensorRef ref() const {
         TensorRef t{.data = codes.get(), .rows = rows, .cols = cols, .format = format};
-        if (for_gemm()) t.amax_and_scale = amax_and_scale.get();
+        if (for_gemm()) t.tensor_scale = tensor_scale.get();
         if (format == E4M3_1x16) t.group_scales = reinterpret_cast<uint16_t*>(scales.get());
         return t;
     }
@@ -184,8 +184,8 @@ public:
         if (transposes()) out.transposed_block_scales = reinterpret_cast<float*>(transposed_scales.get());
         return out;
     }
-    float amax() const { return amax_and_scale.read()[0].amax; }
-    float scale() const { return amax_and_scale.read()[0].scale; }
+    float amax() const { return tensor_scale.read()[0].amax; }
+    float scale() const { return tensor_scale.read()[0].scale; }
     Floats values() const {  // of all formats but those in blocks
         return reference::dequantize(
             {codes.read(), per_tensor() ? bytes_of({scale()}) : scales.read(), rows, cols, format});
@@ -313,7 +313,7 @@ inline void check_column_sums(const LazyTensor& x, const Floats& values) {
     for (bool with_amax : {true, false}) {
         const Tensor sums(before, Format::FP32);
         const Buffer<float> workspace(gpu::COLUMN_PARTIALS * x.cols);
-        gpu::add_column_sums(x, sums.ref(), workspace.get(), with_amax ? sums.amax_and_scale.get() : nullptr,
+        gpu::add_column_sums(x, sums.ref(), workspace.get(), with_amax ? sums.tensor_scale.get() : nullptr,
                              0);
         CHECK(sums.amax() == (with_amax ? reference::compute_amax(values.data(), x.rows * x.cols) : 0));
         check_row_sums(sums, before, values, [](int64_t) { return 0; });
@@ -330,7 +330,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
     check_as_float(values, exact, in_float, s.cols);
     check_column_sums(x, values);
     if (compute == Format::FP32) {
-        CHECK_THROWS_AS(gpu::compute_amax(x, bf16.amax_and_scale.get(), 0), Error);
+        CHECK_THROWS_AS(gpu::compute_amax(x, bf16.tensor_scale.get(), 0), Error);
         return;
     }
     gpu::store_values(x, bf16.ref(), 0);
@@ -342,7 +342,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
             Operand out = t->operand();
             if (t == &row_major) out.transposed = nullptr;
             if (t == &column_major) out.tensor.data = nullptr;
-            if (per_tensor) gpu::compute_amax(x, t->amax_and_scale.get(), 0);
+            if (per_tensor) gpu::compute_amax(x, t->tensor_scale.get(), 0);
             gpu::quantize(x, out, nullptr, 0);
         }
         check_quantized(both, values);

@@ -10,13 +10,13 @@
 
 namespace coat::test {
 
-using Maker = std::unique_ptr<Model> (*)(const Setup&);
+using Maker = std::unique_ptr<Model> (*)(const RunSettings&);
 
-// PROPERTY("name") { ... make(setup) ... } is two tests with one body: "cpu: name", in which make is
+// PROPERTY("name") { ... make(settings) ... } is two tests with one body: "cpu: name", in which make is
 // make_reference_model, and "gpu: name", in which it is make_gpu_model; that one is skipped where no GPU is
 // found. To add a property of models, copy a short one of test/model.cpp: a Training makes a model from a
-// setup, and trains it on text that it can learn.
-#define GPU_MODEL_TEST(name) TEST_CASE("gpu: " name* doctest::skip(!why_no_gpu().empty()))
+// settings, and trains it on text that it can learn.
+#define GPU_MODEL_TEST(name) TEST_CASE("gpu: " name* doctest::skip(!select_gpu().empty()))
 #define PROPERTY_NAMED(name, body)                          \
     static void body(Maker make);                           \
     TEST_CASE("cpu: " name) { body(make_reference_model); } \
@@ -60,9 +60,9 @@ inline ModelConfig wide_heads(bool tied) {
             .tied = tied};
 }
 
-// The setup with the memory modes that `flags` names: "attention", "master" and "gradients" are the flags of
+// The settings with the memory modes that `flags` names: "attention", "master" and "gradients" are the flags of
 // ./train with their smaller choice; "lean" is all three.
-inline Setup with_modes(Setup s, const std::string& flags) {
+inline RunSettings with_modes(RunSettings s, const std::string& flags) {
     auto has = [&](const char* word) {
         return flags.find(word) != flags.npos || flags.find("lean") != flags.npos;
     };
@@ -71,47 +71,48 @@ inline Setup with_modes(Setup s, const std::string& flags) {
     s.keep_gradients = !has("gradients");
     return s;
 }
-// The setup that some words say: a recipe, then memory modes, then "moments" and an optimizer. For example
+// The settings that some words name: a recipe, then memory modes, then "moments" and an optimizer. For example
 // "coat", "coat master gradients", "bf16 lean" or "fp32 moments fp8lm". Without an optimizer it is that of the
 // recipe; only bf16 has BF16 moments (in ./train they are FP32).
-inline Setup setup_of(const std::string& words, const ModelConfig& config = tiny_config(LLAMA, true),
-                      int64_t B = 4, int64_t T = 16, int64_t accumulate = 1) {
+inline RunSettings settings_of(const std::string& words, const ModelConfig& config = tiny_config(LLAMA, true),
+                               int64_t B = 4, int64_t T = 16, int64_t accumulate = 1) {
     const std::string name = words.substr(0, words.find(' '));
     const std::string before_optimizer = " moments ";
     const size_t at = words.find(before_optimizer);
     const Recipe& recipe = find_row(recipes(), name, "recipe");
     std::string optimizer = name == "bf16" ? "bf16" : recipe.default_optimizer;
     if (at != words.npos) optimizer = words.substr(at + before_optimizer.size());
-    const Setup s{.config = config,
-                  .recipe = recipe,
-                  .optimizer = find_row(optimizers(), optimizer, "optimizer"),
-                  .B = B,
-                  .T = T,
-                  .micro_batches_per_rank = accumulate};
+    const RunSettings s{.config = config,
+                        .recipe = recipe,
+                        .optimizer = find_row(optimizers(), optimizer, "optimizer"),
+                        .B = B,
+                        .T = T,
+                        .micro_batches_per_rank = accumulate};
     return with_modes(s, words.substr(0, at));
 }
-inline bool supported(const Setup& s) {
+inline bool supported(const RunSettings& s) {
     return error_of([&] { require_supported(s); }).empty();
 }
 
-// The setups that a property is checked for: every recipe with two architectures, every choice of memory,
+// The settings that a property is checked for: every recipe with two architectures, every choice of memory,
 // every optimizer, and some random ones.
-inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
-    std::vector<Setup> all;
+inline std::vector<RunSettings> all_settings(Random& rng, int64_t random = count(4, 2)) {
+    std::vector<RunSettings> all;
     const std::vector<ModelConfig> configs = {tiny_config(LLAMA, false), tiny_config(GPT2, true),
                                               tiny_config(QWEN3, false), tiny_config(LLAMA, true),
                                               tiny_config(QWEN2, false)};
     for (const Recipe& r : recipes())
-        for (int arch : {0, 1}) all.push_back(setup_of(r.name, configs[arch]));
+        for (int arch : {0, 1}) all.push_back(settings_of(r.name, configs[arch]));
     for (const char* words : {"coat master", "coat attention", "coat gradients", "bf16 lean", "te gradients"})
-        all.push_back(setup_of(words));
-    for (const char* words : {"fp32", "coat lean", "te"}) all.push_back(setup_of(words, configs[2]));
-    for (const OptimizerFormats& o : optimizers()) all.push_back(setup_of(concat("coat moments ", o.name)));
+        all.push_back(settings_of(words));
+    for (const char* words : {"fp32", "coat lean", "te"}) all.push_back(settings_of(words, configs[2]));
+    for (const OptimizerFormats& o : optimizers())
+        all.push_back(settings_of(concat("coat moments ", o.name)));
     auto any = [&](const auto& table) { return table[rng.below(int64_t(table.size()))]; };
     while (random > 0) {
         const ModelConfig config = any(configs);
         const int64_t B = 1 + rng.below(5), T = 1 + rng.below(40);
-        Setup s = setup_of(any(recipes()).name, config, B, T, 1 + rng.below(6));
+        RunSettings s = settings_of(any(recipes()).name, config, B, T, 1 + rng.below(6));
         s.optimizer = any(optimizers());
         s.keep_masters = rng.below(2);
         s.keep_gradients = rng.below(2);
@@ -122,14 +123,14 @@ inline std::vector<Setup> setups(Random& rng, int64_t random = count(4, 2)) {
     }
     return all;
 }
-inline std::string text(const Setup& s) {
+inline std::string text(const RunSettings& s) {
     return concat(s.config.name, s.config.tied ? " tied, " : " untied, ", s.recipe.name, ", moments ",
                   s.optimizer.name, ", ", s.micro_batches_per_rank, "x", s.B, "x", s.T,
                   s.recipe.saved_attention.fp8() ? ", attention groups" : "",
                   s.keep_masters ? "" : ", master none", s.keep_gradients ? "" : ", gradients none");
 }
-#define FOR_EACH_SETUP(s, list) \
-    for (const Setup& s : list) \
+#define FOR_ALL_SETTINGS(s, list)     \
+    for (const RunSettings& s : list) \
         if (INFO(text(s)); true)
 
 // Endless random text that a model can learn. Each token is followed by one of four tokens, with
@@ -178,18 +179,18 @@ inline void write_weights(Model& model, const std::string& name, const Floats& x
     std::vector<int16_t> lower(x.size());
     for (size_t i = 0; i < x.size(); i++) reference::split_master(x[i], &upper[i], &lower[i]);
     model.write(name, upper.data());
-    if (model.setup().keep_masters) model.write(name + ".remainder", lower.data());
+    if (model.settings().keep_masters) model.write(name + ".remainder", lower.data());
 }
 inline Floats gradient(Model& model, const Param& p) {
     return read_as<float>(model, p.name + ".gradient", p.size());
 }
 inline std::vector<Floats> gradients_of(Model& model) {
     std::vector<Floats> all;
-    for (const Param& p : parameters(model.setup().config)) all.push_back(gradient(model, p));
+    for (const Param& p : parameters(model.settings().config)) all.push_back(gradient(model, p));
     return all;
 }
 
-inline std::vector<StateTensor> state_tensors(const Setup& s) {
+inline std::vector<StateTensor> state_tensors(const RunSettings& s) {
     std::vector<StateTensor> all = weight_tensors(s.config);
     for (const StateTensor& t : tensors_besides_weights(s)) all.push_back(t);
     return all;
@@ -198,8 +199,8 @@ inline std::vector<StateTensor> state_tensors(const Setup& s) {
 using Snapshot = std::map<std::string, std::vector<uint8_t>>;
 inline Snapshot snapshot(Model& model) {
     Snapshot bytes;
-    for (const StateTensor& t : state_tensors(model.setup()))
-        bytes[t.name] = read_as<uint8_t>(model, t.name, owned(model.setup(), t).count * t.bytes);
+    for (const StateTensor& t : state_tensors(model.settings()))
+        bytes[t.name] = read_as<uint8_t>(model, t.name, owned(model.settings(), t).count * t.bytes);
     return bytes;
 }
 inline void restore(Model& model, const Snapshot& bytes) {
@@ -237,12 +238,14 @@ struct Training {
     Tokens tokens, targets;
     AdamWOptions adamw{.update_number = 0, .lr = 3e-3f};
 
-    Training(Maker make, const Setup& setup) : model(make(setup)), text(1, setup.config.V) {
-        if (!setup.keep_gradients) adamw.clip = 0;
+    Training(Maker make, const RunSettings& settings) : model(make(settings)), text(1, settings.config.V) {
+        if (!settings.keep_gradients) adamw.clip = 0;
     }
-    const Setup& setup() const { return model->setup(); }
-    std::vector<Param> params() const { return parameters(setup().config); }
-    void next() { text.next(setup().micro_batches_per_rank * setup().B, setup().T, &tokens, &targets); }
+    const RunSettings& settings() const { return model->settings(); }
+    std::vector<Param> params() const { return parameters(settings().config); }
+    void next() {
+        text.next(settings().micro_batches_per_rank * settings().B, settings().T, &tokens, &targets);
+    }
     StepResult step() {
         next();
         return again();
@@ -260,9 +263,9 @@ struct Training {
         }
         return all;
     }
-    double evaluate() { return model->evaluate(tokens.data(), targets.data()); }
+    double validation_loss() { return model->validation_loss(tokens.data(), targets.data()); }
     Floats next_logits(int64_t n) {
-        Floats logits(size_t(setup().config.V));
+        Floats logits(size_t(settings().config.V));
         model->next_logits(tokens.data(), n, logits.data());
         return logits;
     }

@@ -43,7 +43,7 @@ inline const std::string& small_model() {
     static const Folder folder;
     static const std::string path = folder / "model";
     if (fs::create_directory(path))
-        save_model_folder(path, *make_reference_model(setup_of("fp32", small_config(), 2, 16)), {});
+        save_model_folder(path, *make_reference_model(settings_of("fp32", small_config(), 2, 16)), {});
     return path;
 }
 
@@ -142,7 +142,7 @@ inline std::string last_checkpoint(const Folder& folder) {  // "out/step-000010"
     return fs::relative(find_checkpoint(folder / "out"), folder.path).string();
 }
 inline int64_t last_step(const Folder& folder) {
-    return read_loop_state(find_checkpoint(folder / "out")).step;
+    return read_saved_run(find_checkpoint(folder / "out")).state.step;
 }
 
 // Runs ./train with these flags. When a line of its output contains `part` for the first time, the shell runs

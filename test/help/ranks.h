@@ -17,7 +17,7 @@ namespace coat::test {
 // 0 in a program without CUDA: there, model_memory.cu has no other definition.
 __attribute__((weak)) int number_of_gpus() { return 0; }
 
-// RANKS_PROPERTY("name") { ... make(setup), on up to `most` ranks ... }
+// RANKS_PROPERTY("name") { ... make(settings), on up to `most` ranks ... }
 #define RANKS_NAMED(name, body)                                                     \
     static void body(Maker make, int64_t most);                                     \
     TEST_CASE("cpu: ranks: " name) { body(make_reference_model, quick() ? 3 : 4); } \
@@ -90,16 +90,17 @@ private:
     int64_t rank_;
 };
 
-// Calls body(setup) for every rank, each in its thread. One rank has none beside it, as in ./train. The first
+// Calls body(settings) for every rank, each in its thread. One rank has none beside it, as in ./train. The first
 // exception that a rank throws is thrown again when all have ended.
-inline void with_ranks(const Setup& setup, int64_t ranks, const std::function<void(const Setup&)>& body) {
+inline void with_ranks(const RunSettings& settings, int64_t ranks,
+                       const std::function<void(const RunSettings&)>& body) {
     Meeting meeting(ranks);
     std::vector<std::thread> threads;
     for (int64_t rank = 0; rank < ranks; rank++)
         threads.emplace_back([&, rank] {
             omp_set_num_threads(1);
             ThreadRank communicator(&meeting, rank);
-            Setup own = setup;
+            RunSettings own = settings;
             own.rank = rank;
             own.ranks = ranks;
             own.communicator = ranks > 1 ? &communicator : nullptr;
@@ -128,9 +129,9 @@ inline void check_same(const RankRun& a, const RankRun& b) {
 // A rank that trains on its part of the text. Step i of any number of ranks has the same micro-batches.
 struct RankTraining : Training {
     bool masked;
-    RankTraining(Maker make, const Setup& own, bool some = false) : Training(make, own), masked(some) {}
+    RankTraining(Maker make, const RunSettings& own, bool some = false) : Training(make, own), masked(some) {}
     Tokens own_part(const Tokens& all) const {
-        const Setup& s = setup();
+        const RunSettings& s = settings();
         Tokens own;
         for (int64_t a = 0; a < s.micro_batches_per_rank; a++) {
             const auto begin = all.begin() + (a * s.ranks + s.rank) * s.B * s.T;
@@ -139,7 +140,7 @@ struct RankTraining : Training {
         return own;
     }
     void next() {
-        const Setup& s = setup();
+        const RunSettings& s = settings();
         text.next(s.micro_batches_per_rank * s.ranks * s.B, s.T, &tokens, &targets);
         if (masked) mask_unevenly(&targets, s.B * s.T);
         tokens = own_part(tokens);
@@ -152,9 +153,10 @@ struct RankTraining : Training {
     }
 };
 
-inline RankRun train_ranks(Maker make, const Setup& setup, int64_t ranks, int steps, bool masked = false) {
+inline RankRun train_ranks(Maker make, const RunSettings& settings, int64_t ranks, int steps,
+                           bool masked = false) {
     std::vector<RankRun> runs{size_t(ranks)};
-    with_ranks(setup, ranks, [&](const Setup& own) {
+    with_ranks(settings, ranks, [&](const RunSettings& own) {
         RankTraining training(make, own, masked);
         RankRun& run = runs[size_t(own.rank)];
         for (int i = 0; i < steps; i++) {

@@ -144,7 +144,7 @@ TEST_CASE(
         {"fp32", ".m F32 4096, .v F32 4096, "}};
     for (const auto& [optimizer, expected] : rows) {
         std::map<std::string, std::string> all;  // tensors by parameter
-        for (const StateTensor& t : tensors_besides_weights(setup_of("bf16 master moments " + optimizer)))
+        for (const StateTensor& t : tensors_besides_weights(settings_of("bf16 master moments " + optimizer)))
             all[t.param.name] +=
                 concat(t.name.substr(t.param.name.size()), " ", t.dtype, " ", t.size(), ", ");
         CHECK_MESSAGE(all["layers.0.attention_out"] == expected, optimizer);

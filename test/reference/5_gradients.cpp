@@ -51,14 +51,14 @@ struct GradientRun {
 
 }  // namespace
 
-static GradientRun step_with(const Setup& setup, const std::vector<Doubles>& weights, const Tokens& tokens,
-                             const Tokens& targets) {
-    const std::unique_ptr<Model> model = make_reference_model(setup);
-    const std::vector<Param> params = parameters(setup.config);
+static GradientRun step_with(const RunSettings& settings, const std::vector<Doubles>& weights,
+                             const Tokens& tokens, const Tokens& targets) {
+    const std::unique_ptr<Model> model = make_reference_model(settings);
+    const std::vector<Param> params = parameters(settings.config);
     for (size_t p = 0; p < params.size(); p++)
         write_weights(*model, params[p].name, {weights[p].begin(), weights[p].end()});
     // Delayed scales need a step before. With a learning rate of 0 it changes nothing else.
-    if (setup.recipe.scale_source == ScaleSource::Delayed)
+    if (settings.recipe.scale_source == ScaleSource::Delayed)
         model->step(tokens.data(), targets.data(), AdamWOptions{.update_number = 1, .lr = 0});
     const StepResult result =
         model->step(tokens.data(), targets.data(), AdamWOptions{.update_number = 1, .lr = 1e-3f});
@@ -128,7 +128,7 @@ TEST_CASE("gradients: fp32 is the gradient in double; bf16 and FP8 differ by the
         // fp32 computes with master weights, the others with these rounded to BF16: `start` is both.
         const std::vector<Doubles> master = random_weights(c, rng, Format::FP32, 0),
                                    start = random_weights(c, rng, Format::BF16, 0);
-        const GradientRun fp32 = step_with(setup_of("fp32", c, B, T), master, tokens, targets);
+        const GradientRun fp32 = step_with(settings_of("fp32", c, B, T), master, tokens, targets);
         std::vector<Doubles> in_double;
         const double loss = loss_in_double(c, B, T, master, tokens.data(), targets.data(), &in_double);
         CHECK(fp32.loss == doctest::Approx(loss).epsilon(fp32_bound(c)));
@@ -138,7 +138,7 @@ TEST_CASE("gradients: fp32 is the gradient in double; bf16 and FP8 differ by the
         }
 
         auto run = [&](const std::string& words) {
-            return step_with(setup_of(words, c, B, T), start, tokens, targets);
+            return step_with(settings_of(words, c, B, T), start, tokens, targets);
         };
         const GradientRun exact = run("fp32"), bf16 = run("bf16");
         const double bound_bf16 = std::sqrt(24.0 * double(c.L)) * rms_error(Format::BF16);
@@ -146,7 +146,7 @@ TEST_CASE("gradients: fp32 is the gradient in double; bf16 and FP8 differ by the
         std::vector<std::string> words_of_runs;
         for (const char* words :
              {"bf16", "bf16 attention", "coat", "coat attention", "te", "colossal", "rowwise", "deepseek"}) {
-            const Recipe r = setup_of(words).recipe;
+            const Recipe r = settings_of(words).recipe;
             const bool fp8 = r.x.fp8(), attention = r.saved_attention.fp8();
             double squares = attention ? 4 * e4m3 * e4m3 : 0;
             if (r.saved_inputs.fp8()) squares += 11 * e4m3 * e4m3 + 4 * e5m2 * e5m2;

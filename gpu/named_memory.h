@@ -1,4 +1,4 @@
-// gpu/state_tensors.h - how a checkpoint reads and writes what a GPU keeps of a run: tensor by tensor, each
+// gpu/named_memory.h - how a checkpoint reads and writes what a GPU keeps of a run: tensor by tensor, each
 // with a name (state_tensors.h of the top folder).
 #pragma once
 #include <map>
@@ -7,10 +7,10 @@
 
 namespace coat::gpu {
 
-class StateTensors {
+class NamedMemory {
 public:
-    StateTensors(const GpuContext& context, const MemoryMap& memory, const Parameters& parameters,
-                 AmaxTable& amax_table);
+    NamedMemory(const GpuContext& context, const MemoryMap& memory, const ParameterState& parameter_state,
+                AmaxTable& amax_table);
 
     // Copy what this rank owns of the tensor with this name to or from the host: for Model::read() and
     // write(). read() also copies gradients, whose names end with ".gradient". write() also computes the amax
@@ -31,7 +31,7 @@ private:
         HalfOfMaster half = HalfOfMaster::None;
     };
     const GpuContext& context_;
-    const Parameters& parameters_;
+    const ParameterState& parameter_state_;
     AmaxTable& amax_table_;
     std::map<std::string, Entry> entries_;  // by name
 

@@ -1,29 +1,29 @@
-// gpu/state_tensors.cpp - how a checkpoint reads and writes what a GPU keeps of a run (gpu/state_tensors.h).
-#include "state_tensors.h"
-
-#include "../state_tensors.h"
+// gpu/named_memory.cpp - how a checkpoint reads and writes what a GPU keeps of a run (gpu/named_memory.h).
+#include "named_memory.h"
 
 #include <cstring>
 
+#include "../state_tensors.h"
+
 namespace coat::gpu {
 
-StateTensors::StateTensors(const GpuContext& context, const MemoryMap& memory, const Parameters& parameters,
-                           AmaxTable& amax_table)
-    : context_(context), parameters_(parameters), amax_table_(amax_table) {
+NamedMemory::NamedMemory(const GpuContext& context, const MemoryMap& memory,
+                         const ParameterState& parameter_state, AmaxTable& amax_table)
+    : context_(context), parameter_state_(parameter_state), amax_table_(amax_table) {
     list_tensors(memory);
 }
 
-void StateTensors::list_tensors(const MemoryMap& memory) {
-    const Setup& s = context_.setup;
-    const bool fp32_masters = parameters_.format_of_weights.element_format == Format::FP32;
-    for (size_t i = 0; i < parameters_.params.size(); i++) {
-        const Param& p = parameters_.params[i];
-        const auto& [owned, rank_offset, units_before_parameter] = parameters_.places[i];
+void NamedMemory::list_tensors(const MemoryMap& memory) {
+    const RunSettings& s = context_.settings;
+    const bool fp32_masters = parameter_state_.format_of_weights.element_format == Format::FP32;
+    for (size_t i = 0; i < parameter_state_.params.size(); i++) {
+        const Param& p = parameter_state_.params[i];
+        const auto& [owned, rank_offset, units_before_parameter] = parameter_state_.places[i];
         const int64_t count = owned.count;
         int16_t* const remainder =
             memory.weights.remainders ? memory.weights.remainders + rank_offset : nullptr;
         entries_[p.name] = {.param_index = i,
-                            .data = parameters_.owned_weight_data(i),
+                            .data = parameter_state_.owned_weight_data(i),
                             .bytes = count * 2,
                             .half = fp32_masters ? HalfOfMaster::Rounded : HalfOfMaster::None};
         if (s.keep_masters)
@@ -43,45 +43,45 @@ void StateTensors::list_tensors(const MemoryMap& memory) {
         if (amax_table_.delayed() && p.role.layer_linear) list_delayed_scales(i);
     }
 }
-void StateTensors::list_delayed_scales(size_t i) {
-    const int64_t layer = parameters_.linear_layer_index(i);
+void NamedMemory::list_delayed_scales(size_t i) {
+    const int64_t layer = parameter_state_.linear_layer_index(i);
     for (OperandKind o : LINEAR_OPERANDS) {
-        const std::string of = parameters_.params[i].name + suffix_of(o);
-        const int64_t history_bytes = context_.setup.recipe.history_steps * 4;
+        const std::string of = parameter_state_.params[i].name + suffix_of(o);
+        const int64_t history_bytes = context_.settings.recipe.history_steps * 4;
         entries_[of + ".history"] = {i, amax_table_.history(o, layer), history_bytes};
         entries_[of + ".scale"] = {i, &amax_table_.of_operand(o, layer)->delayed_scale, 4};
     }
 }
 
-const StateTensors::Entry& StateTensors::find(const std::string& name) const {
+const NamedMemory::Entry& NamedMemory::find(const std::string& name) const {
     const auto found = entries_.find(name);
     if (found == entries_.end()) throw_no_such_tensor(name);
     return found->second;
 }
 
-void StateTensors::read(const std::string& name, void* out) const {
+void NamedMemory::read(const std::string& name, void* out) const {
     const std::string param = name.substr(0, name.rfind('.'));
-    if (context_.setup.keep_gradients && name == param + ".gradient")
-        return read_gradient(parameters_.index(param), static_cast<float*>(out));
+    if (context_.settings.keep_gradients && name == param + ".gradient")
+        return read_gradient(parameter_state_.index(param), static_cast<float*>(out));
     const Entry& entry = find(name);
     if (entry.half == HalfOfMaster::None) context_.copy_to_host(out, entry.data, entry.bytes);
     else read_half_of_masters(entry, static_cast<uint16_t*>(out));
 }
 
-void StateTensors::write(const std::string& name, const void* in) {
+void NamedMemory::write(const std::string& name, const void* in) {
     const Entry& entry = find(name);
     if (entry.half == HalfOfMaster::None) context_.wait_then_start_copy_to_gpu(entry.data, in, entry.bytes);
     else write_half_of_masters(entry, static_cast<const uint16_t*>(in));
     amax_table_.expect_empty_histories();
-    parameters_.compute_weight_amax(entry.param_index);
+    parameter_state_.compute_weight_amax(entry.param_index);
     context_.wait("Writing a tensor failed");
 }
 
 // The bits of this rank's part of the masters of parameter i.
-std::vector<uint32_t> StateTensors::read_masters(size_t i) const {
-    const int64_t count = parameters_.places[i].owned.count;
+std::vector<uint32_t> NamedMemory::read_masters(size_t i) const {
+    const int64_t count = parameter_state_.places[i].owned.count;
     std::vector<uint32_t> bits(count);
-    context_.copy_to_host(bits.data(), parameters_.owned_weight_data(i), count * 4);
+    context_.copy_to_host(bits.data(), parameter_state_.owned_weight_data(i), count * 4);
     return bits;
 }
 static uint32_t rounded_half(uint32_t master) { return (master + 0x8000u) >> 16; }
@@ -90,28 +90,28 @@ static uint32_t remainder_half(uint32_t master) { return master & 0xFFFFu; }
 static uint32_t master_of(uint32_t rounded, uint32_t remainder) {
     return (rounded << 16) + uint32_t(int16_t(remainder));
 }
-void StateTensors::read_half_of_masters(const Entry& entry, uint16_t* out) const {
+void NamedMemory::read_half_of_masters(const Entry& entry, uint16_t* out) const {
     const bool remainder = entry.half == HalfOfMaster::Remainder;
     const std::vector<uint32_t> masters = read_masters(entry.param_index);
     for (size_t e = 0; e < masters.size(); e++)
         out[e] = uint16_t(remainder ? remainder_half(masters[e]) : rounded_half(masters[e]));
 }
-void StateTensors::write_half_of_masters(const Entry& entry, const uint16_t* in) const {
+void NamedMemory::write_half_of_masters(const Entry& entry, const uint16_t* in) const {
     const bool remainder = entry.half == HalfOfMaster::Remainder;
     std::vector<uint32_t> masters = read_masters(entry.param_index);
     for (size_t e = 0; e < masters.size(); e++)
         masters[e] = remainder ? master_of(rounded_half(masters[e]), in[e])
                                : master_of(in[e], remainder_half(masters[e]));
-    context_.wait_then_start_copy_to_gpu(parameters_.owned_weight_data(entry.param_index), masters.data(),
-                                         int64_t(masters.size() * sizeof(uint32_t)));
+    context_.wait_then_start_copy_to_gpu(parameter_state_.owned_weight_data(entry.param_index),
+                                         masters.data(), int64_t(masters.size() * sizeof(uint32_t)));
     context_.wait("Writing a tensor failed");
 }
 
 // Reads the gradients of this rank's part as FP32. A BF16 value is the upper half of an FP32 one.
-void StateTensors::read_gradient(size_t i, float* out) const {
-    const int64_t count = parameters_.places[i].owned.count, bytes = parameters_.gradient_bytes;
+void NamedMemory::read_gradient(size_t i, float* out) const {
+    const int64_t count = parameter_state_.places[i].owned.count, bytes = parameter_state_.gradient_bytes;
     std::vector<uint8_t> raw(count * bytes);
-    context_.copy_to_host(raw.data(), parameters_.owned_gradient_sum(i), count * bytes);
+    context_.copy_to_host(raw.data(), parameter_state_.owned_gradient_sum(i), count * bytes);
     std::fill_n(out, count, 0.0f);
     for (int64_t e = 0; e < count; e++)
         std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + 4 - bytes, &raw[size_t(e * bytes)], size_t(bytes));
