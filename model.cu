@@ -526,11 +526,7 @@ private:
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
                             .dqkv_amax_out = qk_norms_ ? nullptr : layer.qkv_proj.place_for_g_amax()},
                            stream_);
-        if (!qk_norms_) return;
-        const QkNorm norms = qk_norm_args(layer);
-        float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
-        qk_norm_backward(norms, qkv, dqkv, sharding_.gradient_to_write(*layer.qk_norm_weight_index), partials,
-                         stream_);
+        if (qk_norms_) head_norms_backward(layer, qkv, dqkv);
     }
 
     // A norm and the linear layer that reads its output. dgrad computes dy, the gradient of the norm's
@@ -685,6 +681,13 @@ private:
         return normed_and_rotated;
     }
     bool rope_at_projection() const { return rotary_ && !qk_norms_; }
+    // Qwen3: dqkv, on entry the gradient of the outputs of the norms of heads, becomes that of their inputs.
+    void head_norms_backward(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
+        const QkNorm norms = qk_norm_args(layer);
+        float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
+        qk_norm_backward(norms, qkv, dqkv, sharding_.gradient_to_write(*layer.qk_norm_weight_index), partials,
+                         stream_);
+    }
 
     // -------------------------------------------------------------------------------------------------------
     // Arguments of kernels
