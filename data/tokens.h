@@ -5,7 +5,8 @@
 //
 // Token files have llm.c's format: a header of 256 int32 (magic, version, number of tokens), then uint16
 // (magic 20240520) or uint32 (magic 20240801). Two things are ours:
-//   - In uint32 the highest bit marks a token that does not count as a target, say of a user's question.
+//   - In uint32 the highest bit marks a token that does not count as a target, for example one of a user's
+//     question.
 //   - The fourth word of the header is the --seq of packed conversations; 0 for text.
 // A file tokenizer.bin beside the token files (vocabulary.h) says what the tokens mean. data/tokenize.py
 // writes token files and tokenizer.bin.
@@ -32,9 +33,9 @@ public:
     struct Source {
         std::shared_ptr<const void> owner;  // keeps the tokens in memory
         const uint8_t* data;
-        int width;                         // bytes of a token: 1, 2 or 4, little-endian
-        int64_t count;                     // of tokens
-        const MappedFile* file = nullptr;  // the owner if it is a file, which must not become shorter
+        int width;                         // the bytes of a token: 1, 2 or 4, little-endian
+        int64_t count;                     // the number of tokens
+        const MappedFile* file = nullptr;  // the owner, if it is a file. The file must not become shorter
     };
     int64_t size() const { return size_; }
     void append(const Source& source);

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Prints the tables of the lessons in WALK.md, computed by coat.py: `python3 dev/lessons.py 5` those of lesson 5.
 
-The lessons follow one group of 16 activations, one group of moments and one product of 4x4 matrices. The tables
+The lessons follow one group of 16 activations, one moment group and one product of 4x4 matrices. The tables
 of a real run need model A. It is trained first, in two minutes or more, unless another run's FOLDER is given:
 
     make train && python3 dev/lessons.py real [FOLDER]
@@ -319,13 +319,14 @@ def of_moments(m, v):
     for size in (32, 128, 8192):
         row = [size]
         for x in (m, v):
-            groups = x[:x.size // size * size].reshape(-1, size)
-            groups = groups[np.abs(groups).max(axis=1) > 0]
-            stored, counted = coat.store_moment(groups), groups != 0
-            _, plain = scaled(E4M3, groups, coat.scales_of(E4M3, np.abs(groups).max(axis=1, keepdims=True)))
+            moment_groups = x[:x.size // size * size].reshape(-1, size)
+            moment_groups = moment_groups[np.abs(moment_groups).max(axis=1) > 0]
+            stored, counted = coat.store_moment(moment_groups), moment_groups != 0
+            amaxes = np.abs(moment_groups).max(axis=1, keepdims=True)
+            _, plain = scaled(E4M3, moment_groups, coat.scales_of(E4M3, amaxes))
             row.append(f"{np.median(stored[2]):.2f}")
             for read in (coat.load_moment(*stored), plain):
-                row.append(f"{np.median(np.abs(read[counted] / groups[counted] - 1)):.2%}")
+                row.append(f"{np.median(np.abs(read[counted] / moment_groups[counted] - 1)):.2%}")
         rows.append(row + [f"{1 + 8 / size:.4f}"])
     table(("values in a moment group", "m: median k", "median error", "without expansion", "v: median k",
            "median error", "without expansion", "bytes a moment"), rows)

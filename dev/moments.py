@@ -3,8 +3,8 @@
 
     python3 dev/moments.py CHECKPOINT > moments.json     of a run with --optimizer fp32; needs NumPy
 
-Figure 2, for every group of 128: the range R = largest / smallest non-zero magnitude, k of equation 4, and the
-range R^k after expansion. Table 1: the error of m / (sqrt(v) + eps), which updates the weight, for every pair
+Figure 2, for every moment group of 128: the range R = largest / smallest non-zero magnitude, k of equation 4,
+and the range R^k after expansion. Table 1: the error of m / (sqrt(v) + eps), which updates the weight, for every pair
 of formats with and without expansion, over all elements but those where it is 0. As in training, a positive
 second moment never becomes zero. Last, the same where k leaves out the smallest codes of E4M3.
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 import coat
 
-CHUNK = 1 << 13  # groups at a time
+CHUNK = 1 << 13  # moment groups at a time
 
 
 def tensors(path):
@@ -35,13 +35,13 @@ def tensors(path):
     return found
 
 
-def groups_of(state, moment):
-    """The whole groups of 128 of the FP32 moments of all matrices."""
+def moment_groups_of(state, moment):
+    """The whole moment groups of 128 of the FP32 moments of all matrices."""
     moments = [x.reshape(-1) for name, x in state.items() if name.endswith(moment) and min(x.shape) > 1]
     return np.concatenate([x[:len(x) // 128 * 128].reshape(-1, 128) for x in moments])
 
 
-# A coding gives moments x (groups, 128) after they were stored: second moments, or first.
+# A coding gives moments x (moment groups, 128) after they were stored: second moments, or first.
 
 def fp8(f, expands, x, second):
     if expands:
@@ -94,11 +94,11 @@ def ranges(x):
 def main(checkpoint):
     newest = max([*checkpoint.glob("step-*"), checkpoint])
     state = tensors(newest / "optimizer.state")
-    m, v = groups_of(state, ".m"), groups_of(state, ".v")
+    m, v = moment_groups_of(state, ".m"), moment_groups_of(state, ".v")
     pairs = {(a, b): (CODINGS[a], CODINGS[b]) for a in CODINGS for b in CODINGS}
     table, parts = errors(m, v, pairs), {}
     for halvings in (0, 1, 2):
-        # k stretches a group to FMAX / (FMIN 2^halvings)
+        # k stretches a moment group to FMAX / (FMIN 2^halvings)
         f = coat.E4M3._replace(min=coat.E4M3.min * 2**halvings)
         parts[halvings] = (functools.partial(fp8, f, True),) * 2
     json.dump({"step": int(newest.name.partition("-")[2]), "elements": m.size, "m": ranges(m), "v": ranges(v),

@@ -38,7 +38,7 @@ class Run:
             subprocess.run([train, *(["--resume", folder] if any(folder.glob("step-*")) else begin)], check=True)
         checkpoint = sorted(folder.glob("step-*"))[-1]
         state = moments.tensors(checkpoint / "optimizer.state")
-        self.m, self.v = (moments.groups_of(state, moment).ravel() for moment in (".m", ".v"))
+        self.m, self.v = (moments.moment_groups_of(state, moment).ravel() for moment in (".m", ".v"))
         self.weights = moments.tensors(checkpoint / "model.safetensors")
         self.layers = []
         while f"model.layers.{len(self.layers)}.input_layernorm.weight" in self.weights:

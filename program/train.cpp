@@ -21,20 +21,20 @@ int64_t warmup_steps(int64_t warmup, int64_t steps) {
     return steps > 0 && warmup > steps ? steps / 10 : warmup;
 }
 
-// As in the paper's runs, the rate ends at a tenth of the peak. The rate of the first step is above 0: no
+// As in the paper's runs, the rate ends at a tenth of the peak. The rate of the first step is above 0, so no
 // step is lost.
 float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     constexpr double FLOOR = 0.1;
     constexpr double PI = 3.14159265358979323846;
     warmup = warmup_steps(warmup, steps);
     if (step < warmup) return float(peak * (step + 1) / warmup);
-    // n: the steps after the warm-up. The usual cosine, as in nanoGPT and torchtitan, reaches a tenth of the
-    // peak one step after the run. With few steps the last one would stay well above a tenth: of three steps
-    // it would have 0.33 of the peak. So if n is below 100, the cosine is shortened until the last step lies
-    // at 99% of it, with 0.1002 of the peak.
+    // n steps follow the warm-up, and the last of them is step n - 1 of the cosine. The usual cosine, as in
+    // nanoGPT and torchtitan, has the length n. If n is below 100, the cosine is shortened until the last
+    // step lies at 99% of it, where the rate is 0.1002 of the peak. (Otherwise a short run would end far
+    // above a tenth: with n = 3 at 0.33 of the peak.)
     const double n = double(steps - warmup);
     const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
-    const double fraction = std::min(1.0, double(step - warmup) / length);  // of the cosine's way
+    const double fraction = std::min(1.0, double(step - warmup) / length);  // of the cosine
     return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(fraction * PI))));
 }
 
@@ -56,19 +56,19 @@ struct Progress {
 // What has happened during a step that the loop must react to.
 struct Events {
     int signal;  // the signal that has come; 0: none
-    bool save_is_due;
+    bool save_interval_has_passed;
 };
+
+void train_step(Run& run, Progress& progress);
+Events events_on_all_ranks(Run& run, const Progress& progress);
+int save_and_end_at_signal(Run& run, int signal);
+int finish(Run& run, const Progress& progress);
 
 }  // namespace
 
-static void train_step(Run& run, Progress& progress);
-static Events events_on_all_ranks(Run& run, const Progress& progress);
-static int save_and_end_at_signal(Run& run, int signal);
-static int finish(Run& run, const Progress& progress);
-
 int train(Run& run) {
     const Flags& flags = run.flags;
-    // A resumed run has a checkpoint from the start. The message of an error names it.
+    // Error messages name the last checkpoint. A resumed run has one from the start.
     if (!flags.out.empty()) note_checkpoint(run, find_checkpoint(flags.out));
     if (run.state.step == 0) run.state.first_validation = validate_and_report(run);
     create_and_lock_output_folder(run);
@@ -83,7 +83,8 @@ int train(Run& run) {
         if (events.signal && !last) return save_and_end_at_signal(run, events.signal);
         if (!last && every(flags.eval_every)) validate_and_report(run);
         if (flags.sample_every > 0 && (last || every(flags.sample_every))) report_sample(run);
-        const bool is_save_time = flags.save_every > 0 ? every(flags.save_every) : events.save_is_due;
+        const bool is_save_time =
+            flags.save_every > 0 ? every(flags.save_every) : events.save_interval_has_passed;
         // A step may be skipped because an earlier update made weights overflow. So saving waits for a step
         // that is not skipped.
         if (!last && is_save_time && progress.skipped_in_a_row == 0) {
@@ -94,9 +95,11 @@ int train(Run& run) {
     return finish(run, progress);
 }
 
+namespace {
+
 // Reads this rank's micro-batches of the next step. Ranks take micro-batches in turn. So a step has the same
 // micro-batches on one rank with a larger --accumulate as on several ranks.
-static void read_step(Run& run) {
+void read_step(Run& run) {
     const RunSettings& s = run.settings;
     const int64_t n = run.micro_batch_tokens();
     const int64_t first = run.state.step * micro_batches_of_step(s) + s.rank;
@@ -109,7 +112,7 @@ static void read_step(Run& run) {
 }
 
 // The arguments of the next update.
-static AdamWOptions next_update(const Run& run) {
+AdamWOptions next_update(const Run& run) {
     const Flags& flags = run.flags;
     const LoopState& state = run.state;
     return {.update_number = state.updates + 1,
@@ -124,8 +127,8 @@ static AdamWOptions next_update(const Run& run) {
 // Counts the step that was just made. A skipped step
 //   - counts for the schedule and the data, or it would come again;
 //   - does not count for AdamW's bias correction;
-//   - is a sign that the run diverges, unless its text has no targets.
-static void count_step(Run& run, const StepResult& result, Progress& progress) {
+//   - is a sign that the run diverges, unless the text of the step has no targets.
+void count_step(Run& run, const StepResult& result, Progress& progress) {
     run.state.step++;
     if (!result.skipped) {
         run.state.updates++;
@@ -133,16 +136,16 @@ static void count_step(Run& run, const StepResult& result, Progress& progress) {
     } else if (result.target_count) {
         progress.skipped_in_a_row++;
     }
-    // Whether this step is saved if a signal comes, or if the next micro-batches cannot be read. If the step
-    // was skipped, an earlier update may have made weights overflow. Such weights must not replace a good
-    // checkpoint. But if there is no checkpoint, they are better than nothing. (For the last step of a run
-    // there is a better check: see finish().)
+    // A step that was not skipped is saved if a signal comes, or if the next micro-batches cannot be read.
+    // If the step was skipped, an earlier update may have made weights overflow. Such weights must not
+    // replace a good checkpoint. But if there is no checkpoint, they are better than nothing. (For the
+    // last step of a run there is a better check: see finish().)
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
 // One optimizer step: reads its micro-batches, updates the model, counts and prints the step. Error if so
 // many steps in a row were skipped that the run has diverged.
-static void train_step(Run& run, Progress& progress) {
+void train_step(Run& run, Progress& progress) {
     constexpr int SKIPS_OF_DIVERGED_RUN = 20;  // in a row
     const double before = now();
     const AdamWOptions adamw = next_update(run);
@@ -168,10 +171,10 @@ static void train_step(Run& run, Progress& progress) {
 }
 
 // Returns the same events on all ranks, so that all ranks do the same. A signal to one rank stops all ranks.
-// The time to save comes by the clock of rank 0.
-static Events events_on_all_ranks(Run& run, const Progress& progress) {
+// The save interval is measured by the clock of rank 0.
+Events events_on_all_ranks(Run& run, const Progress& progress) {
     const Events mine{.signal = signal_received,
-                      .save_is_due = now() - progress.saved_at >= progress.save_interval};
+                      .save_interval_has_passed = now() - progress.saved_at >= progress.save_interval};
     const std::vector<Events> by_rank = run.processes.all_gather(mine);
     Events all = by_rank[0];
     for (const Events& theirs : by_rank) all.signal = std::max(all.signal, theirs.signal);
@@ -179,7 +182,7 @@ static Events events_on_all_ranks(Run& run, const Progress& progress) {
 }
 
 // Saves the step after which a signal has come, and says how the run can go on. Returns the exit code.
-static int save_and_end_at_signal(Run& run, int signal) {
+int save_and_end_at_signal(Run& run, int signal) {
     if (run.at_savable_step) save_last(run);
     std::string how_to_continue = "; nothing was saved.";
     const fs::path checkpoint = run.last_checkpoint;
@@ -192,7 +195,7 @@ static int save_and_end_at_signal(Run& run, int signal) {
 // Validates and saves the last step, and prints what the run was. Returns the exit code: not 0 if --out could
 // not be written. validate_and_report() throws if the loss is not finite. So when save_last() is called, the
 // weights that the validation text uses are finite, and the step is saved even if it was skipped.
-static int finish(Run& run, const Progress& progress) {
+int finish(Run& run, const Progress& progress) {
     const double validation = validate_and_report(run);
     const int code = save_last(run);
     report_quantization(run);
@@ -202,5 +205,7 @@ static int finish(Run& run, const Progress& progress) {
                .step_seconds = progress.step_seconds});
     return code;
 }
+
+}  // namespace
 
 }  // namespace coat

@@ -100,7 +100,7 @@ GPU_TEST_CASE("measure_moment_errors: errors of the moments equal the reference'
     }
 }
 
-TEST_CASE("adamw: moments in groups that are not both in FP8 are an error") {
+TEST_CASE("adamw: moment groups of which only one moment is in FP8 are an error") {
     // A dry run calls the same functions without a GPU.
     auto update = [](Format m, Format v) {
         const OptimizerFormats optimizer{.name = "", .m_format = m, .v_format = v, .expansion = true};

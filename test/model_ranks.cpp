@@ -162,9 +162,9 @@ RANKS_PROPERTY("loaded weights are whole on all ranks; they evaluate and generat
                     CHECK(other.elements == one.elements);
             }
         }
-        size_t groups = 0;
-        for (const QuantReport& r : reports) groups += r.k_m.size();
-        CHECK(groups == report.k_m.size());
+        size_t moment_groups = 0;
+        for (const QuantReport& r : reports) moment_groups += r.k_m.size();
+        CHECK(moment_groups == report.k_m.size());
     }
 }
 

@@ -44,7 +44,7 @@ TEST_CASE("memory plan: bytes of a parameter in each recipe and mode and optimiz
     const std::tuple<const char*, double, double, double> rows[] = {
         {"fp32", 4, 4, 8},
         {"bf16 moments fp32", 4, 2, 8},
-        {"coat", 4, 2, 2 + 16.0 / 128},  // max and k of the groups of two moments
+        {"coat", 4, 2, 2 + 16.0 / 128},  // max and k of the moment groups of two moments
         {"coat master", 2, 2, 2 + 16.0 / 128},
         {"bf16 moments fp8", 4, 2, 2 + 8.0 / 128},
         {"bf16 moments fp8lm", 4, 2, 3},

@@ -1,4 +1,4 @@
-// 14 - A kernel: AdamW with FP8 moments, a block for each group (lesson 9; about 90 minutes)
+// 14 - A kernel: AdamW with FP8 moments, a block for each moment group (lesson 9; about 90 minutes)
 //
 // Without nvcc the CPU runs your kernel, a thread after another, and the judge sees whether its results are
 // right. "CUDA on one page", dev/ladders/README.md, has the words.

@@ -94,7 +94,8 @@ int amax(const Function<float(int, const float*, float*)>&);
 int encode(const Function<uint8_t(const Fp8&, float)>&);
 int expansion(const Function<float(float, float)>& expansion_exponent, const Function<Expand>& expand,
               const Function<Expand>& contract);
-int adamw(const Function<AdamW>&, int number = 7);  // 7 and 17 on the CPU, one group a call; 14 on a GPU
+// On the CPU (exercises 7 and 17) a call has one moment group; on a GPU (14) it has all.
+int adamw(const Function<AdamW>&, int number = 7);
 int linear(const Function<Gemm>& gemm, const Function<Linear>&);
 int linear_in_blocks(const Function<Linear>&);
 int norm_backward(const Function<Norm>&);

@@ -407,7 +407,7 @@ int judge::encode(const Function<uint8_t(const Fp8&, float)>& encode) {
 
 namespace {
 
-// k, from the logarithms to base 2 of the ratio of the group and of the range of the format
+// k, from the logarithms to base 2 of the ratio max / min of the moment group, and of the range of the format
 float rounded_k(double range, double ratio, double least = 1.0 / 16, double most = 64) {
     if (!(ratio * most > range)) return float(most);
     return float(std::max(std::rint(256 * range / ratio) / 256, least));
@@ -516,9 +516,9 @@ int judge::expansion(const Function<float(float, float)>& expansion_exponent, co
     check(1e-30f, 1e-38f);
     return c.finish(
         "The k of 100, 10 and 229,376 are 2.680, 5.359 and 1. A rounding error is divided by k: the "
-        "group with 10 gains most, and the last one nothing. max / min may overflow, and |x| / max become 0: "
-        "one way is to subtract logarithms. In contract the power may become 0 although max times the power "
-        "does not: one way is to multiply max by the square root of the power, twice.");
+        "moment group with 10 gains most, and the last one nothing. max / min may overflow, and |x| / max"
+        " become 0: one way is to subtract logarithms. In contract the power may become 0 although max "
+        "times the power does not: one way is to multiply max by the square root of the power, twice.");
 }
 
 // --- 13 ---

@@ -179,30 +179,31 @@ void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floa
     Codes codes = expected.elements;
     Floats outdated, linear;
     for (size_t i = 0; i < now.size(); i++) {
-        const size_t group = i / 128;
+        const size_t moment_group = i / 128;
         // Logarithms differ in their last bits: at a border, both codes are right.
-        const float y = given::expand(now[i], mine.max[group], mine.k[group]);
+        const float y = given::expand(now[i], mine.max[moment_group], mine.k[moment_group]);
         for (float near : {y * 0.995f, y * 1.005f})
             if (mine.elements[i] == given::encode(near)) codes[i] = mine.elements[i];
-        outdated.push_back(given::encode(given::expand(now[i], before.max[group], before.k[group])));
-        linear.push_back(given::encode(now[i] / mine.max[group] * 448));
+        outdated.push_back(
+            given::encode(given::expand(now[i], before.max[moment_group], before.k[moment_group])));
+        linear.push_back(given::encode(now[i] / mine.max[moment_group] * 448));
     }
-    for (size_t group = 0; group < expected.max.size(); group++) {
-        const int first = int(group) * 128, n = std::min(128, int(now.size()) - first);
-        const float k = expected.k[group];
+    for (size_t moment_group = 0; moment_group < expected.max.size(); moment_group++) {
+        const int first = int(moment_group) * 128, n = std::min(128, int(now.size()) - first);
+        const float k = expected.k[moment_group];
         c.input = [&now, first, n](size_t) { return magnitudes_of(&now[first], n); };
-        c("max" + of, Floats{expected.max[group]}, Floats{mine.max[group]},
+        c("max" + of, Floats{expected.max[moment_group]}, Floats{mine.max[moment_group]},
           {{SIGNED, {largest_signed(&now[first], n)}},
-           {"max is that before the step.", {before.max[group]}},
-           {OTHER_SCALING, {other.max[group]}}},
+           {"max is that before the step.", {before.max[moment_group]}},
+           {OTHER_SCALING, {other.max[moment_group]}}},
           1e-5);
-        c("k" + of, Floats{k}, Floats{mine.k[group]},
+        c("k" + of, Floats{k}, Floats{mine.k[moment_group]},
           {{"k is 1 everywhere: compute it from max and the smallest magnitude.", {1}},
-           {"k is that before the step.", {before.k[group]}},
-           {OTHER_SCALING, {other.k[group]}},
+           {"k is that before the step.", {before.k[moment_group]}},
+           {OTHER_SCALING, {other.k[moment_group]}},
            {"The smallest magnitude must not begin with 0: it would stay 0.",
-            {expected.max[group] ? 1 / 16.0f : 1}},
-           where(std::isnan(mine.k[group]),
+            {expected.max[moment_group] ? 1 / 16.0f : 1}},
+           where(std::isnan(mine.k[moment_group]),
                  "k is no number: the smallest magnitude may not be negative, so take |x|."),
            where(zeros,
                  "Zeros do not count in the smallest magnitude; a moment group of zeros has max = 0 and "
@@ -296,7 +297,7 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
         "the rounding.";
     const std::string zeros =
         " And zeros do not count in the smallest magnitude: with one of them the quotient max / min would be "
-        "infinite and k 1/16, the least, so all codes of the group would lie close together.";
+        "infinite and k 1/16, the least, so all codes of the moment group would lie close together.";
     return c.finish(number == 17 ? unrounded + zeros : unrounded);
 }
 

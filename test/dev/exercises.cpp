@@ -480,7 +480,7 @@ float load(const Words& mistake, const Moment& from, int i) {
     return mistake == "no expansion" ? y / 448 * *from.max : given::contract(y, *from.max, *from.k);
 }
 
-// Stores the moments x of a group.
+// Stores a moment group x.
 void store(const Words& mistake, const Moment& to, const Floats& x) {
     const float old_max = *to.max, old_k = *to.k;
     float max = 0, min = INFINITY;

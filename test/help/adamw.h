@@ -15,13 +15,13 @@ using reference::Moment;
 constexpr uint64_t ROUNDING = 0x123456789ABCDEF;
 constexpr float OLD_AMAX = 1e30f;  // of the weights before the step
 
-// The rows of a moment that share a scale: [first, last).
-struct Group {
+// A moment group: the elements [first, last) of a moment.
+struct MomentGroup {
     int64_t first, last;
     size_t number;
 };
-inline std::vector<Group> groups(const Moment& m) {
-    std::vector<Group> all;
+inline std::vector<MomentGroup> moment_groups(const Moment& m) {
+    std::vector<MomentGroup> all;
     const int64_t size = m.moment_group_size();
     for (int64_t first = 0; first < m.n; first += size)
         all.push_back({first, std::min(m.n, first + size), all.size()});
@@ -41,7 +41,7 @@ inline Doubles load_exactly(const Moment& m) {
     Doubles x = doubles(load(m));
     if (!moments_need_scaling(m.format)) return x;
     const double fmax = info(m.format).fmax;
-    for (const Group& g : groups(m))
+    for (const MomentGroup& g : moment_groups(m))
         for (int64_t i = g.first; i < g.last; i++) {
             const double code = reference::decode(m.format, code_of(m, i)),
                          k = m.expanded ? m.k[g.number] : 1;
@@ -129,9 +129,9 @@ struct AdamWRun {
     }
     // Zeros, as of tokens that have not occurred; and magnitudes that differ by up to 2^145, of v by 2^185:
     // relative to the maximum some are below FP32's range, and only a careful path (../adamw.cu) keeps them.
-    static void make_unusual(Random& rng, int64_t group, float* m, float* v) {
-        if (group % 3 == 0) *m = *v = 0;
-        if (group % 3 != 1) return;
+    static void make_unusual(Random& rng, int64_t moment_group, float* m, float* v) {
+        if (moment_group % 3 == 0) *m = *v = 0;
+        if (moment_group % 3 != 1) return;
         *v = float(std::exp2(60 - 185 * rng.uniform()));
         *m = float(rng.sign() * std::exp2(20 - 145 * rng.uniform()));
     }
@@ -234,8 +234,8 @@ struct MomentCheck {
     const Floats& in_float;
     const Doubles& terms;
 
-    // The largest relative difference between exact and float values, of those in a group that are not zero.
-    static double lost_in(const Group& g, const Doubles& exact, const Floats& in_float) {
+    // The largest relative difference between exact and float values of a moment group, leaving out zeros.
+    static double lost_in(const MomentGroup& g, const Doubles& exact, const Floats& in_float) {
         double lost = 0;
         for (int64_t i = g.first; i < g.last; i++)
             if (exact[i] != 0) lost = std::max(lost, std::abs(in_float[i] / exact[i] - 1));
@@ -246,8 +246,8 @@ struct MomentCheck {
         return exact[i] == 0 ? 1 : std::max(1.0, terms[i] / std::abs(exact[i]));
     }
 
-    // A group's max and k.
-    void check_scale(const Group& g) const {
+    // max and k of a moment group.
+    void check_scale(const MomentGroup& g) const {
         const double lost = lost_in(g, exact, in_float);
         struct Limits {
             double lower, upper;
@@ -279,8 +279,8 @@ struct MomentCheck {
         REQUIRE(k <= k_of(top.lower * std::exp2(-error), low.upper));
     }
 
-    // The codes of a group. Returns how many are wrong.
-    int64_t wrong_codes(const Group& g, bool keep_positive) const {
+    // The codes of a moment group. Returns how many are wrong.
+    int64_t wrong_codes(const MomentGroup& g, bool keep_positive) const {
         const double fmax = info(got.format).fmax;
         const uint16_t sign = got.format == Format::FP16 ? 0x8000 : 0x80;
         const float max = got.max[g.number], k = got.expanded ? got.k[g.number] : 1;
@@ -319,7 +319,7 @@ struct MomentCheck {
             return;
         }
         int64_t wrong = 0;
-        for (const Group& g : groups(got)) {
+        for (const MomentGroup& g : moment_groups(got)) {
             check_scale(g);
             wrong += wrong_codes(g, keep_positive);
         }

@@ -92,7 +92,7 @@ static void check_moment(Format f, bool expansion, bool one_moment_group, bool s
     else CHECK(stats.elements == 0);
 }
 
-TEST_CASE("expansion_exponent: k = log(R of the format) / log(R of the group) is rounded and clamped") {
+TEST_CASE("expansion_exponent: k = log(R of the format) / log(R of the moment group) is rounded and clamped") {
     FRESH_RANDOM(rng);
     const auto rounded = [](double k) { return std::clamp(std::rint(k * 256) / 256, 1.0 / 16, 64.0); };
     for (Format f : {Format::E4M3, Format::E5M2}) {
@@ -116,7 +116,7 @@ TEST_CASE("expansion_exponent: k = log(R of the format) / log(R of the group) is
     }
 }
 
-TEST_CASE("Moment: max and k and codes of every format with and without expansion by group or tensor") {
+TEST_CASE("Moment: max and k and codes of every format with and without expansion in moment groups") {
     FRESH_RANDOM(rng);
     for (Format f : {Format::FP32, Format::BF16, Format::FP16, Format::E4M3, Format::E5M2})
         for (bool expand : {false, true})
@@ -166,7 +166,11 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
                      bias2 = 1 - std::pow(b2, double(a.update_number));
         auto g = rng.normals<float>(100, std::exp(3 * rng.normal())), w = rng.normals<float>(100),
              m = rng.normals<float>(100), v = rng.normals<float>(100);
-        if (round % 7 == 0) g[0] = m[0] = v[0] = 0, g[1] = 1e-8f, m[1] = v[1] = 0;  // eps outside of the root
+        if (round % 7 == 0) {
+            g[0] = m[0] = v[0] = 0;
+            g[1] = 1e-8f;  // shows that eps is outside of the root
+            m[1] = v[1] = 0;
+        }
         for (float& x : v) x = x * x;
         const Floats w0 = w, m0 = m, v0 = v;
         adamw(f, 100, g.data(), w.data(), m.data(), v.data());
