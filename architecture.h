@@ -1,5 +1,5 @@
 // architecture.h - what a model consists of: its shape, the tensors that a transformer layer saves for
-// backward, and its parameters. It uses the words of formats.h and the recipes.
+// backward, and its parameters. (It uses the words of formats.h, and the tables of recipes.h.)
 #pragma once
 #include <cmath>
 
@@ -115,12 +115,12 @@ struct Role {
     // Its moments have the formats OptimizerFormats::m_format and v_format. The moments of other roles are in
     // FP32.
     bool moments_follow_optimizer = false;
-    // It is the weight of a linear layer whose GEMMs read quantized operands (Recipe::x, w and g). The weight
-    // of the head is not: the GEMMs of the head are in the compute dtype.
+    // It is the weight of a linear layer that belongs to a transformer layer: its GEMMs read operands in the
+    // formats Recipe::x, w and g. (The head is outside the layers. Its GEMMs are in the compute dtype.)
     bool layer_linear = false;
     bool starts_at_one = false;  // its initial values are 1
 };
-// The embedding, learned positions and the head: no GEMM reads them quantized, but their moments are.
+// The embedding, learned positions and the head: they are never quantized, but their moments are.
 inline constexpr Role MATRIX_OUTSIDE_LAYERS{.decays = true, .moments_follow_optimizer = true};
 inline constexpr Role LAYER_LINEAR{.decays = true, .moments_follow_optimizer = true, .layer_linear = true};
 inline constexpr Role NORM_WEIGHT{.starts_at_one = true};
@@ -145,10 +145,10 @@ struct Param {
     bool is_vector() const { return rows == 1; }
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP_SIZE); }
-    // The format in which this parameter's first or second moments are stored. of_optimizer: the optimizer's
-    // format for these moments, OptimizerFormats::m_format or OptimizerFormats::v_format.
-    Format moment_format(Format of_optimizer) const {
-        return role.moments_follow_optimizer ? of_optimizer : Format::FP32;
+    // The format in which this parameter's first or second moments are stored. optimizer_format is
+    // OptimizerFormats::m_format or v_format.
+    Format moment_format(Format optimizer_format) const {
+        return role.moments_follow_optimizer ? optimizer_format : Format::FP32;
     }
 };
 
@@ -197,6 +197,7 @@ inline std::vector<Param> parameters(const ModelConfig& config) {
         if (config.arch.qk_norm)  // [of q | of k]
             table.add(prefix + "qk_norm.weight", NORM_WEIGHT, 1, 2 * config.HS(), 0);
         table.bucket++;
+        // The output projection, which reads attention's output. (In Hugging Face's Llama it is o_proj.)
         table.add_linear(prefix + "attention_out", config.C, config.q_cols(), residual_std,
                          config.arch.other_biases);
         table.bucket++;

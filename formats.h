@@ -1,6 +1,6 @@
-// formats.h - the words of the paper that the CPU reference and the GPU implementation of COAT (arXiv
-// 2410.19313) share: number formats, which elements share a scale, how a matrix
-// is stored, and what the GEMMs of a linear layer sum over.
+// formats.h - the words of the paper (COAT, arXiv 2410.19313) that the CPU reference and the GPU
+// implementation share: number formats, which elements share a scale, how a matrix is stored, and what the
+// GEMMs of a linear layer sum over.
 //
 // These words are used in all files:
 //   FMAX, FMIN      a format's largest and its smallest positive value
@@ -99,9 +99,11 @@ inline constexpr Granularity PER_1x16{.rows = 1, .cols = 16};
 COAT_HD inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+// -----------------------------------------------------------------------------------------------------------
 // How a matrix is stored: the format of its elements and, in FP8, its scale blocks and the format of the
 // scales. The scales of a (rows, cols) matrix form a row-major (scale_rows, scale_cols) matrix. Formats other
 // than FP8 have no scales, and the granularity PER_TENSOR.
+
 struct TensorFormat {
     Format element_format;
     Granularity granularity = PER_TENSOR;
@@ -157,7 +159,7 @@ inline constexpr TensorFormat E4M3_128x128{.element_format = Format::E4M3, .gran
 
 enum class SumAlong : uint8_t { Row, Column };
 
-// The operands of the three GEMMs.
+// The operands of the three GEMMs: input, weight and gradient.
 enum class OperandKind : uint8_t { X, W, G };
 inline constexpr OperandKind LINEAR_OPERANDS[] = {OperandKind::X, OperandKind::W, OperandKind::G};
 inline constexpr int OPERAND_COUNT = static_cast<int>(std::size(LINEAR_OPERANDS));

@@ -93,13 +93,13 @@ public:
     virtual double validation_loss(const int32_t* tokens, const int32_t* targets) = 0;
     // The logits (V) of the token that follows the first n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
-    // Measures the errors of every quantization in forward and backward of one micro-batch (B, T), and those
-    // of the moments that an update with the default betas would store. k_m and k_v belong to the moments
-    // that are stored now. Nothing is updated.
+    // Measures the errors of every quantization in forward and backward of one micro-batch (B, T), and the
+    // errors of the moments that an update by its gradients would store, with the default betas. Nothing is
+    // updated: k_m and k_v of the result are those of the moments as they are.
     virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
     // read() copies a tensor of the run's state (state_tensors.h) to `out`. write() copies it from `in`. Both
-    // copy only the elements that this rank owns (ranks.h). With keep_gradients, read() also
-    // knows "<param>.gradient" (FP32), the gradient of the last step, until the next forward pass.
+    // copy only the elements that this rank owns (ranks.h). With keep_gradients, read() also knows
+    // "<param>.gradient" (FP32), the gradient of the last step, until the next forward pass.
     virtual void read(const std::string& name, void* out) = 0;
     virtual void write(const std::string& name, const void* in) = 0;
     virtual const RunSettings& settings() const = 0;
@@ -107,8 +107,10 @@ public:
 
 // On the CPU (reference_model.cpp).
 std::unique_ptr<Model> make_reference_model(const RunSettings& settings);
-// The following are in gpu/make_gpu_model.cpp or, in a program that is built without CUDA, in
-// gpu/no_cuda.cpp.
+
+// The following functions are in gpu/make_gpu_model.cpp. A program that is built without CUDA has
+// gpu/no_cuda.cpp in its place.
+
 // On a GPU. It is an Error if this machine has no GPU that can run it.
 std::unique_ptr<Model> make_gpu_model(const RunSettings& settings);
 bool built_with_cuda();

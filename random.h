@@ -50,7 +50,7 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
 // rounding_bits() returns the random bits of elements 4 * quad to 4 * quad + 3 of the flat order
 // (Param::flat_offset). The lowest 16 bits are for element 4 * quad. key: rounding_key() of the step.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t quad) { return mixed_bits(key + quad); }
-// step_number: the number of the step, counting skipped ones.
+// The key of a step. step_number: the number of the step, counting skipped ones.
 //
 // The lower 32 bits of the key are 0. In a model of at most 2^34 elements `quad` is below 2^32, so key + quad
 // has the upper 32 bits of the key. Two steps hardly ever have the same upper 32 bits (on average 5 pairs in

@@ -11,8 +11,8 @@
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
-// Recipes: how each kind of tensor is stored (paper, section 5). A recipe is a row of a table. Code asks for
-// a column and never for the name of a recipe.
+// Recipes: how each kind of tensor is stored (paper, section 5). A recipe is a row of a table. Other code
+// looks at the columns of a row, never at its name.
 
 // Where the scale of a whole tensor comes from.
 //   JustInTime   from the tensor's own amax
@@ -34,9 +34,9 @@ struct Recipe {
     // of weights are in the compute dtype, too, unless more than four are summed (model.h, gradient_format).
     Format compute_format = Format::BF16;
     // The operands of a linear layer's GEMMs: its input x, its weight w, and the gradient g of its output.
-    // (The granularities are those of a matrix that a GEMM sums along its rows. A GEMM that sums along
-    // columns reads the transpose. In the recipes rowwise and deepseek the transpose may have other scale
-    // blocks: g_for_wgrad() in reference_model.cpp says more.)
+    // The granularities are those of a matrix that a GEMM sums along its rows. A GEMM that sums along columns
+    // reads the transpose. (In the recipes rowwise and deepseek the transpose may have other scale blocks:
+    // g_for_wgrad() in reference_model.cpp says more.)
     TensorFormat x = PLAIN_BF16, w = PLAIN_BF16, g = PLAIN_BF16;
     // How the inputs of norms 1 and 2 and of the activation function are saved for backward. Forward, too,
     // computes with the saved values.
@@ -96,7 +96,7 @@ inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
     return {.x = r.x, .w = r.w, .g = r.g, .fallback = false};
 }
 
-// How the operand is stored. formats is a Recipe or LinearFormats.
+// The format of operand o. `formats` is a Recipe or LinearFormats.
 template <class Formats> const TensorFormat& format_of(const Formats& formats, OperandKind o) {
     if (o == OperandKind::X) return formats.x;
     return o == OperandKind::W ? formats.w : formats.g;

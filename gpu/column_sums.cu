@@ -1,4 +1,4 @@
-// gpu/column_sums.cu - sums over the rows of a tensor: the gradients of biases and of the weights of norms
+// gpu/column_sums.cu - the column sums of a tensor: the gradients of biases and of the weights of norms
 // (interface: gpu/operators.h, part 3).
 #include "lazy_tensor.cuh"
 

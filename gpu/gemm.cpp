@@ -54,10 +54,10 @@ struct Matrix {
 
 }  // namespace
 
-// The Matrix of an operand, which is A of cuBLAS if is_a, else B. over_rows: the GEMM reduces over the
-// operand's rows, else over its columns. cuBLAS reduces over the contiguous dimension, as FP8 needs, if A is
-// transposed and B is not.
-static Matrix matrix_of(const Operand& operand, bool is_a, bool over_rows) {
+// The Matrix of an operand, which is A of cuBLAS if is_a, else B. sum_along: how the GEMM sums. cuBLAS
+// sums along what is contiguous in memory, as FP8 needs, if A is transposed and B is not.
+static Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
+    const bool along_columns = sum_along == SumAlong::Column;
     const TensorRef& tensor = operand.tensor;
     const TensorFormat& format = tensor.format;
     if (!format.fp8())
@@ -65,15 +65,15 @@ static Matrix matrix_of(const Operand& operand, bool is_a, bool over_rows) {
                 .scales = nullptr,
                 .rows = tensor.cols,
                 .cols = tensor.rows,
-                .transpose = over_rows != is_a,
+                .transpose = along_columns != is_a,
                 .format = format.element_format};
-    const float* scales = over_rows ? operand.transposed_block_scales : operand.block_scales;
+    const float* scales = along_columns ? operand.transposed_block_scales : operand.block_scales;
     if (format.granularity == PER_TENSOR)
         scales = tensor.tensor_scale ? &tensor.tensor_scale->scale : nullptr;
-    const Matrix matrix{.data = over_rows ? operand.transposed : tensor.data,
+    const Matrix matrix{.data = along_columns ? operand.transposed : tensor.data,
                         .scales = scales,
-                        .rows = over_rows ? tensor.rows : tensor.cols,
-                        .cols = over_rows ? tensor.cols : tensor.rows,
+                        .rows = along_columns ? tensor.rows : tensor.cols,
+                        .cols = along_columns ? tensor.cols : tensor.rows,
                         .transpose = is_a,
                         .format = format.element_format,
                         .scale_mode = scale_mode(format.granularity)};
@@ -180,8 +180,10 @@ CublasGemms::~CublasGemms() {
 
 void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, const TensorRef& out,
                       cudaStream_t stream, const GemmOptions& options) {
-    const Matrix a = matrix_of(right, /*is_a=*/true, /*over_rows=*/kind != GemmKind::Fprop);
-    const Matrix b = matrix_of(left, /*is_a=*/false, /*over_rows=*/kind == GemmKind::Wgrad);
+    const Matrix a =
+        matrix_of(right, /*is_a=*/true, kind == GemmKind::Fprop ? SumAlong::Row : SumAlong::Column);
+    const Matrix b =
+        matrix_of(left, /*is_a=*/false, kind == GemmKind::Wgrad ? SumAlong::Column : SumAlong::Row);
     const int64_t depth = a.factor_cols();
     require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,
             "the shapes of a GEMM do not fit");

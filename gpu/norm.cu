@@ -304,7 +304,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
         }
     }
 
-    // All threads of the block call it, because it takes sums over rows.
+    // All threads of the block call it, because it takes sums along rows.
     __device__ NormedRow normalize(const LoadedRow<Layout>& loaded, RowSum& sum_over_row) const {
         ChunkValues x[ROW_CHUNKS];
         for (int c = 0; c < ROW_CHUNKS; c++) input.unpack(loaded.x[c], x[c]);

@@ -1,5 +1,5 @@
 // gpu/operators.h - what the kernels do, for those who call them: the tensors that they are given, and COAT's
-// operators (quantizers, sums over rows, the optimizer, norms), each with the shapes and formats that it
+// operators (quantizers, column sums, the optimizer, norms), each with the shapes and formats that it
 // accepts. Other operators are in gpu/layers.h, gpu/attention.h, gpu/gemm.h and gpu/parameter_kernels.h.
 //
 // What is said here of scales holds for COAT. The recipes te, rowwise and deepseek, with which COAT is
@@ -215,9 +215,9 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
                      cudaStream_t stream);
 
 // ===========================================================================================================
-// 3. Sums over rows, for the gradients of biases and of the weights of norms (gpu/column_sums.cu)
+// 3. Column sums, for the gradients of biases and of the weights of norms (gpu/column_sums.cu)
 //
-// A sum over rows is taken in two stages. First, thread blocks each add up a part of the rows; their partial
+// Column sums are taken in two stages. First, thread blocks each add up a part of the rows; their partial
 // sums are the rows of the workspace. Then the partial sums are added up.
 
 // The number of partial sums that add_column_sums() takes of a column.

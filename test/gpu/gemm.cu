@@ -34,14 +34,14 @@ struct Operands {
     Doubles left, right;  // (M, K) and (K, N)
 
     Operands(const GemmCase& p, const Floats& x, TensorFormat qa, const Floats& y, TensorFormat qb)
-        : of(p), a(x, p.a, qa), b(y, p.b, qb), left(values(x, p.a, qa, p.kind == GemmKind::Wgrad)),
-          right(values(y, p.b, qb, p.kind != GemmKind::Fprop)) {
+        : of(p), a(x, p.a, qa), b(y, p.b, qb),
+          left(values(x, p.a, qa, p.kind == GemmKind::Wgrad ? SumAlong::Column : SumAlong::Row)),
+          right(values(y, p.b, qb, p.kind == GemmKind::Fprop ? SumAlong::Row : SumAlong::Column)) {
         if (p.kind == GemmKind::Wgrad) left = transposed(left, p.a.rows, p.a.cols);
         if (p.kind == GemmKind::Fprop) right = transposed(right, p.b.rows, p.b.cols);
     }
-    static Doubles values(const Floats& x, Shape s, TensorFormat q, bool over_rows) {
-        const SumAlong which = over_rows ? SumAlong::Column : SumAlong::Row;
-        return doubles(reference::gemm_operand(x, s.rows, s.cols, q, which));
+    static Doubles values(const Floats& x, Shape s, TensorFormat q, SumAlong sum_along) {
+        return doubles(reference::gemm_operand(x, s.rows, s.cols, q, sum_along));
     }
     Doubles product() const {
         Doubles c(of.M() * of.N());

@@ -42,8 +42,8 @@ static std::vector<TensorFormat> fp8_tensor_formats() {
     return table;
 }
 
-// The largest magnitude of the block that each element belongs to. The columns of a granularity run along the
-// reduction: if that is over rows, they run down.
+// The largest magnitude of the block that each element belongs to. If the GEMM sums along columns, it reads the
+// transpose: there a granularity's columns are rows of x.
 static Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, SumAlong sum_along) {
     if (sum_along == SumAlong::Column) std::swap(g.rows, g.cols);
     Floats largest(x.size());  // of the block in row r and column c: at r * cols + c
