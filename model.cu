@@ -73,7 +73,7 @@ struct ResidualStream {
     TensorRef buffer;  // (N, C), or no tensor
 
     // Where a residual sum goes that the norm `next` is to read.
-    ResidualSum output_for(const ResidualNorm& next) const {
+    ResidualSum sum_for(const ResidualNorm& next) const {
         return {.x_out = next.saves_groups() ? buffer : TensorRef{},
                 .next_norm = next.norm,
                 .norm_output_amax_out = next.place_for_output_amax()};
@@ -244,7 +244,7 @@ private:
         const TensorRef positions =
             rotary_ ? TensorRef{} : sharding_.weight(parameter_state_.index("positions"));
         embed(sharding_.weight(embedding_index_), positions, memory_.tokens, pass.T,
-              residual.output_for(first_norm), stream_);
+              residual.sum_for(first_norm), stream_);
         measure_norm_input_errors(residual, first_norm);
     }
 
@@ -319,7 +319,7 @@ private:
     // half, which has read the residual stream before.
     void add_branch_and_save(const ResidualStream& residual, const ResidualNorm& own_norm,
                              const TensorRef& branch, const ResidualNorm& next) {
-        residual_add(residual.before(own_norm), branch, residual.output_for(next), stream_);
+        residual_add(residual.before(own_norm), branch, residual.sum_for(next), stream_);
         measure_norm_input_errors(residual, next);
     }
 

@@ -174,26 +174,26 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
 
 // Launches residual_add_kernel(); the two operators below say what it does.
 void launch_residual_add(const char* what, const TensorRef& first, const TensorRef& second,
-                         const int32_t* tokens, int64_t T, const ResidualSum& out, cudaStream_t stream) {
-    const Norm& next_norm = out.next_norm;
+                         const int32_t* tokens, int64_t T, const ResidualSum& sum, cudaStream_t stream) {
+    const Norm& next_norm = sum.next_norm;
     const dim3 block = block_shape(next_norm.in.cols);
     with_layout(next_norm.in, [&](auto in) {
         using Element = typename decltype(in)::ComputeElement;
         launch(what, residual_add_kernel<decltype(in)>, block_count(next_norm.in.rows, block.y), block,
                /*shared_bytes=*/0, stream, plain<Element>(first.data), plain<Element>(second.data), tokens, T,
-               plain<Element>(out.x_out.data), in, next_norm, out.norm_output_amax_out);
+               plain<Element>(sum.x_out.data), in, next_norm, sum.norm_output_amax_out);
     });
 }
 
 }  // namespace
 
-void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSum& out, cudaStream_t stream) {
-    launch_residual_add("residual_add", x, branch, /*tokens=*/nullptr, /*T=*/1, out, stream);
+void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSum& sum, cudaStream_t stream) {
+    launch_residual_add("residual_add", x, branch, /*tokens=*/nullptr, /*T=*/1, sum, stream);
 }
 
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
-           const ResidualSum& out, cudaStream_t stream) {
-    launch_residual_add("embed", embedding, positions, tokens, T, out, stream);
+           const ResidualSum& sum, cudaStream_t stream) {
+    launch_residual_add("embed", embedding, positions, tokens, T, sum, stream);
 }
 
 // ===========================================================================================================

@@ -319,9 +319,9 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
 // A layer has two halves, attention and MLP. What a half adds to the residual stream is its branch: the
 // output of its last linear layer.
 //
-// residual_add() and embed() make a sum in FP32, the new residual stream, and write what ResidualSum says.
-// The next norm will read next_norm.in. So its row statistics and the amax of its output are computed from
-// what is stored there. For example:
+// residual_add() and embed() make a sum in FP32: the new residual stream. A ResidualSum says where they store
+// the sum, and which norm reads it next. The norm will read next_norm.in. So its row statistics, and the amax
+// of its output, are computed from what is stored there. What is written:
 //
 //   field                      norms 1 and 2 in coat           final norm; in bf16, all norms
 //   x_out                      the sum, in BF16                null: next_norm.in has the same values
@@ -334,14 +334,14 @@ struct ResidualSum {
     TensorScale* norm_output_amax_out;  // the amax of the norm's output
 };
 // The sum x + branch, both (N, C). x is the residual stream.
-void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSum& out, cudaStream_t stream);
+void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSum& sum, cudaStream_t stream);
 // The embedding, where the residual stream begins: row r is embedding[tokens[r]] + positions[r % T].
 //   tokens      (N)
 //   positions   the learned positions (max_T, C), or no tensor
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
-           const ResidualSum& out, cudaStream_t stream);
+           const ResidualSum& sum, cudaStream_t stream);
 
-// The gradients of a norm's backward pass.
+// What the backward pass of a norm is given besides the norm.
 struct NormBackwardTensors {
     // It reads:
     TensorRef dy;            // (N, C) the gradient of the norm's output

@@ -59,7 +59,8 @@ static Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, Sum
 
 static float scale_by_definition(const TensorFormat& tensor_format, float amax) {
     if (amax == 0) return 1;
-    const float s = std::max(amax / info(tensor_format.element_format).fmax, 0x1p-126f);  // so that 1 / s is finite
+    const float s =
+        std::max(amax / info(tensor_format.element_format).fmax, 0x1p-126f);  // so that 1 / s is finite
     const Definition& bf16 = definition(Format::BF16);
     return tensor_format.scale_format == Format::FP32 ? s : float(bf16.value(bf16.nearest(s)));
 }
@@ -123,7 +124,8 @@ TEST_CASE("scale_of: amax / FMAX rounded to the nearest BF16 where it is stored 
         for (int64_t i = 0; i < count(20000, 1000); i++) {
             float a = float(std::exp2(-149 + 277 * rng.uniform())) * 0.999f;
             // Every fourth scale is a power of two, or next to one.
-            if (i % 4 == 0) a = std::ldexp(info(tensor_format.element_format).fmax, int(rng.below(200)) - 100);
+            if (i % 4 == 0)
+                a = std::ldexp(info(tensor_format.element_format).fmax, int(rng.below(200)) - 100);
             if (i % 8 == 0) a = std::nextafter(a, INFINITY);
             const float s = scale_of(tensor_format, a);
             REQUIRE((s == scale_by_definition(tensor_format, a) && std::isfinite(1 / s)));
@@ -153,7 +155,8 @@ TEST_CASE("amax: the largest magnitude for any size; NaN and infinity give infin
     }
 }
 
-TEST_CASE("quantize and gemm_operand: scale and code and value of every element along rows and along columns") {
+TEST_CASE(
+    "quantize and gemm_operand: scale and code and value of every element along rows and along columns") {
     FRESH_RANDOM(rng);
     const std::pair<int64_t, int64_t> shapes[] = {{1, 1},   {1, 15},  {1, 16},  {3, 17},    {5, 33},
                                                   {2, 129}, {7, 127}, {140, 3}, {130, 131}, {129, 48}};
@@ -225,7 +228,9 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
     }
 }
 
-TEST_CASE("update_history_and_scale: the scale is the largest amax of the history / FMAX unless that is 0 or not finite") {
+TEST_CASE(
+    "update_history_and_scale: the scale is the largest amax of the history / FMAX unless that is 0 or not "
+    "finite") {
     FRESH_RANDOM(rng);
     for (Format f : {Format::E4M3, Format::E5M2})
         for (size_t length : {1u, 3u, 16u}) {
