@@ -81,7 +81,7 @@ std::string command_to_try(const std::string& checkpoint, const ModelConfig& con
     switch (tokenizer_of(checkpoint, config)) {
         case Tokenizer::Bytes:
         case Tokenizer::Pieces: return "./train --model " + out + " --prompt \"Some text\"";
-        case Tokenizer::Python: return "python3 dev/chat.py " + out;
+        case Tokenizer::Python: return "python3 data/chat.py " + out;
         case Tokenizer::Unknown: break;
     }
     return "";
@@ -92,7 +92,7 @@ static Vocabulary vocabulary_of(const std::string& folder, const ModelConfig& co
     const Tokenizer tokenizer = tokenizer_of(folder, config);
     if (tokenizer == Tokenizer::Python)
         throw Error("The tokenizer of ", folder, " (", tokenizer_in(folder),
-                    ") runs in Python alone; use python3 dev/chat.py ", folder, ".");
+                    ") runs in Python alone; use python3 data/chat.py ", folder, ".");
     if (tokenizer == Tokenizer::Unknown)
         throw Error(folder,
                     " has no tokenizer that ./train can run; put the tokenizer.bin of its token files, ",

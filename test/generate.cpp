@@ -1,4 +1,4 @@
-// generate.cpp - program/generate.cpp: samples of a run, ./train --prompt, and how text is shown.
+// generate.cpp - program/generate.cpp: samples of a run, and ./train --prompt.
 #include "../program/generate.h"
 
 #include "help/program.h"
@@ -8,27 +8,6 @@ using namespace coat::test;
 
 using Words = std::vector<uint32_t>;
 static constexpr uint32_t NOT_COUNTED = 1u << 31;
-
-TEST_CASE(
-    "printable: characters stay; what controls a terminal becomes ? and a byte that is no UTF-8 its number") {
-    for (const auto& [text, shown] : std::vector<std::pair<std::string, std::string>>{
-             {"plain ~", "plain ~"},
-             {"d\xC3\xA9j\xC3\xA0 \xE2\x82\xAC \xF0\x9F\x98\x80",
-              "d\xC3\xA9j\xC3\xA0 \xE2\x82\xAC \xF0\x9F\x98\x80"},
-             {"a\x1B[31m\n\x7F", "a?[31m??"},
-             {"\xC2\x9B"
-              "31m",
-              "?31m"},                                      // U+009B begins a command as ESC [ does
-             {"\xE9t\xE9", "\\xE9t\\xE9"},                  // Latin-1
-             {"\xE2\x82", "\\xE2\\x82"},                    // the end is missing
-             {"\x80\xBF", "\\x80\\xBF"},                    // the beginning is missing
-             {"\xC0\x80\xC1\xBF", "\\xC0\\x80\\xC1\\xBF"},  // ASCII in two bytes
-             {"\xE0\x9F\xBF\xF0\x8F\xBF\xBF", "\\xE0\\x9F\\xBF\\xF0\\x8F\\xBF\\xBF"},  // in three and four
-             {"\xED\xA0\x80", "\\xED\\xA0\\x80"},                                      // half of a pair
-             {"\xF4\x90\x80\x80\xF5", "\\xF4\\x90\\x80\\x80\\xF5"}})                   // above U+10FFFF
-        CHECK(printable(text) == shown);
-    CHECK(printable("a\n\tb\r", "\n\t") == "a\n\tb?");
-}
 
 TEST_CASE("sample_prompt: the first 16 tokens of text; of conversations what comes before the first answer") {
     Words text(100, 7), chat(96, 7 | NOT_COUNTED);
@@ -141,12 +120,12 @@ TEST_CASE("train: --prompt with a tokenizer that only Python can run is an error
     RunFolder folder;
     fs::copy(small_model(), folder.path / "chat");
     folder.write("chat/tokenizer.json", "{}");
-    check_rejected(folder, "--device cpu --model chat --prompt x", "use python3 dev/chat.py chat.");
+    check_rejected(folder, "--device cpu --model chat --prompt x", "use python3 data/chat.py chat.");
     folder.write("tokens/train.bin", token_file(std::vector<uint16_t>(2000, 7)));
     folder.write("tokens/tokenizer.bin", tokenizer_file(byte_vocabulary().pieces));
     const Ended ended = train(folder, "--device cpu --batch 2 --seq 16 --data tokens --model chat --steps 1");
     require_success(ended);
-    CHECK(contains(ended.out, "\nTo use the model: python3 dev/chat.py out\n"));
+    CHECK(contains(ended.out, "\nTo use the model: python3 data/chat.py out\n"));
     CHECK(!fs::exists(folder / "out/step-000001/tokenizer.bin"));  // the model has its own tokenizer
     // SentencePiece's pieces do not tell in which order they are joined; and this file is of another model.
     std::vector<std::string> twice = byte_vocabulary().pieces, more = twice;

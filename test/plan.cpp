@@ -303,16 +303,6 @@ TEST_CASE("gpu_memory_plan: with or without CUDA gradients that lie on activatio
     CHECK(total_bytes(gpu_memory_plan(s)) == total_bytes(memory_plan(s)) + overlap + working + GPU_CONTEXT);
 }
 
-TEST_CASE("text: numbers in groups of three digits; GB of a billion bytes; one rank and two ranks") {
-    CHECK(with_commas(0) + " " + with_commas(999) + " " + with_commas(1000) + " " + with_commas(6738415616) ==
-          "0 999 1,000 6,738,415,616");
-    CHECK(with_commas(-100) + " " + with_commas(-1234567) == "-100 -1,234,567");
-    CHECK(gigabytes(78'834'000'000) + " " + gigabytes(100'000'000) + " " + gigabytes(21'400'000) ==
-          "78.8 0.1 0.021");
-    CHECK(with_noun(1, "rank") + ", " + with_noun(2, "rank") + ", " + with_noun(4096, "batch") ==
-          "1 rank, 2 ranks, 4,096 batches");
-}
-
 TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows and blocks and other groups are refused elsewhere") {
     const std::tuple<const char*, int, const char*> rows[] = {
         {"coat", 80, "bf16"},        {"coat", 86, "bf16"},           {"coat", 89, "e4m3 tensor"},

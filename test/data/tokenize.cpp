@@ -1,12 +1,10 @@
 // tokenize.cpp - data/tokenize.py: what it reads, which tokens of conversations count, how it packs and
-// divides; and dev/chat.py. The last tests have transformers itself; the others have a small one of the
-// tests.
+// divides. The last test has transformers itself; the others have a small one of the tests.
 #include "../help/program.h"
 
 using namespace coat;
 using namespace coat::test;
 
-#define PYTHON_TEST_CASE(name) TEST_CASE("tokenize.py: " name* doctest::skip(NO_PYTHON))
 const bool NO_TRANSFORMERS = std::system("python3 -c 'import transformers' >/dev/null 2>&1") != 0;
 
 // Token t below 256 is a byte, spelled as in SentencePiece or, with BYTE_LEVEL, as in GPT-2. model/special
@@ -123,7 +121,7 @@ static std::string chat(const std::vector<std::string>& said, const std::string&
 }
 const std::string HELD = chat({"held", "out"});
 
-PYTHON_TEST_CASE("what the assistant says counts with the end of its turn") {
+PYTHON_TEST_CASE("tokenize.py: what the assistant says counts with the end of its turn") {
     const ChatFolder folder;
     const Ended ended = folder.check(chat({"hi", "A\\u00e9 ", "b", "C"}) + HELD, "--seq 32",
                                      "<|user|>hi<|end|>\n<|assistant|>[A\xC3\xA9 <|end|>]\n"
@@ -139,7 +137,7 @@ PYTHON_TEST_CASE("what the assistant says counts with the end of its turn") {
     folder.check(chat({"x", "er|>b"}) + HELD, "--seq 9", "a[<|user|>b]");
 }
 
-PYTHON_TEST_CASE("an answer is found where a template treats it in a way of its own") {
+PYTHON_TEST_CASE("tokenize.py: an answer is found where a template treats it in a way of its own") {
     const ChatFolder folder;
     const std::string two = chat({"q", "A", "r", "B"}) + HELD;
     auto check = [&](const std::string& as, const std::string& records, const std::string& expected) {
@@ -170,7 +168,7 @@ PYTHON_TEST_CASE("an answer is found where a template treats it in a way of its 
         chat({"q", "A", "r", "B"}, call) + HELD, "q<|end|>[A7<|end|>]r<|end|>[B<|end|>]");
 }
 
-PYTHON_TEST_CASE("records of every known form and texts among them") {
+PYTHON_TEST_CASE("tokenize.py: records of every known form and texts among them") {
     const ChatFolder folder;
     const std::string expected = "<|user|>a\n\nb<|end|>\n<|assistant|>[c<|end|>]\n";
     const std::string openai =
@@ -205,7 +203,7 @@ pyarrow.parquet.write_table(pyarrow.Table.from_pylist([dict(messages=row) for ro
 }
 
 PYTHON_TEST_CASE(
-    "an answer ends with the control tokens that follow it also in the middle of a conversation") {
+    "tokenize.py: an answer ends with the control tokens that follow it also in the middle of a conversation") {
     const ChatFolder folder;
     const std::string two = chat({"q", "A", "r", "B"}) + HELD;
     // As Phi 3 does: the end of an answer, and more where the conversation ends.
@@ -247,7 +245,7 @@ PYTHON_TEST_CASE(
         "--seq 24", "<|assistant|>[hello<|end|>]\n<|user|>q<|end|>\n");
 }
 
-PYTHON_TEST_CASE("conversations with tool calls have the text that their template makes of them") {
+PYTHON_TEST_CASE("tokenize.py: conversations with tool calls have the text that their template makes of them") {
     const ChatFolder folder;
     const auto record = [](const std::string& arguments, const std::string& tools = "") {
         return R"({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": null, )"
@@ -310,7 +308,7 @@ PYTHON_TEST_CASE("conversations with tool calls have the text that their templat
         parts + "\n", "/p<|end|>[/A<|end|>]");
 }
 
-PYTHON_TEST_CASE("control tokens come from the template alone; what a message spells stays text") {
+PYTHON_TEST_CASE("tokenize.py: control tokens come from the template alone; what a message spells stays text") {
     const ChatFolder folder;
     const auto special_tokens = [&] {  // of the first conversation
         Tokens tokens = tokens_of(load_corpus(folder / "tokens").train);
@@ -339,7 +337,7 @@ PYTHON_TEST_CASE("control tokens come from the template alone; what a message sp
     CHECK(special_tokens() == 0);
 }
 
-PYTHON_TEST_CASE("a template that asks for the date is told one day every day") {
+PYTHON_TEST_CASE("tokenize.py: a template that asks for the date is told one day every day") {
     const ChatFolder folder;
     const std::string told = "2024-07-26 00:00<|user|>q<|end|>\n<|assistant|>[a<|end|>]\n";
     folder.write("model/template", "datetime.now().strftime('%Y-%m-%d %H:%M') + " + CHAT);
@@ -356,7 +354,7 @@ PYTHON_TEST_CASE("a template that asks for the date is told one day every day") 
     folder.check(chat({"q", "a"}) + HELD, "--seq 64", told);
 }
 
-PYTHON_TEST_CASE("system prompts and history are used and other columns with text are named") {
+PYTHON_TEST_CASE("tokenize.py: system prompts and history are used and other columns with text are named") {
     const ChatFolder folder;
     const std::string user = "<|user|>a<|end|>\n", answer = "<|assistant|>[c<|end|>]\n",
                       system = "<|system|>S<|end|>\n", more = R"("id": 7, "none": null, "note": " ", )";
@@ -388,7 +386,7 @@ PYTHON_TEST_CASE("system prompts and history are used and other columns with tex
         folder.tokenize("{\"text\": \"a\", \"title\": \"b\"}\n{\"text\": \"c\"}\n", "", "t.jsonl"));
 }
 
-PYTHON_TEST_CASE("a prompt with its completion is read as in TRL") {
+PYTHON_TEST_CASE("tokenize.py: a prompt with its completion is read as in TRL") {
     const ChatFolder folder;
     folder.check(
         R"({"prompt": [{"role": "user", "content": "h"}, {"role": "assistant", "content": "i"}, )"
@@ -411,7 +409,7 @@ PYTHON_TEST_CASE("a prompt with its completion is read as in TRL") {
     CHECK(contains(ended.out, "spells control tokens"));
 }
 
-PYTHON_TEST_CASE("keys that are null are as if they were not there") {
+PYTHON_TEST_CASE("tokenize.py: keys that are null are as if they were not there") {
     const ChatFolder folder;
     folder.write("model/template",
                  "json.dumps(tools) + ''.join(json.dumps(m) + '<|end|>' for m in messages)");
@@ -438,7 +436,7 @@ class ParquetFile:
     folder.check(record + "\n" + HELD, "--seq 400", expected, "c.parquet");
 }
 
-PYTHON_TEST_CASE("what is left out is named with its reason") {
+PYTHON_TEST_CASE("tokenize.py: what is left out is named with its reason") {
     const ChatFolder folder;
     folder.write("in/a", "text a\n");
     folder.write("in/b", std::string("nul\0byte\n", 9));
@@ -484,7 +482,7 @@ PYTHON_TEST_CASE("what is left out is named with its reason") {
     check_failed(folder.run("--tokenizer model --out tokens other"), "other/log.jsonl", "leave the file out");
 }
 
-PYTHON_TEST_CASE("a long text is tokenized in parts and stays the same text") {
+PYTHON_TEST_CASE("tokenize.py: a long text is tokenized in parts and stays the same text") {
     const ChatFolder folder;
     std::string words, lines, letters;  // without line ends; with blank lines and indentation; without spaces
     while (words.size() < 3 << 19) words += "word and ";
@@ -513,7 +511,7 @@ PYTHON_TEST_CASE("a long text is tokenized in parts and stays the same text") {
                  "<|user|>q<|end|>\n<|assistant|>[word and word and w]");
 }
 
-PYTHON_TEST_CASE("the tokenizer's files stand beside the token files") {
+PYTHON_TEST_CASE("tokenize.py: the tokenizer's files stand beside the token files") {
     const ChatFolder folder;
     folder.write("text", "some text");
     for (const char* name : {"tokenizer.json", "tekken.json", "tokenizer_config.json"})
@@ -532,7 +530,7 @@ PYTHON_TEST_CASE("the tokenizer's files stand beside the token files") {
     CHECK(read_file(folder / "tokens/tekken.json") == "tekken.json");
 }
 
-PYTHON_TEST_CASE("a conversation lies within one window and windows are filled up") {
+PYTHON_TEST_CASE("tokenize.py: a conversation lies within one window and windows are filled up") {
     const ChatFolder folder;
     folder.write("model/template", "''.join(m['content'] for m in messages) + '<|end|>'*(len(messages)>1)");
     // 6, 8, 4 and 8 tokens; one that fills a window to the last token; one of --seq tokens, which is not cut.
@@ -557,7 +555,7 @@ PYTHON_TEST_CASE("a conversation lies within one window and windows are filled u
     CHECK(folder.windows("val") == "b[x<|end|>]\n");
 }
 
-PYTHON_TEST_CASE("plain text keeps its bytes and each text begins with the end of the one before") {
+PYTHON_TEST_CASE("tokenize.py: plain text keeps its bytes and each text begins with the end of the one before") {
     const ChatFolder folder;
     const std::string line = "eight b\n", small = "line\r\nends\rstay\n";
     std::string large;  // of several parts
@@ -591,7 +589,7 @@ PYTHON_TEST_CASE("plain text keeps its bytes and each text begins with the end o
     CHECK(corpus.vocabulary.decode(tokens_of(corpus.validation)) == "<|end|>tay\n<|end|> 0");
 }
 
-PYTHON_TEST_CASE("what cannot be used is rejected in one sentence and earlier data stay") {
+PYTHON_TEST_CASE("tokenize.py: what cannot be used is rejected in one sentence and earlier data stay") {
     const ChatFolder folder;
     const std::string good = chat({"abc", "x"}) + chat({"def", "y"}), seq = "--seq 32";
     require_success(folder.tokenize(good));
@@ -635,76 +633,6 @@ PYTHON_TEST_CASE("what cannot be used is rejected in one sentence and earlier da
     check_failed(folder.tokenize(good), "pip install transformers");
     for (const char* name : {"tokens/train.bin", "tokens/val.bin", "tokens/tokenizer.bin"})
         CHECK(read_file(folder / name) == before.at(name));
-}
-
-// Stand-ins for both packages: the model says what it is asked, with its folder before it.
-const char* const CHAT_TRANSFORMERS = R"py(
-import os
-class Ids(list):
-    shape = property(lambda self: (1, len(self[0])))
-class Inputs(dict):
-    def to(self, device): return self
-class AutoTokenizer:
-    eos_token_id = 0
-    def from_pretrained(folder, local_files_only):
-        self = AutoTokenizer()
-        self.chat_template = open(os.path.join(folder, "tokenizer.json")).read()
-        return self
-    def __call__(self, text, return_tensors): return Inputs(input_ids=Ids([list(text)]))
-    def apply_chat_template(self, messages, add_generation_prompt, return_dict, return_tensors):
-        return self("|".join(m["content"] for m in messages) + ":", return_tensors)
-    def decode(self, tokens, skip_special_tokens): return "".join(tokens)
-class AutoModelForCausalLM:
-    device = None
-    def from_pretrained(folder, dtype, device_map, local_files_only):
-        self = AutoModelForCausalLM()
-        self.folder = folder
-        return self
-    def generate(self, input_ids, streamer, **more):
-        print(self.folder + " says " + "".join(input_ids[0]))
-        return [input_ids[0] + ["yes"]]
-def TextStreamer(*of, **more): return None
-)py";
-
-TEST_CASE("train: chat.py talks to the newest whole checkpoint" * doctest::skip(NO_PYTHON)) {
-    const RunFolder folder;
-    require_success(tiny(folder, "--steps 3 --warmup 0 --save-every 1 --keep 9"));
-    folder.write("tokens/tokenizer.json", "a template");
-    const auto chat_py = [&](const std::string& flags, const std::string& typed = "hello\\nbye\\n") {
-        const std::string script = fs::absolute("dev/chat.py").string();
-        return shell(folder, "printf '" + typed + "' | PYTHONPATH=. python3 '" + script + "' " + flags);
-    };
-    const auto without = [](const std::string& package) {  // also where Python has it
-        return std::system(("python3 -c 'import " + package + "' > /dev/null 2>&1").c_str()) != 0;
-    };
-    // Without the packages it says so in a sentence. They are not needed for --help.
-    if (without("torch") && without("transformers")) {
-        check_failed(chat_py("out"), "lacks torch and transformers", "pip install");
-        const Ended help = chat_py("--help");
-        require_success(help);
-        CHECK(contains(help.out, "lacks"));
-    }
-    folder.write("torch.py", "class cuda:\n    is_available = lambda: False\n");
-    folder.write("transformers.py", CHAT_TRANSFORMERS);
-    check_failed(chat_py("ou"), "ou is no folder");
-    check_failed(chat_py("out"), "out/step-000003 has no tokenizer", "--tokenizer FOLDER");
-    check_failed(chat_py("out --tokenizer token"), "token is no folder");
-    const Ended newest = chat_py("out --tokenizer tokens");
-    require_success(newest);
-    CHECK(contains(newest.out, "out/step-000003 says hello:"));
-    CHECK(contains(newest.out, "out/step-000003 says hello|yes|bye:"));
-    CHECK(contains(chat_py("out/step-000001 --tokenizer tokens").out, "out/step-000001 says hello:"));
-    // Weights that are cut off, and a checkpoint without its last file.
-    const std::string weights = folder / "out/step-000003/model.safetensors";
-    fs::resize_file(weights, fs::file_size(weights) - 4);
-    fs::remove(folder / "out/step-000002/trainer.json");
-    folder.write("out/step-000001/tokenizer.json", "");  // no template: the model continues the text
-    const Ended older = chat_py("out");
-    require_success(older);
-    CHECK(contains(older.out, "out/step-000003 is not whole"));
-    CHECK(contains(older.out, "out/step-000002 is not whole"));
-    CHECK(contains(older.out, "out/step-000001 says bye\n"));
-    check_failed(chat_py("tokens"), "tokens has no config.json and no whole checkpoint");
 }
 
 TEST_CASE("tokenize.py with transformers itself: a BPE is trained and the assistant's tokens count" *

@@ -14,7 +14,6 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
 
-#define NUMPY_TEST_CASE(name) TEST_CASE("coat.py: " name* doctest::skip(NO_NUMPY))
 const bool NO_NODE = std::system("node --version >/dev/null 2>&1") != 0;
 
 namespace {
@@ -30,15 +29,14 @@ struct Arrays : Folder {
         std::memcpy(x.data(), bytes.data(), x.size() * sizeof(float));
         return x;
     }
-    void python(const std::string& lines) const {
-        write("run.py", "import sys\nsys.path.insert(0, '" + fs::absolute("dev").string() + R"(')
+    void numpy(const std::string& lines) const {
+        require_success(python_lines(*this, R"(
 from coat import *
 load = lambda name, *shape: np.fromfile(name, F32).reshape(*shape or [-1])
 def save(name, x):
     assert x.dtype in (F32, np.uint8)  # values and codes
     x.astype(F32).tofile(name)
-)" + lines);
-        require_success(shell(*this, "PYTHONDONTWRITEBYTECODE=1 python3 -W error run.py"));
+)" + lines));
     }
     void javascript(const std::string& lines) const {
         const std::string page = read_file("dev/explore.html"), tag = "<script id=\"arithmetic\">";
@@ -220,7 +218,7 @@ fs.writeFileSync("plans.json", JSON.stringify(plans));
     }
 }
 
-NUMPY_TEST_CASE("codes of both formats and of BF16; codes and scales of tensors and groups") {
+NUMPY_TEST_CASE("coat.py: codes of both formats and of BF16; codes and scales of tensors and groups") {
     FRESH_RANDOM(rng);
     const Arrays folder;
     const Floats x = to_encode(rng);
@@ -230,7 +228,7 @@ NUMPY_TEST_CASE("codes of both formats and of BF16; codes and scales of tensors 
     matrix[16] = 1e-42f;
     folder.put("x", x);
     folder.put("matrix", matrix);
-    folder.python(R"(
+    folder.numpy(R"(
 x, matrix = load("x"), load("matrix", 37, 96)
 for f, name in ((E4M3, "e4m3"), (E5M2, "e5m2")):
     save(name, encode(f, x)), save(name + ".values", decode(f, np.arange(256)))
@@ -253,7 +251,7 @@ save("groups", codes), save("decoded", dequantize_groups(codes, s))
 }
 
 // Logarithms differ in their last bits. Where one falls on a border, k may differ by 1/256 and a code by one.
-NUMPY_TEST_CASE("k and codes of moments; a step of AdamW with FP8 moments") {
+NUMPY_TEST_CASE("coat.py: k and codes of moments; a step of AdamW with FP8 moments") {
     FRESH_RANDOM(rng);
     const Arrays folder;
     const int64_t groups = 200, n = groups * MOMENT_GROUP_SIZE;
@@ -269,7 +267,7 @@ NUMPY_TEST_CASE("k and codes of moments; a step of AdamW with FP8 moments") {
         v[i] = 1e8f;
     }
     folder.put("w", w), folder.put("g", g), folder.put("m", m), folder.put("v", v);
-    folder.python(R"(
+    folder.numpy(R"(
 w, g, m, v = (load(name, -1, 128) for name in "wgmv")
 save("new_norm", adamw(w, g, m, v, step=5, lr=0.01, matrix=False)[0])
 m, v = store_moment(m), store_moment(v)
@@ -308,7 +306,7 @@ save("new_w", new_w)
 
 // The sums of GEMMs have another order. So in a few draws a value is rounded to another code, and other
 // roundings follow. An error of the method makes a distance of 0.02 or more in every draw.
-NUMPY_TEST_CASE("the loss of a model of one layer and the gradient of every parameter") {
+NUMPY_TEST_CASE("coat.py: the loss of a model of one layer and the gradient of every parameter") {
     FRESH_RANDOM(rng);
     double best = 1;  // of the draws, the largest distance of a gradient from the reference's
     for (int draw = 0; draw < 6 && best > 0.003; draw++) {
@@ -335,7 +333,7 @@ NUMPY_TEST_CASE("the loss of a model of one layer and the gradient of every para
         t.next();
         folder.put("tokens", floats(t.tokens));
         folder.put("targets", floats(t.targets));
-        folder.python(R"(
+        folder.numpy(R"(
 C, F, T, HS = 32, 96, 16, 16
 tokens, targets = load("tokens").astype(int), load("targets").astype(int)
 shapes = {"norm1": C, "norm2": C, "qkv": (-1, C), "attention_out": (-1, C), "gate_up": (-1, C), "down": (-1, F)}

@@ -7,14 +7,6 @@
 using namespace coat;
 using namespace coat::test;
 
-#define PYTHON_TEST_CASE(name) TEST_CASE(name* doctest::skip(NO_PYTHON))
-
-// Runs Python on a file of dev/ladders.
-static Ended python(const Folder& folder, const std::string& command) {
-    return shell(folder, "PYTHONDONTWRITEBYTECODE=1 PYTHONPATH='" + fs::absolute("dev/ladders").string() +
-                             "' python3 -W error " + command);
-}
-
 // The answers on paper at the end of dev/ladders/quantize_transpose.cu, and what its rungs 4 to 7 read and
 // write.
 PYTHON_TEST_CASE("banks.py: it counts what the exercises on paper ask") {

@@ -9,12 +9,9 @@
 using namespace coat;
 using namespace coat::test;
 
-#define PYTHON_TEST_CASE(name) TEST_CASE("plot.py: " name* doctest::skip(NO_PYTHON))
-
 // The picture of logs in the folder, and what is printed to stderr.
 Ended draw(const Folder& folder, const std::string& logs) {
-    const std::string program = fs::absolute("dev/plot.py").string();
-    return shell(folder, "PYTHONDONTWRITEBYTECODE=1 python3 -W error '" + program + "' loss " + logs);
+    return python(folder, "-m plot loss " + logs);
 }
 
 // A log of so many steps, as ./train writes it: the losses fall from 5, from step to step by `fall`.
@@ -54,7 +51,7 @@ static std::vector<std::vector<std::pair<double, double>>> lines_in(const std::s
     return all;
 }
 
-PYTHON_TEST_CASE("a smoothed curve does not lag behind its points at any step of a run of any length") {
+PYTHON_TEST_CASE("plot.py: a smoothed curve does not lag behind its points at any step of a run of any length") {
     for (const int64_t steps : {3, 8, 30, 100}) {
         INFO(steps);
         Folder folder;
@@ -83,7 +80,7 @@ PYTHON_TEST_CASE("a smoothed curve does not lag behind its points at any step of
     for (size_t i = 3; i < 60; i++) CHECK(std::fabs(lines[0][i].second - lines[1][i].second) < 9);
 }
 
-PYTHON_TEST_CASE("steps have whole numbers as ticks") {
+PYTHON_TEST_CASE("plot.py: steps have whole numbers as ticks") {
     for (const int64_t steps : {1, 2, 3, 5, 9, 14, 15, 250, 1234567}) {
         INFO(steps);
         Folder folder;
@@ -101,7 +98,7 @@ PYTHON_TEST_CASE("steps have whole numbers as ticks") {
     }
 }
 
-PYTHON_TEST_CASE("a log with several runs gives several curves and a resumed run one") {
+PYTHON_TEST_CASE("plot.py: a log with several runs gives several curves and a resumed run one") {
     Folder folder;
     const std::string first = log_of("coat", "2026-01-01", 1, 8, 0.1),
                       resumed = log_of("coat", "2026-01-01", 7, 20, 0.1),
@@ -139,7 +136,7 @@ PYTHON_TEST_CASE("a log with several runs gives several curves and a resumed run
     CHECK(draw(folder, "missing").code == 1);
 }
 
-PYTHON_TEST_CASE("runs that lie over each other are told apart by their difference to the first") {
+PYTHON_TEST_CASE("plot.py: runs that lie over each other are told apart by their difference to the first") {
     Folder folder;
     folder.write("a", log_of("bf16", "1", 1, 40, 0.1));
     folder.write("b", log_of("coat", "2", 1, 40, 0.0999));  // 0.004 above a at the end
@@ -153,14 +150,12 @@ PYTHON_TEST_CASE("runs that lie over each other are told apart by their differen
     require_success(draw(folder, "a late"));
 }
 
-PYTHON_TEST_CASE("the figures of RESULTS.md are drawn from results.json; a band holds every seed") {
+PYTHON_TEST_CASE("plot.py: the figures of RESULTS.md are drawn from results.json; a band holds every seed") {
     const Folder folder;
-    const std::string dev = fs::absolute("dev").string();
-    folder.write("draw.py", "DEV = '" + dev + R"('
-import json, pathlib, re, sys
-sys.path.insert(0, DEV)
+    const Ended ended = python_lines(folder, R"(
+import json, pathlib, re
 import plot
-DEV = pathlib.Path(DEV)
+DEV = pathlib.Path(plot.__file__).parent
 
 def is_same(a, b):  # the same words; coordinates may differ by a rounding to tenths of a pixel
     words_a, words_b = (re.findall(">([^<]+)<", text) for text in (a, b))
@@ -179,7 +174,24 @@ corners = [float(corner.split(",")[1]) for corner in band.split('"')[1].split()]
 for point, extreme in zip(corners, (0.01, 0.02, -0.01, 0.0)):
     assert abs(point - panel.y(extreme)) < 0.06, band
 )");
-    const Ended ended = shell(folder, "PYTHONDONTWRITEBYTECODE=1 python3 -W error draw.py");
     require_success(ended);
     CHECK(ended.out.empty());
+}
+
+PYTHON_TEST_CASE("plot.py: bench: what is timed only to be compared is no part of a step") {
+    const Folder folder;
+    const std::string bench = R"({"device": "H200", "runs": [
+        {"model": "gpt2", "recipe": "coat", "batch": 64, "seq": 1024, "accumulate": 8,
+         "operators": [
+            {"group": "linear layers", "name": "qkv", "count": 12, "seconds": 1e-3, "floor": 1e-5},
+            {"group": "between the GEMMs", "name": "norm", "count": 12, "seconds": 2e-5, "floor": 1e-5},
+            {"group": "attention alone", "name": "forward", "count": 0, "seconds": 9, "floor": null}],
+         "step": {"seconds": 0.5, "floors": 0.4, "tokens_per_second": 1e5}}]})";
+    folder.write("bench.json", bench);
+    const Ended drawn = python_lines(folder, R"(
+import json, plot
+bench = json.load(open("bench.json"))
+print(len(plot.operators_of_step(bench["runs"][0])), "alone" in plot.draw_bench(bench))
+)");
+    CHECK_MESSAGE(drawn.out == "2 False\n", drawn.out, drawn.error);
 }

@@ -21,15 +21,12 @@ static nlohmann::json bench(double gemm, double norm, double step, const char* d
                {"step", {{"seconds", step}}}}}}};
 }
 
-TEST_CASE("results.py: slower names each operator that takes more than a twentieth longer" *
-          doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("results.py: slower names each operator that takes more than a twentieth longer") {
     const Folder folder;
-    folder.write("slower.py", "import json, sys\nsys.path.insert(0, '" + fs::absolute("dev").string() +
-                                  "')\nimport results\n"
-                                  "sys.exit(results.name_slower(*json.load(open('benches.json'))))\n");
     auto slower = [&](const nlohmann::json& measured) {
         folder.write("benches.json", nlohmann::json({measured, bench(1e-3, 2e-5, 0.5)}).dump());
-        return shell(folder, "PYTHONDONTWRITEBYTECODE=1 python3 -W error slower.py");
+        return python_lines(folder, "import json, sys, results\n"
+                                    "sys.exit(results.name_slower(*json.load(open('benches.json'))))\n");
     };
     const std::string run = "gpt2 coat 64 1024 8: ";
     const Ended same = slower(bench(1.04e-3, 1e-5, 0.52));
@@ -52,31 +49,8 @@ TEST_CASE("results.py: slower names each operator that takes more than a twentie
     CHECK((device.code == 1 && contains(device.out, "This is an H100")));
 }
 
-TEST_CASE("plot.py bench: what is timed only to be compared is no part of a step" *
-          doctest::skip(NO_PYTHON)) {
-    const Folder folder;
-    nlohmann::json measured = bench(1e-3, 2e-5, 0.5);
-    auto& run = measured["runs"][0];
-    for (auto& o : run["operators"]) o.update({{"group", "linear layers"}, {"count", 12}, {"floor", 1e-5}});
-    run["operators"].push_back({{"group", "attention alone"},
-                                {"name", "forward"},
-                                {"seconds", 9.0},
-                                {"count", 0},
-                                {"floor", nullptr}});
-    run["step"].update({{"floors", 0.4}, {"tokens_per_second", 1e5}});
-    folder.write("bench.json", measured.dump());
-    folder.write("draw.py", "import json, sys\nsys.path.insert(0, '" + fs::absolute("dev").string() +
-                                "')\nimport plot\n"
-                                "bench = json.load(open('bench.json'))\n"
-                                "print(len(plot.operators_of_step(bench['runs'][0])), 'alone' in "
-                                "str(plot.draw_bench(bench)))\n");
-    const Ended drawn = shell(folder, "PYTHONDONTWRITEBYTECODE=1 python3 -W error draw.py");
-    CHECK_MESSAGE(drawn.out == "2 False\n", drawn.out);
-}
-
 // A copy of dev/ in which make and nvidia-smi do nothing, and dev/gpu.sh passes but for one run.
-TEST_CASE("results.py: a run is recorded when it ends and the next call runs what is missing" *
-          doctest::skip(NO_PYTHON)) {
+PYTHON_TEST_CASE("results.py: a run is recorded when it ends and the next call runs what is missing") {
     const Folder folder;
     fs::copy("dev", folder.path / "dev", fs::copy_options::recursive);
     folder.write("make", "#!/bin/sh\n");
@@ -86,7 +60,7 @@ TEST_CASE("results.py: a run is recorded when it ends and the next call runs wha
     for (const char* program : {"make", "nvidia-smi", "dev/gpu.sh"})
         fs::permissions(folder.path / program, fs::perms::owner_all);
     const std::string measure =
-        "PATH=$PWD:$PATH PYTHONDONTWRITEBYTECODE=1 OUT=out python3 dev/results.py tests";
+        "PATH=$PWD:$PATH OUT=out python3 dev/results.py tests";
     fs::create_directory(folder.path / "out");
     const std::string last = "kernels, seeds 11 to 20";
     const Ended first = shell(folder, "COAT_COMMIT=old " + measure);

@@ -1,9 +1,9 @@
 // gpu.h - what the tests of kernels share: tensors on the device in any format, and two comparisons.
 //
-// A kernel is checked in two steps. Its FP32 values are compared with the reference in double: they may
-// differ by as much as FP32 makes of them, which the same reference in float shows (check_as_float). Then its
-// codes and scales are compared, byte for byte, with the reference's quantization of those FP32 values
-// (check_quantized). So no bound is derived by hand.
+// A kernel is checked in two steps. Its FP32 values are compared with the reference in double. The same
+// reference in float shows how much FP32 loses, and the kernel may lose SLACK times as much (check_as_float).
+// Then its codes and scales are compared, byte for byte, with the reference's quantization of those FP32
+// values (check_quantized). The tests of GEMMs and attention have bounds of their own (check_within).
 //
 // GPU_TEST_CASE("name") is the test "gpu: name", which is skipped where there is no GPU.
 #pragma once

@@ -61,8 +61,8 @@ inline Ended shell(const Folder& folder, const std::string& command) {
     const std::string program = fs::absolute(path ? path : "./train").string(),
                       printed = folder.path.string() + "-printed";
     write_file(printed + ".sh",
-               "cd '" + folder.path.string() + "'; export OMP_NUM_THREADS=1 SMALL='" + small_model() +
-                   "' TRAIN='" + program + "'\nalias train='\"$TRAIN\"'\n" +
+               "cd '" + folder.path.string() + "'; export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 SMALL='" +
+                   small_model() + "' TRAIN='" + program + "'\nalias train='\"$TRAIN\"'\n" +
                    "await() { until eval \"$1\"; do kill -0 $pid || exit 79; sleep 0.02; done; }\n" +
                    command);
     // The program has the default signal handlers, even if the tests run under nohup.
@@ -74,6 +74,20 @@ inline Ended shell(const Folder& folder, const std::string& command) {
     for (const char* end : {".sh", ".out", ".err"}) fs::remove(printed + end);
     return ended;
 }
+
+// Runs Python in the folder with these arguments. Programs can import the modules in dev/ and dev/ladders/;
+// a warning is an error.
+inline Ended python(const Folder& folder, const std::string& arguments) {
+    const std::string dev = fs::absolute("dev").string();
+    return shell(folder, "PYTHONPATH='" + dev + ":" + dev + "/ladders' python3 -W error " + arguments);
+}
+// Likewise these lines, as a program.
+inline Ended python_lines(const Folder& folder, const std::string& lines) {
+    folder.write("run.py", lines);
+    return python(folder, "run.py");
+}
+#define PYTHON_TEST_CASE(name) TEST_CASE(name* doctest::skip(NO_PYTHON))
+#define NUMPY_TEST_CASE(name) TEST_CASE(name* doctest::skip(NO_NUMPY))
 
 // Flags of a run that takes a fraction of a second. Of a flag that is given twice the last value counts.
 inline const std::string TINY =

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Talks to a model that ./train has saved, or to any model's folder that transformers opens.
 
-    python3 dev/chat.py tuned                                     the newest whole checkpoint of a run
-    python3 dev/chat.py tuned/step-000900 --temperature 0.7       this one
+    python3 data/chat.py tuned                                     the newest whole checkpoint of a run
+    python3 data/chat.py tuned/step-000900 --temperature 0.7       this one
 
 It needs torch and transformers. If the model has a chat template, what is typed is a question in a
 conversation; else the model continues what is typed."""
