@@ -228,9 +228,8 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
     }
 }
 
-TEST_CASE(
-    "update_history_and_scale: the scale is the largest amax of the history / FMAX unless that is 0 or not "
-    "finite") {
+// If the largest amax is 0 or not finite, the scale stays.
+TEST_CASE("update_history_and_scale: the scale is the largest amax of the history / FMAX") {
     FRESH_RANDOM(rng);
     for (Format f : {Format::E4M3, Format::E5M2})
         for (size_t length : {1u, 3u, 16u}) {
