@@ -40,7 +40,7 @@ struct Run {
     const Flags flags;
     const RunSettings settings;
     ProcessGroup& processes;           // all ranks, even if there is only this one
-    const std::string why_no_gpu;      // why this process can use no GPU; empty if it can, or need not
+    const std::string why_no_gpu;      // why this process can use no GPU; empty if it can, or needs none
     const std::string weights_folder;  // has the weights to start or go on with; empty: random weights
     const Resumed resumed;             // empty in a new run
     const Corpus corpus;
@@ -59,7 +59,7 @@ struct Run {
     // The last complete checkpoint, in --out or where save_last() found room; empty: none. note_checkpoint()
     // sets it.
     std::string last_checkpoint{};
-    // Whether the model is at the end of a step that may be saved and is in no checkpoint yet.
+    // Whether the last step is complete, may be saved, and has not been saved.
     bool at_savable_step = false;
 
     int64_t micro_batch_tokens() const { return settings.B * settings.T; }
