@@ -348,7 +348,7 @@ def operator_bar(y, scale, operator, dark, light, marked):
 
 
 def operators_of_step(run):
-    """Without those that are timed only to be compared with others' (dev/peers.py): a step has none of them."""
+    """Without those that are timed only to be compared with others' (dev/attention_peers.py): a step has none of them."""
     return [o for o in run["operators"] if o["count"] > 0]
 
 

@@ -11,7 +11,7 @@
 Each result goes to dev/results.json when its run ends. If there is an environment variable OUT, a copy of
 results.json goes to that folder. A run is skipped if results.json has its result of this commit, so the command
 can be stopped and given again. The commit is git's, or the environment variable COAT_COMMIT. Packages are needed
-by `peers` and `ranks` (PyTorch), `moments` (NumPy) and the text of `convergence` (`tokenizers`).
+by `peers`, `ranks` and `attention` (PyTorch), `moments` (NumPy) and the text of `convergence` (`tokenizers`).
 """
 import concurrent.futures
 import contextlib
@@ -28,8 +28,8 @@ import threading
 import time
 import typing
 
+import attention_peers
 import corpus
-import peers
 import plot
 
 DEV = os.path.dirname(os.path.abspath(__file__))
@@ -42,11 +42,13 @@ BUILD = "build/evidence"  # logs and checkpoints; all paths are relative to ROOT
 
 class Group(typing.NamedTuple):
     about: str
-    runs: dict  # name -> flags of ./train, or a command that prints its result as JSON
+    runs: dict  # name -> flags of ./train, a command that prints its result as JSON, or a function that returns it
     shared: str = ""  # flags of ./train that all runs have
     build: str = ""  # what it needs besides ./train
     gpu: bool = True
+    least_gpus: dict = {}  # name -> how many GPUs the run needs, if more than one
     at_once: bool = False  # one run on each GPU: for losses, which do not depend on time
+    tests: bool = False  # the last line that a command prints is its result, in place of JSON
 
 
 BF16 = "--recipe bf16 --optimizer bf16"
@@ -112,7 +114,9 @@ GROUPS = {
     "tests": Group(
         "every GPU test, and those of kernels again with other random inputs",
         {"all": "dev/gpu.sh gpu", "kernels, seeds 1 to 10": "dev/gpu.sh seeds 1 10",
-         "kernels, seeds 11 to 20": "dev/gpu.sh seeds 11 20"}),
+         "kernels, seeds 11 to 20": "dev/gpu.sh seeds 11 20",
+         "several GPUs": "build/tests --test-case='gpu: ranks: *'"},
+        build="build/tests", least_gpus={"several GPUs": 2}, tests=True),
     "speed": Group(
         "speed and memory of whole models",
         {**{f"{model} {way}": f"{size} {flags}".strip() for model, size in SIZES.items() for way, flags in
@@ -130,7 +134,8 @@ GROUPS = {
     "ranks": Group(
         "one and several GPUs (table 7); those that the machine has",
         {name: run.command() for name, run in RANKS.items()},
-        f"{QUIET} --seq 2048 --lr 1e-4 --steps 10 --warmup 10"),
+        f"{QUIET} --seq 2048 --lr 1e-4 --steps 10 --warmup 10",
+        least_gpus={name: run.gpus for name, run in RANKS.items()}),
     "convergence": Group(
         "GPT-2 on 0.2 billion tokens in every recipe",
         {"bf16": f"--recipe bf16 --out {GPT2}",
@@ -148,14 +153,16 @@ GROUPS = {
     "moments": Group(
         "range and quantization error of moments (figure 2, table 1); needs `convergence`",
         {"gpt2": f"python3 dev/moments.py {GPT2}/step-{STEPS:06}"}, gpu=False),
-    "memory": Group("saved activations by operator (table 2)", {"memory": "./train --plan"}, gpu=False),
+    "memory": Group(
+        "saved activations by operator (table 2)", {"memory": lambda: saved_activations()}, gpu=False),
     "bench": Group(
         "every operator of a step",
         {model: bench(f"--model {model}") for model in ("llama-2-7b", "tinyllama-1.1b", "gpt2")},
         build="build/bench"),
     "attention": Group(
         "attention by shape, and PyTorch's",
-        {name: f"python3 dev/peers.py attention '{name}'" for name in peers.ATTENTION}, build="build/bench"),
+        {name: f"python3 dev/attention_peers.py '{name}'" for name in attention_peers.ATTENTION},
+        build="build/bench"),
     "sizes": Group(
         "FP8 GEMMs against BF16's by size", {"sizes": bench("--only sizes")}, build="build/bench"),
 }
@@ -223,10 +230,10 @@ def saved_activations():
 
 def run(group, name, gpu=None):
     """The result of one run, on this GPU or on all; RuntimeError with the last line of its errors."""
-    if group == "memory":
-        return saved_activations()
     flags, log = GROUPS[group].runs[name], f"{BUILD}/{group}-{re.sub('[^a-z0-9.]+', '-', name)}"
-    if group == "tests":
+    if callable(flags):
+        return flags()
+    if GROUPS[group].tests:
         ended = shell(flags)
         if ended.returncode:
             raise RuntimeError(ended.stdout + ended.stderr)
@@ -290,11 +297,9 @@ def measure(group, part, commit):
     where = f"{len(names)} {names[0]}" if many else "".join(names[:1])
     where = where if GROUPS[group].gpu else f"{os.cpu_count()} CPU cores"
     rows = load().get(group, {})
-    # Tests of several GPUs are skipped on one, so the rows of each kind of machine have names of their own.
-    machine = f", {len(names)} GPUs" if group == "tests" and len(names) > 1 else ""
     left = [name for name in GROUPS[group].runs
-            if part in name and rows.get(name + machine, {}).get("commit") != commit
-            and not (group == "ranks" and RANKS[name].gpus > len(names))]
+            if part in name and rows.get(name, {}).get("commit") != commit
+            and GROUPS[group].least_gpus.get(name, 1) <= max(1, len(names))]
     gpus = range(len(names)) if GROUPS[group].at_once else [None]
     free, one_saves = queue.SimpleQueue(), threading.Lock()
     for gpu in gpus:
@@ -306,7 +311,7 @@ def measure(group, part, commit):
             row = {"commit": commit, "where": where, **run(group, name, gpu)}
             with one_saves:
                 results = load()
-                results.setdefault(group, {})[name + machine] = row
+                results.setdefault(group, {})[name] = row
                 save(results)
             print(f"{group}: {name}: done in {time.monotonic() - begun:.0f} s", flush=True)
             return True
@@ -449,6 +454,11 @@ TABLES = {"tests": tests_table, "speed": speed_table, "peers": peers_table, "ran
 def renew_page():
     """Renews the figures, and the tables between <!-- NAME --> and <!-- end -->."""
     results = load()
+    for group, rows in results.items():
+        for name in rows:
+            if group not in GROUPS or name not in GROUPS[group].runs:
+                sys.exit(f"results.py: results.json has a run that no command makes: {group}: {name}. Take it out; "
+                         "if it is to be kept, write it into the text of RESULTS.md, with its commit.")
     for name, svg in plot.figures(results).items():
         for suffix, picture in (("", svg), ("-dark", plot.on_dark(svg))):
             with open(os.path.join(DEV, "results", f"{name}{suffix}.svg"), "w", encoding="utf-8") as file:

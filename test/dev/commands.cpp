@@ -91,7 +91,7 @@ const Skipped SKIPPED[] = {
     {R"(make (NVCC= O=build/cpu )?exercise N=1[34])",
      "needs a GPU, or a build of its own; exercises_on_cpu.cpp runs both"},
     {R"(dev/gpu\.sh.*)", "needs a GPU"},
-    {R"(python3 dev/results\.py (?!help).*)", "needs a GPU"},
+    {R"(python3 dev/results\.py (?!help).*)", "needs a GPU, or writes into dev/"},
     {R"(make figures)", "needs matplotlib, and draws what lessons.py computes"},
     {R"(make NVCC= test)", "runs this test"},
     {R"(make NVCC= train && .*(NAME|my-recipe).*)", "needs a row that the reader adds to recipes.h"},
@@ -267,7 +267,8 @@ TEST_CASE("commands: all that the course and dev/README.md give run and print wh
             CHECK(contains(result.printed, concat("exercise ", *number, ": nothing is computed yet")));
     }
     // Where numbers depend on the machine, the paragraph before the command or the table says that they "may
-    // differ"; of three commands of lessons.py, the top of the course says so. Of the model that is trained for 10 steps in place of 120 only the form of lines is compared.
+    // differ"; of three commands of lessons.py, the top of the course says so. Of the model that is trained
+    // for 10 steps in place of 120, only the form of lines is compared.
     const auto match_of = [](const std::string& said, const std::string& command) {
         if (command == "python3 dev/lessons.py real") return Match::Form;
         const bool near = command == "python3 dev/lessons.py noise" || command == "python3 dev/lessons.py depth";

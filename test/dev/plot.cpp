@@ -94,7 +94,8 @@ PYTHON_TEST_CASE("plot.py: steps have whole numbers as ticks") {
             CHECK_MESSAGE(words.find_first_not_of("0123456789") == words.npos, words);
             ticks++;
         }
-        CHECK((ticks >= 2 && ticks <= 10));
+        CHECK(ticks >= 2);
+        CHECK(ticks <= 10);
     }
 }
 
@@ -143,7 +144,8 @@ PYTHON_TEST_CASE("plot.py: runs that lie over each other are told apart by their
     folder.write("c", log_of("te", "3", 1, 20, 0.1001));    // it ends earlier
     const Ended ended = draw(folder, "a b c");
     require_success(ended);
-    CHECK((contains(ended.out, "Loss minus that of bf16") && contains(ended.out, ">coat  +0.0040<")));
+    CHECK(contains(ended.out, "Loss minus that of bf16"));
+    CHECK(contains(ended.out, ">coat  +0.0040<"));
     CHECK(contains(ended.out, ">te  -0.0020<"));
     CHECK(!contains(draw(folder, "a").out, "Loss minus"));
     folder.write("late", log_of("coat", "4", 50, 60, 0.1));  // no step is in both

@@ -30,7 +30,8 @@ PYTHON_TEST_CASE("results.py: slower names each operator that takes more than a 
     };
     const std::string run = "gpt2 coat 64 1024 8: ";
     const Ended same = slower(bench(1.04e-3, 1e-5, 0.52));
-    CHECK((same.code == 0 && same.out == "0 of 3 are more than 5% slower.\n"));
+    CHECK(same.code == 0);
+    CHECK(same.out == "0 of 3 are more than 5% slower.\n");
     const Ended norm = slower(bench(1e-3, 2.2e-5, 0.5));
     CHECK(norm.code == 1);
     CHECK(norm.out == run +
@@ -41,15 +42,19 @@ PYTHON_TEST_CASE("results.py: slower names each operator that takes more than a 
     nlohmann::json more = bench(1e-3, 2e-5, 0.5);
     more["runs"][0]["operators"].push_back({{"name", "rope"}, {"seconds", 1e-5}});
     const Ended added = slower(more);
-    CHECK((added.code == 0 && contains(added.out, run + "rope: is not in the recorded bench\n")));
+    CHECK(added.code == 0);
+    CHECK(contains(added.out, run + "rope: is not in the recorded bench\n"));
     more["runs"][0]["model"] = "gpt2-xl";
     const Ended other = slower(more);
-    CHECK((other.code == 1 && contains(other.out, "No operator of this bench is in the recorded one")));
+    CHECK(other.code == 1);
+    CHECK(contains(other.out, "No operator of this bench is in the recorded one"));
     const Ended device = slower(bench(1e-3, 2e-5, 0.5, "H100"));
-    CHECK((device.code == 1 && contains(device.out, "This is an H100")));
+    CHECK(device.code == 1);
+    CHECK(contains(device.out, "This is an H100"));
 }
 
-// A copy of dev/ in which make and nvidia-smi do nothing, and dev/gpu.sh passes but for one run.
+// A copy of dev/ in which make does nothing, nvidia-smi finds one GPU or two, and all tests of GPUs pass, but
+// for one run of dev/gpu.sh.
 PYTHON_TEST_CASE("results.py: a run is recorded when it ends and the next call runs what is missing") {
     const Folder folder;
     fs::copy("dev", folder.path / "dev", fs::copy_options::recursive);
@@ -57,28 +62,46 @@ PYTHON_TEST_CASE("results.py: a run is recorded when it ends and the next call r
     folder.write("nvidia-smi", "#!/bin/sh\necho H200\n[ ! -e two ] || echo H200\n");
     folder.write("dev/gpu.sh",
                  "#!/bin/sh\n[ \"$1 $2\" != 'seeds 11' ] || [ -e good ] || exit 1\necho \"$1: passed\"\n");
-    for (const char* program : {"make", "nvidia-smi", "dev/gpu.sh"})
+    folder.write("build/tests", "#!/bin/sh\necho '8 passed'\n");
+    for (const char* program : {"make", "nvidia-smi", "dev/gpu.sh", "build/tests"})
         fs::permissions(folder.path / program, fs::perms::owner_all);
-    const std::string measure =
-        "PATH=$PWD:$PATH OUT=out python3 dev/results.py tests";
+    const std::string measure = "PATH=$PWD:$PATH OUT=out python3 dev/results.py tests";
     fs::create_directory(folder.path / "out");
     const std::string last = "kernels, seeds 11 to 20";
     const Ended first = shell(folder, "COAT_COMMIT=old " + measure);
-    CHECK((first.code == 1 && contains(first.out, "tests: " + last + ": FAILED")));
+    CHECK(first.code == 1);
+    CHECK(contains(first.out, "tests: " + last + ": FAILED"));
     auto tests = nlohmann::json::parse(read_file(folder / "out/results.json")).at("tests");
-    CHECK((tests.at("all").at("says") == "gpu: passed" && tests.at("all").at("commit") == "old"));
+    CHECK(tests.at("all").at("says") == "gpu: passed");
+    CHECK(tests.at("all").at("commit") == "old");
     CHECK((!tests.contains(last) || tests.at(last).at("commit") != "old"));
 
     folder.write("good", "");
     const Ended second = shell(folder, "COAT_COMMIT=old " + measure);
     CHECK(second.code == 0);
-    CHECK((lines_of(second.out).size() == 1 && contains(second.out, "tests: " + last + ": done")));
+    CHECK(lines_of(second.out).size() == 1);
+    CHECK(contains(second.out, "tests: " + last + ": done"));
     CHECK(contains(read_file(folder / "dev/RESULTS.md"), "| seeds: passed | H200 | old |"));
     CHECK(read_file(folder / "out/results.json") == read_file(folder / "dev/results.json"));
     CHECK(lines_of(shell(folder, "COAT_COMMIT=new " + measure).out).size() == 3);  // another commit
 
-    folder.write("two", "");  // on two GPUs more tests run: these rows replace none of one GPU
-    CHECK(lines_of(shell(folder, "COAT_COMMIT=new " + measure).out).size() == 3);
+    folder.write("two", "");  // then the tests of several GPUs run, too
+    const Ended third = shell(folder, "COAT_COMMIT=new " + measure);
+    CHECK(lines_of(third.out).size() == 1);
+    CHECK(contains(third.out, "tests: several GPUs: done"));
     tests = nlohmann::json::parse(read_file(folder / "out/results.json")).at("tests");
-    CHECK((tests.at("all").at("where") == "H200" && tests.at("all, 2 GPUs").at("where") == "2 H200"));
+    CHECK(tests.at("all").at("where") == "H200");
+    CHECK(tests.at("several GPUs").at("where") == "2 H200");
+}
+
+PYTHON_TEST_CASE("results.py: page makes the page again; a run that no command makes is an error") {
+    const Folder folder;
+    fs::copy("dev", folder.path / "dev", fs::copy_options::recursive);
+    const std::string page = "python3 -W error dev/results.py page";
+    require_success(shell(folder, page));
+    CHECK(read_file(folder / "dev/RESULTS.md") == read_file("dev/RESULTS.md"));
+    auto recorded = nlohmann::json::parse(read_file("dev/results.json"));
+    recorded["speed"]["an old model"] = recorded["speed"]["7b coat"];
+    folder.write("dev/results.json", recorded.dump());
+    check_failed(shell(folder, page), "results.py: ", "no command makes: speed: an old model.");
 }
