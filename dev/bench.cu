@@ -22,6 +22,7 @@
 #include <array>
 #include <chrono>
 #include <cstdio>
+#include <deque>
 #include <fstream>
 #include <functional>
 #include <map>
@@ -68,18 +69,10 @@ template <class T> __global__ void fill_kernel(T* x, int64_t n, uint64_t seed, f
 
 class Memory {
 public:
-    Memory() = default;
-    ~Memory() { release(); }
-    Memory(const Memory&) = delete;
-    Memory& operator=(const Memory&) = delete;
-
     template <class T = void> T* take(int64_t bytes) {
-        void* p = nullptr;
-        check(cudaMalloc(&p, size_t(bytes)),
-              "Allocating GPU memory failed; choose a smaller --batch or --model");
-        check(cudaMemset(p, 0, size_t(bytes)), "Clearing memory failed");
-        taken_.push_back(p);
-        return static_cast<T*>(p);
+        dev::Buffer<uint8_t>& taken = taken_.emplace_back(size_t(bytes));
+        taken.fill(0);
+        return reinterpret_cast<T*>(taken.get());
     }
     TensorRef random(int64_t rows, int64_t cols, Format format, float std = 1.0f) {
         const TensorRef tensor{take(rows * cols * info(format).bytes), rows, cols, TensorFormat{format}};
@@ -109,13 +102,10 @@ public:
         }
         return out;
     }
-    void release() {
-        for (void* p : taken_) cudaFree(p);
-        taken_.clear();
-    }
+    void release() { taken_.clear(); }
 
 private:
-    std::vector<void*> taken_;
+    std::deque<dev::Buffer<uint8_t>> taken_;
 };
 
 class Clock {
@@ -407,40 +397,47 @@ private:
                 ceiling, [&] { attention_backward(shape, tensors, nullptr); });
         };
         // In a step attention takes amaxes, and undoes RoPE. What other libraries call attention does not
-        // (dev/peers.py compares it); its rows count for nothing in a step.
+        // (dev/attention_peers.py compares it); its rows count for nothing in a step.
         both_passes(ATTENTION, layers_, c_.arch.rope ? rope_of_model().table : nullptr, amax_out_);
         both_passes(ATTENTION_ALONE, 0, nullptr, nullptr);
     }
 
     // --- Between the GEMMs ---------------------------------------------------------------------------------
-    Norm random_norm(const TensorFormat& q) {
+    Norm random_norm(int64_t rows, const TensorFormat& q) {
         const void *weight = random(1, c_.C).data, *bias = c_.arch.rms ? nullptr : random(1, c_.C).data;
-        const Norm n{random(N_, c_.C, q), weight,     bias, memory_.take<RowStatistics>(N_ * 8),
-                     c_.arch.rms,         c_.norm_eps};
-        const TensorRef x = random(N_, c_.C), branch = random(N_, c_.C);
-        const TensorRef x_out = groups_ ? random(N_, c_.C) : TensorRef{};
+        const Norm n{random(rows, c_.C, q), weight,     bias, memory_.take<RowStatistics>(rows * 8),
+                     c_.arch.rms,           c_.norm_eps};
+        const TensorRef x = random(rows, c_.C), branch = random(rows, c_.C);
+        const TensorRef x_out = q.fp8() ? random(rows, c_.C) : TensorRef{};
         residual_add(x, branch, {x_out, n, nullptr}, nullptr);  // for statistics
         return n;
     }
-    void norms() {
-        const Norm n = random_norm(r_.saved_inputs);
-        const TensorRef x = random(N_, c_.C), a = random(N_, c_.C), out = random(N_, c_.C);
+    // dresidual_in: no tensor for the final norm, where the residual stream ends.
+    void norm_backward_pass(const char* group, const std::string& name, double count, const Norm& n,
+                            const TensorRef& dresidual_in) {
+        const TensorRef dy = random(N_, c_.C), out = random(N_, c_.C);
         const TensorRef dweight = random(1, c_.C), dbias = c_.arch.rms ? TensorRef{} : random(1, c_.C);
-        const NormBackwardTensors gradients{.dy = x,
-                                            .dresidual_in = a,
+        const NormBackwardTensors gradients{.dy = dy,
+                                            .dresidual_in = dresidual_in,
                                             .dresidual_out = out,
                                             .dresidual_amax_out = amax_out_,
                                             .dweight = dweight,
                                             .dbias = dbias};
-        float* workspace = memory_.take<float>(int64_t(sizeof(float)) * norm_backward_workspace_floats(c_.C));
+        float* workspace = floats(norm_backward_workspace_floats(c_.C));
+        pass(group, name, count, size(n.in) + size(dy) + size(dresidual_in) + size(out),
+             [&] { norm_backward(n, gradients, workspace, nullptr); });
+    }
+    void norms() {
+        const Norm n = random_norm(N_, r_.saved_inputs);
+        const TensorRef x = random(N_, c_.C), a = random(N_, c_.C), out = random(N_, c_.C);
+        // The last sum of a micro-batch, which the final norm reads, has no groups; here it is as the others.
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
              [&] {
                  residual_add(x, a, {groups_ ? out : TensorRef{}, n, amax_out_}, nullptr);
              });
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
-        pass(BETWEEN, "norm backward", 2 * layers_, size(n.in) + 2 * size(x) + size(out),
-             [&] { norm_backward(n, gradients, workspace, nullptr); });
+        norm_backward_pass(BETWEEN, "norm backward", 2 * layers_, n, /*dresidual_in=*/a);
         if (c_.arch.other_biases && needs_amax_)
             return write_operand_and_add_column_sums_pass("residual gradient", 2 * layers_, lazy_stored(x),
                                                           r_.g);
@@ -535,7 +532,7 @@ private:
 
     // --- Embedding, head and optimizer ---------------------------------------------------------------------
     void embedding() {
-        const Norm first = random_norm(r_.saved_inputs);
+        const Norm first = random_norm(N_, r_.saved_inputs);
         const TensorRef table = random(c_.padded_V(), c_.C),
                         positions = c_.arch.rope ? TensorRef{} : random(c_.max_T, c_.C), x = random(N_, c_.C);
         const std::vector<int32_t> tokens = made_up_tokens(N_, c_.V);
@@ -564,12 +561,17 @@ private:
         float* losses = floats(n);
         const Operand y{random(n, c_.C)}, w{random(V, c_.C)}, logits{random(n, V)};
         const TensorRef dw = random(V, c_.C), dy = random(n, c_.C);
+        const LazyTensor final_norm = lazy_norm(random_norm(n, {compute_}));
+        pass(HEAD, "final norm", count, reads(final_norm) + size(y.tensor),
+             [&] { store_values(final_norm, y.tensor, nullptr); });
         gemm(HEAD, "head fprop", count, GemmKind::Fprop, y, w, logits.tensor, flops, nullptr, false);
         pass(HEAD, "cross-entropy", count, 2 * size(logits.tensor), [&] {
             cross_entropy_forward_and_backward(logits.tensor, c_.V, targets, loss_weight, losses, nullptr);
         });
         gemm(HEAD, "head wgrad", count, GemmKind::Wgrad, logits, y, dw, flops, nullptr, true);
         gemm(HEAD, "head dgrad", count, GemmKind::Dgrad, logits, w, dy, flops, nullptr, false);
+        norm_backward_pass(HEAD, "final norm backward", batches_, random_norm(N_, {compute_}),
+                           /*dresidual_in=*/{});
     }
 
     // Times at most 10^9 parameters, or as many as fit, and scales the time to all parameters.
