@@ -1,4 +1,5 @@
-// gpu_tools.h - what the bench and the ladders share: an array in device memory, and the clock.
+// gpu_tools.h - an array in device memory, which the bench, the ladders and the tests have; and the clock of
+// the bench and the ladders.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -8,11 +9,13 @@
 
 namespace coat::dev {
 
+// An array of n elements, and GUARD bytes after it. At first all bytes are 0xFF. So an element that no kernel
+// has written is NaN, in every format that is used here; and a kernel that writes too far changes the guard.
 template <class T> class Buffer {
 public:
     explicit Buffer(size_t n) : size(n) {
-        gpu::check(cudaMalloc(&data_, n * sizeof(T)), "Allocating failed");
-        poison();
+        gpu::check(cudaMalloc(&data_, n * sizeof(T) + GUARD), "Allocating GPU memory failed");
+        gpu::check(cudaMemset(data_, 0xFF, n * sizeof(T) + GUARD), "Filling GPU memory failed");
     }
     explicit Buffer(const std::vector<T>& host) : Buffer(host.size()) { write(host); }
     ~Buffer() { cudaFree(data_); }
@@ -22,8 +25,9 @@ public:
     const size_t size;
     T* get() const { return data_; }
     void fill(int byte) { gpu::check(cudaMemset(data_, byte, size * sizeof(T)), "Clearing failed"); }
-    void poison() { fill(0xFF); }  // NaN in every format that is used here
+    void poison() { fill(0xFF); }
     void write(const std::vector<T>& host) {
+        if (host.size() > size) throw Error("The array in GPU memory is too small.");
         gpu::check(cudaMemcpy(data_, host.data(), size * sizeof(T), cudaMemcpyHostToDevice),
                    "Copying failed");
     }
@@ -33,8 +37,14 @@ public:
                    "Copying failed");
         return host;
     }
+    bool guard_is_unchanged() const {
+        uint8_t guard[GUARD] = {};
+        cudaMemcpy(guard, data_ + size, GUARD, cudaMemcpyDeviceToHost);
+        return std::all_of(guard, guard + GUARD, [](uint8_t byte) { return byte == 0xFF; });
+    }
 
 private:
+    static constexpr size_t GUARD = 256;
     T* data_ = nullptr;
 };
 

@@ -7,7 +7,6 @@
 //
 // GPU_TEST_CASE("name") is the test "gpu: name", which is skipped where there is no GPU.
 #pragma once
-#include <cuda_runtime.h>
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -15,8 +14,10 @@
 #include <cstring>
 #include <vector>
 
+#include "../../dev/gpu_tools.h"
 #include "../../gpu/layers.h"
 #include "../../gpu/parameter_kernels.h"
+#include "../../model.h"
 #include "../../reference.h"
 #include "random.h"
 
@@ -29,50 +30,18 @@ using gpu::TensorScale;
 using Bytes = std::vector<uint8_t>;
 
 inline bool gpu_available() {
-    static const bool available = [] {
-        int n = 0;
-        return cudaGetDeviceCount(&n) == cudaSuccess && n > 0;
-    }();
+    static const bool available = select_gpu().empty();
     return available;
 }
 #define GPU_TEST_CASE(name) TEST_CASE("gpu: " name* doctest::skip(!coat::test::gpu_available()))
 
-inline void succeeded(cudaError_t e) { REQUIRE_MESSAGE(e == cudaSuccess, cudaGetErrorString(e)); }
-
-// An array in device memory. Its bytes start as 0xFF, which is NaN in every format used here: a test notices
-// an element that no kernel has written. At the end, the guard bytes after the array must be unchanged.
-template <class T> class Buffer {
+// An array in device memory. At its end a test checks that no kernel has written behind it.
+template <class T> class Buffer : public dev::Buffer<T> {
 public:
-    explicit Buffer(int64_t n) : n_(n) {
-        succeeded(cudaMalloc(&data_, n * sizeof(T) + GUARD));
-        succeeded(cudaMemset(data_, 0xFF, n * sizeof(T) + GUARD));
-    }
-    explicit Buffer(const std::vector<T>& host) : Buffer(int64_t(host.size())) { write(host); }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-    ~Buffer() {
-        uint8_t guard[GUARD] = {};
-        cudaMemcpy(guard, get() + n_, GUARD, cudaMemcpyDeviceToHost);
-        CHECK(std::all_of(guard, guard + GUARD, [](uint8_t b) { return b == 0xFF; }));
-        cudaFree(data_);
-    }
-
-    T* get() const { return static_cast<T*>(data_); }
-    void zero() { succeeded(cudaMemset(data_, 0, n_ * sizeof(T))); }
-    void write(const std::vector<T>& host) {
-        REQUIRE(int64_t(host.size()) <= n_);
-        succeeded(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-    }
-    std::vector<T> read() const {
-        std::vector<T> host(n_);
-        succeeded(cudaMemcpy(host.data(), data_, n_ * sizeof(T), cudaMemcpyDeviceToHost));
-        return host;
-    }
-
-private:
-    static constexpr size_t GUARD = 256;
-    int64_t n_;
-    void* data_ = nullptr;
+    explicit Buffer(int64_t n) : dev::Buffer<T>(size_t(n)) {}
+    explicit Buffer(const std::vector<T>& host) : dev::Buffer<T>(host) {}
+    ~Buffer() { CHECK(this->guard_is_unchanged()); }
+    void zero() { this->fill(0); }
 };
 
 template <class T> bool same_bytes(const std::vector<T>& a, const std::vector<T>& b) {
