@@ -150,7 +150,8 @@ PROPERTY("the same bits every time with any number of threads and after a resume
         CHECK((snapshot(*resumed.model) == state));  // evaluating, sampling and reporting change nothing
         const Doubles rest = whole.losses(2);
         omp_set_num_threads(1);
-        CHECK((again.losses(2) == losses && again.losses(2) == rest));
+        CHECK(again.losses(2) == losses);
+        CHECK(again.losses(2) == rest);
         omp_set_num_threads(3);
         CHECK(resumed.losses(2) == rest);
         omp_set_num_threads(threads);
@@ -314,7 +315,8 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
             CHECK(t.validation_loss() == doctest::Approx(sum / COUNTED).epsilon(1e-12));
             t.adamw.lr = 0;
             const StepResult r = t.again();
-            CHECK((r.target_count == COUNTED && r.loss == doctest::Approx(sum / COUNTED).epsilon(1e-12)));
+            CHECK(r.target_count == COUNTED);
+            CHECK(r.loss == doctest::Approx(sum / COUNTED).epsilon(1e-12));
             const auto gradients = gradients_of(*t.model);
             for (int64_t token = 0; token < c.V; token++) {  // rows of the gradient of the embedding
                 const auto row = gradients[0].begin() + token * c.C;
@@ -329,7 +331,10 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
             t.adamw.lr = 1;
             const Snapshot kept = snapshot(*t.model);
             const StepResult empty = t.again();
-            CHECK((empty.skipped && empty.target_count == 0 && empty.loss == 0 && empty.grad_norm == 0));
+            CHECK(empty.skipped);
+            CHECK(empty.target_count == 0);
+            CHECK(empty.loss == 0);
+            CHECK(empty.grad_norm == 0);
             CHECK((snapshot(*t.model) == kept));
             CHECK(t.validation_loss() == 0);
         }
@@ -379,7 +384,8 @@ PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 
                     bad += !(std::fabs(got[p][i] - sum) <= half_step * std::fabs(sum) + in_fp32);
                 }
                 INFO(text(t.settings()), " ", t.params()[p].name, equal ? ", equal terms" : "");
-                CHECK((bad == 0 && norm(got[p]) > 0));
+                CHECK(bad == 0);
+                CHECK(norm(got[p]) > 0);
             }
         }
     for (const auto& [tied, accumulate] : {std::pair{false, 4}, {false, 5}, {true, 2}, {true, 3}}) {
@@ -457,7 +463,10 @@ PROPERTY("a gradient whose square exceeds FP32 is taken only if it is clipped wi
             const Snapshot state = make_large(t, Large::Huge);
             t.adamw.clip = 0;
             const StepResult r = t.step();
-            CHECK((r.skipped && std::isfinite(r.loss) && r.grad_norm >= 0x1p62 && r.grad_norm < INFINITY));
+            CHECK(r.skipped);
+            CHECK(std::isfinite(r.loss));
+            CHECK(r.grad_norm >= 0x1p62);
+            CHECK(r.grad_norm < INFINITY);
             CHECK((snapshot(*t.model) == state));
             t.adamw.clip = 1;
             t.adamw.update_number--;
@@ -477,7 +486,8 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
             INFO(text(t.settings()), kind == Large::Hidden ? ", hidden" : "");
             const Snapshot state = make_large(t, kind);
             const StepResult r = t.step();
-            CHECK((r.skipped && std::isfinite(r.loss)));
+            CHECK(r.skipped);
+            CHECK(std::isfinite(r.loss));
             // In E5M2 the infinite gradient saturates, but the check of amaxes detects it.
             if (kind == Large::Hidden || t.settings().recipe.g != E5M2_TENSOR)
                 CHECK(!std::isfinite(r.grad_norm));
@@ -511,7 +521,8 @@ PROPERTY("--gradients none has the bits of kept gradients that are not clipped a
         kept.adamw.clip = 0;
         for (int i = 0; i < 2; i++) {
             const StepResult a = kept.step(), b = dropped.step();
-            CHECK((a.loss == b.loss && a.grad_norm > 0.1));
+            CHECK(a.loss == b.loss);
+            CHECK(a.grad_norm > 0.1);
             CHECK(a.grad_norm == doctest::Approx(b.grad_norm).epsilon(1e-12));  // added in another order
             CHECK((snapshot(*kept.model) == snapshot(*dropped.model)));
         }
@@ -519,7 +530,8 @@ PROPERTY("--gradients none has the bits of kept gradients that are not clipped a
         for (int k = 0; k < int(ReportKind::Count); k++)
             CHECK((x.kinds[k].elements == y.kinds[k].elements &&
                    x.kinds[k].noise == doctest::Approx(y.kinds[k].noise).epsilon(1e-9)));
-        CHECK((x.k_m == y.k_m && x.k_v == y.k_v));
+        CHECK(x.k_m == y.k_m);
+        CHECK(x.k_v == y.k_v);
         CHECK_THROWS_AS(gradient(*dropped.model, kept.params().back()), Error);
     }
 }
@@ -538,7 +550,8 @@ PROPERTY("delayed scaling: an operand without a history is scaled just in time")
         b.tokens = a.tokens;
         b.targets = a.targets;
         a.adamw.lr = b.adamw.lr = 0;
-        CHECK((a.validation_loss() == b.validation_loss() && a.next_logits(3) == b.next_logits(3)));
+        CHECK(a.validation_loss() == b.validation_loss());
+        CHECK(a.next_logits(3) == b.next_logits(3));
         const StepResult x = a.again(), y = b.again();
         CHECK((x.loss == y.loss) == equal);
         CHECK((gradients_of(*a.model) == gradients_of(*b.model)) == equal);
@@ -660,7 +673,8 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
                 CHECK(stats.noise == doctest::Approx(expected.noise).epsilon(exact ? 1e-12 : 0.05));
             } else {  // half a step of E4M3 is an rms of 2^-4 / sqrt(3), which is 28.8 dB; of E5M2 22.8 dB
                 CHECK(stats.snr_db() > (of[kind] == Format::E5M2 ? 22.8 : 28.8));
-                CHECK((stats.snr_db() < 60 && stats.flushed <= stats.elements / 10));
+                CHECK(stats.snr_db() < 60);
+                CHECK(stats.flushed <= stats.elements / 10);
             }
         }
         for (const auto& [k, end] : {std::pair{&report.k_m, ".m.k"}, {&report.k_v, ".v.k"}}) {

@@ -74,8 +74,11 @@ TEST_CASE("slices_for_grids: the rows in their order; no slice has more than a g
         int64_t next = 0;
         for (const TensorRef& slice : gpu::slices_for_grids(v)) {
             CHECK(slice.data == begin.data() + next * COLS * 2);
-            CHECK((slice.rows > 0 && slice.rows <= MOST && slice.cols == COLS));
-            CHECK((slice.tensor_scale == &scale && slice.format == PLAIN_BF16));
+            CHECK(slice.rows > 0);
+            CHECK(slice.rows <= MOST);
+            CHECK(slice.cols == COLS);
+            CHECK(slice.tensor_scale == &scale);
+            CHECK(slice.format == PLAIN_BF16);
             next += slice.rows;
         }
         CHECK(next == rows);
@@ -106,7 +109,8 @@ GPU_MODEL_TEST("make_gpu_model: too little memory is an error before any step") 
         settings_of("coat", find_row(models(), "llama-2-7b", "--model"), 1 << 11, 2048);
     const std::string message = error_of([&] { make_gpu_model(settings); });
     INFO(message);
-    CHECK((contains(message, "needs") && contains(message, "free")));
+    CHECK(contains(message, "needs"));
+    CHECK(contains(message, "free"));
 }
 
 TEST_CASE("make_gpu_model: one sentence says why where no GPU can be used" *

@@ -49,7 +49,8 @@ static void check_reports(const QuantReport& a, const QuantReport& b) {
         CHECK(of_gpu.elements == of_cpu.elements);
         if (of_gpu.elements > 0) CHECK(std::fabs(of_gpu.snr_db() - of_cpu.snr_db()) <= 1);
     }
-    CHECK((a.k_m == b.k_m && a.k_v == b.k_v));
+    CHECK(a.k_m == b.k_m);
+    CHECK(a.k_v == b.k_v);
 }
 
 // One step without an update, with random biases and norm weights: loss, gradients, logits and report.
@@ -83,7 +84,8 @@ static void check_step(Random& rng, const RunSettings& s) {
         return s.recipe.compute_format == Format::FP32 ? fp32_bound(s.config)
                                                        : TWO_IMPLEMENTATIONS * own + 0x1p-9;
     };
-    CHECK((!on_gpu.skipped && on_gpu.target_count == on_cpu.target_count));
+    CHECK(!on_gpu.skipped);
+    CHECK(on_gpu.target_count == on_cpu.target_count);
     CHECK(std::fabs(on_gpu.loss - on_cpu.loss) <=
           on_cpu.loss * bound(std::fabs(on_cpu.loss - of_fp32.loss) / on_cpu.loss));
     for (const Param& p : parameters(s.config)) {
@@ -94,7 +96,8 @@ static void check_step(Random& rng, const RunSettings& s) {
         const double size = norm(in_fp32), error = relative_error(got, wanted) * norm(wanted) / size,
                      own = relative_error(wanted, in_fp32);
         INFO(p.name, ": differs by ", error, ", the recipe itself by ", own);
-        CHECK((norm(wanted) > 0 && error <= bound(own)));
+        CHECK(norm(wanted) > 0);
+        CHECK(error <= bound(own));
     }
     restore(*cpu.model, snapshot(*gpu.model));
     check_logits(rng, gpu, cpu);
@@ -184,7 +187,8 @@ GPU_MODEL_TEST("training: losses follow the reference's also after a run has cha
         const Snapshot of_gpu = snapshot(*cpu.model), of_cpu = snapshot(*gpu.model);
         restore(*gpu.model, of_gpu);
         restore(*cpu.model, of_cpu);
-        CHECK((snapshot(*gpu.model) == of_gpu && snapshot(*cpu.model) == of_cpu));
+        CHECK(snapshot(*gpu.model) == of_gpu);
+        CHECK(snapshot(*cpu.model) == of_cpu);
         compare_losses(gpu, cpu, others);
     }
 }

@@ -123,7 +123,8 @@ inline void check_same(const RankRun& a, const RankRun& b) {
     for (size_t i = 0; i < b.losses.size(); i++)  // on GPUs they are sums in double, in another order
         CHECK(a.losses[i] == doctest::Approx(b.losses[i]).epsilon(1e-14));
     CHECK(a.norms == b.norms);
-    CHECK((a.state == b.state && a.gradients == b.gradients));
+    CHECK(a.state == b.state);
+    CHECK(a.gradients == b.gradients);
 }
 
 // A rank that trains on its part of the text. Step i of any number of ranks has the same micro-batches.
@@ -175,7 +176,8 @@ inline RankRun train_ranks(Maker make, const RunSettings& settings, int64_t rank
                 run.everywhere[t.name] = read_as<uint8_t>(*training.model, t.name, t.total_bytes());
     });
     for (const RankRun& run : runs) {
-        CHECK((run.losses == runs[0].losses && run.norms == runs[0].norms));
+        CHECK(run.losses == runs[0].losses);
+        CHECK(run.norms == runs[0].norms);
         CHECK((run.everywhere == runs[0].everywhere));
         for (double loss : run.losses) CHECK(std::isfinite(loss));
     }

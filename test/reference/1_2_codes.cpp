@@ -81,9 +81,12 @@ TEST_CASE("decode: every code has the value of its definition and encode gives t
             else wrong += !std::isnan(got);
         }
         CHECK(wrong == 0);
-        CHECK((f.fmax == d.value(d.top) && f.fmin == d.value(1) && f.mantissa_bits == d.M));
+        CHECK(f.fmax == d.value(d.top));
+        CHECK(f.fmin == d.value(1));
+        CHECK(f.mantissa_bits == d.M);
     }
-    CHECK((info(Format::FP32).fmax == float_of(0x7F7FFFFF) && info(Format::FP32).fmin == float_of(1)));
+    CHECK(info(Format::FP32).fmax == float_of(0x7F7FFFFF));
+    CHECK(info(Format::FP32).fmin == float_of(1));
 }
 
 TEST_CASE("encode and to_bf16: nearest code; ties to even; large values saturate; NaN stays") {
@@ -222,7 +225,8 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
         const StoredMatrix stored = quantize(x.data(), 2, 3, {f}, &stats, scale);
         for (size_t i = 0; i < x.size(); i++)
             CHECK(stored.elements[i] == definition(f).nearest(x[i] / scale));
-        CHECK((stored.scale(1, 2) == scale && stored.value(1, 0) == edge));
+        CHECK(stored.scale(1, 2) == scale);
+        CHECK(stored.value(1, 0) == edge);
         CHECK(gemm_operand(x, 2, 3, {f}, SumAlong::Column, nullptr, scale) == dequantize(stored));
         CHECK(stats.saturated == 3);  // not what rounds to the largest value
     }

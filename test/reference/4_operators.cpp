@@ -183,7 +183,8 @@ TEST_CASE("attention_forward: matches its definition and does not overflow") {
         Doubles expected = out, expected_lse = lse;
         attention_forward(c, B, T, qkv.data(), out.data(), lse.data());
         attention_by_definition(c, B, T, qkv, expected, expected_lse);
-        CHECK((relative_error(out, expected) < 1e-13 && relative_error(lse, expected_lse) < 1e-13));
+        CHECK(relative_error(out, expected) < 1e-13);
+        CHECK(relative_error(lse, expected_lse) < 1e-13);
     }
     Floats qkv, out(3 * 8), lse(3);
     for (int64_t i = 0; i < 3 * 24; i++) qkv.push_back(1e10f * float(i / 24));  // scores up to 1e21
@@ -217,5 +218,7 @@ TEST_CASE("cross_entropy: loss and gradient over the live columns and none where
     Floats large = {-1e30f, 1e30f, 0, 0};
     const int32_t first = 0;
     CHECK(cross_entropy_forward_and_backward(1, 4, 4, large.data(), &first, 1.0f) == doctest::Approx(2e30));
-    CHECK((large[0] == -1 && large[1] == 1 && large[2] == 0));
+    CHECK(large[0] == -1);
+    CHECK(large[1] == 1);
+    CHECK(large[2] == 0);
 }
