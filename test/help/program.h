@@ -160,13 +160,13 @@ inline int64_t last_step(const Folder& folder) {
 }
 
 // Runs ./train with these flags. When a line of its output contains `part` for the first time, the shell runs
-// `action`, in which $pid is rank 0 and $others are the processes that it has started. These must end within
-// a minute after rank 0; else the exit code is 78. A run that hangs is killed after four minutes, so that
-// its test fails.
+// `action`, in which $pid is rank 0 and $others are the processes that it has started; both are empty if rank
+// 0 has ended by then. $others must end within a minute after rank 0; else the exit code is 78. A run that
+// hangs is killed after four minutes, so that its test fails.
 inline Ended run_with_action(const Folder& folder, const std::string& flags, const std::string& part,
                              const std::string& action) {
     return shell(folder, concat(R"(
-children() { echo $(cat /proc/$1/task/$1/children); }
+children() { echo $(cat /proc/$1/task/$1/children 2> /dev/null); }
 mkfifo pipe
 timeout -s KILL 240 "$TRAIN" )",
                                 flags, R"( > pipe & limit=$!
