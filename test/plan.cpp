@@ -120,6 +120,20 @@ TEST_CASE("precision plan: says what each memory mode changes and which linear l
     }
 }
 
+TEST_CASE("precision plan: backward reads gradients and each moment is stored as its own format says") {
+    const RunSettings s = settings_of("coat moments fp8lm", LLAMA_7B, 1, 64);
+    const LinearFormats linear = linear_formats(s);
+    REQUIRE(linear.g.text() != linear.x.text());
+    const std::vector<PrecisionPart> plan = precision_plan(s);
+    const std::vector<Operator>&backward = plan.at(3).second, &update = plan.at(4).second;
+    CHECK(backward.at(0).name == "linear layers, dgrad");
+    CHECK(backward.at(0).reads == linear.g.text());
+    CHECK(backward.at(1).reads == linear.g.text() + " x " + linear.x.text());
+    REQUIRE(s.optimizer.m_format != s.optimizer.v_format);
+    CHECK(update.at(1).reads == info(s.optimizer.m_format).name);
+    CHECK(update.at(2).reads == info(s.optimizer.v_format).name);
+}
+
 // The table of operators is written by hand. What it can be compared with are the lists that a step follows.
 TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a projection for each weight") {
     for (const Recipe& recipe : recipes())

@@ -97,6 +97,21 @@ TEST_CASE("train: a run that diverges ends or is interrupted; its last good chec
     }
 }
 
+TEST_CASE("train: two signals end a run after its step and a third ends it at once") {
+    for (const int signals : {2, 3}) {
+        CAPTURE(signals);
+        RunFolder folder;
+        std::string kill = "kill -INT $pid";
+        for (int i = 1; i < signals; i++) kill += "; sleep 0.1; kill -INT $pid";
+        // The first step takes seconds.
+        const Ended ended = run_with_action(
+            folder, TINY + "--batch 64 --seq 256 --accumulate 4 --eval-every 0 --steps 2 --out out",
+            "validation | step 0", kill);
+        CHECK(ended.code == 130);
+        CHECK(contains(ended.out, "Interrupted after step 1") == (signals == 2));
+    }
+}
+
 // The rows of a report, by the kind of tensor: "| 31.6 dB |  1024 | 0 | 0 (0.000%)".
 static std::map<std::string, std::string> report_rows(const std::string& printed) {
     std::map<std::string, std::string> rows;
