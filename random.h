@@ -48,15 +48,15 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
 // average.
 //
 // rounding_bits() returns the random bits of elements 4 * quad to 4 * quad + 3 of the flat order
-// (Param::flat_offset). The lowest 16 bits are for element 4 * quad. key: rounding_key() of the step.
+// (Param::flat_offset). The lowest 16 bits are for element 4 * quad. key: rounding_key() of the update.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t quad) { return mixed_bits(key + quad); }
-// The key of a step. step_number: the number of the step, counting skipped ones.
+// The key of an update, which has a number of its own (AdamWOptions).
 //
 // The lower 32 bits of the key are 0. In a model of at most 2^34 elements `quad` is below 2^32, so key + quad
-// has the upper 32 bits of the key. Two steps hardly ever have the same upper 32 bits (on average 5 pairs in
-// 200,000 steps).
-inline uint64_t rounding_key(uint64_t seed, int64_t step_number) {
-    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(step_number)) << 32;
+// has the upper 32 bits of the key. Two updates hardly ever have the same upper 32 bits (on average 5 pairs
+// in 200,000 updates).
+inline uint64_t rounding_key(uint64_t seed, int64_t update_number) {
+    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(update_number)) << 32;
 }
 
 }  // namespace coat

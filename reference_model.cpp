@@ -691,7 +691,7 @@ private:
 
     // Updates all parameters. grad_norm: the norm of all gradients, before clipping.
     void update_all(const AdamWOptions& options, double grad_norm) {
-        const uint64_t key = rounding_key(settings_.seed, options.update_number + options.skipped_steps);
+        const uint64_t key = rounding_key(settings_.seed, options.update_number);
         for (size_t i = 0; i < params_.size(); i++) {
             update_parameter(states_[i], i, adamw_constants(options, params_[i].role.decays, grad_norm), key);
             refresh_weight_on_all_ranks(i);

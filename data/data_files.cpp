@@ -12,7 +12,7 @@
 
 #include "files.h"
 #include "json.h"
-#include "model_folder.h"
+#include "tokenizer_files.h"
 
 namespace coat {
 
@@ -31,10 +31,15 @@ static bool is_compressed(const std::string& path) {
     return has_ending(path, {".gz", ".bz2", ".xz", ".zst", ".zip"});
 }
 
+// Whether the folder has a file model*.safetensors*: the weights of a model, one of several files of them, or
+// their index. data/records.py has the same rule.
 static bool holds_model(const std::string& folder) {
     std::error_code none;
-    return fs::exists(path_in(folder, "model.safetensors"), none) ||
-           fs::exists(path_in(folder, "model.safetensors.index.json"), none);
+    for (const auto& entry : fs::directory_iterator(folder, none)) {
+        const std::string name = entry.path().filename().string();
+        if (name.starts_with("model") && name.find(".safetensors") != name.npos) return true;
+    }
+    return false;
 }
 
 namespace {

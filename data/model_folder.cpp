@@ -8,7 +8,6 @@
 #include "files.h"
 #include "json.h"
 #include "safetensors.h"
-#include "vocabulary.h"
 
 namespace coat {
 
@@ -110,6 +109,44 @@ static int64_t sliding_window(const Fields& f, const ModelConfig& config) {
     const bool in_some_layer =
         lists_layers ? std::count(layers.begin(), layers.end(), SLIDING) > 0 : first < config.L;
     return in_some_layer ? f.get<int64_t>("sliding_window", otherwise) : 0;
+}
+
+// Reads the frequencies of RoPE. transformers 5 has renamed rope_scaling as rope_parameters, but if a file
+// has both, and rope_scaling has fields, transformers 5 uses rope_scaling, as we do.
+static void read_rope(const Fields& f, ModelConfig& config) {
+    Fields rope = f.get<Fields>("rope_scaling", Fields{f.path, json::object()});
+    if (rope.object.empty()) rope = f.get<Fields>("rope_parameters", rope);
+    require_implemented(rope);
+    config.rope_theta = rope.get<float>("rope_theta", config.rope_theta);
+    const char* const type = rope.has("rope_type") ? "rope_type" : "type";  // "type" in older files
+    if (rope.get<std::string>(type, "default") != "llama3") return;
+    RopeScaling& scaling = config.rope_scaling;
+    scaling.type = RopeScaling::Llama3;
+    read_fields(scaling, false, rope);
+    if (scaling.low_freq_factor >= scaling.high_freq_factor)
+        rope.reject("high_freq_factor", "above low_freq_factor");
+}
+
+ModelConfig read_model_config(const std::string& folder) {
+    const Fields f = read_json(path_in(folder, "config.json"));
+    ModelConfig config{};
+    config.name = folder;
+    config.arch = find_row(std::array{LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}, f.get<std::string>("model_type"),
+                           (f.path + ": the field model_type").c_str());
+    require_not_quantized(f);
+    require_implemented(f);
+    // These are the values in transformers of fields that are missing.
+    const bool gpt2 = !config.arch.rope;
+    config.max_T = gpt2 ? 1024 : 2048;
+    config.norm_eps = gpt2 ? 1e-5f : 1e-6f;
+    config.tied = gpt2;
+    read_fields(config, gpt2, f);
+    if (!config.NKV) config.NKV = config.NH;
+    if (!config.F && gpt2) config.F = 4 * config.C;
+    config.sliding_window = sliding_window(f, config);
+    read_rope(f, config);
+    require_supported(config);
+    return config;
 }
 
 // config.json of a model that does not come from a folder.
@@ -280,44 +317,6 @@ static bool is_buffer(const std::string& name) {
            name.ends_with(".attn.masked_bias");
 }
 
-// Reads the frequencies of RoPE. transformers 5 has renamed rope_scaling as rope_parameters, but if a file
-// has both, and rope_scaling has fields, transformers 5 uses rope_scaling, as we do.
-static void read_rope(const Fields& f, ModelConfig& config) {
-    Fields rope = f.get<Fields>("rope_scaling", Fields{f.path, json::object()});
-    if (rope.object.empty()) rope = f.get<Fields>("rope_parameters", rope);
-    require_implemented(rope);
-    config.rope_theta = rope.get<float>("rope_theta", config.rope_theta);
-    const char* const type = rope.has("rope_type") ? "rope_type" : "type";  // "type" in older files
-    if (rope.get<std::string>(type, "default") != "llama3") return;
-    RopeScaling& scaling = config.rope_scaling;
-    scaling.type = RopeScaling::Llama3;
-    read_fields(scaling, false, rope);
-    if (scaling.low_freq_factor >= scaling.high_freq_factor)
-        rope.reject("high_freq_factor", "above low_freq_factor");
-}
-
-ModelConfig read_model_config(const std::string& folder) {
-    const Fields f = read_json(path_in(folder, "config.json"));
-    ModelConfig config{};
-    config.name = folder;
-    config.arch = find_row(std::array{LLAMA, MISTRAL, QWEN2, QWEN3, GPT2}, f.get<std::string>("model_type"),
-                           (f.path + ": the field model_type").c_str());
-    require_not_quantized(f);
-    require_implemented(f);
-    // These are the values in transformers of fields that are missing.
-    const bool gpt2 = !config.arch.rope;
-    config.max_T = gpt2 ? 1024 : 2048;
-    config.norm_eps = gpt2 ? 1e-5f : 1e-6f;
-    config.tied = gpt2;
-    read_fields(config, gpt2, f);
-    if (!config.NKV) config.NKV = config.NH;
-    if (!config.F && gpt2) config.F = 4 * config.C;
-    config.sliding_window = sliding_window(f, config);
-    read_rope(f, config);
-    require_supported(config);
-    return config;
-}
-
 // Error unless the files of the folder have the tensors of this model, and no others.
 static void require_tensors(const Safetensors& files, const ModelConfig& config) {
     const std::vector<Param> params = parameters(config);
@@ -352,76 +351,6 @@ void load_weights(const std::string& folder, Model& model) {
     const Safetensors files(folder);
     require_tensors(files, config);
     for (const Param& p : parameters(config)) write_parameter(model, p, files);
-}
-
-bool is_tokenizer_file(const std::string& name) {
-    for (const char* begin :
-         {"tokenizer", "tokenization_", "vocab", "merges", "tekken", "special_tokens_map", "added_tokens"})
-        if (name.starts_with(begin) && name != "tokenizer.bin") return true;  // tokenizer.bin is llm.c's
-    for (const char* end : {".model", ".tiktoken", ".spm"})  // files of SentencePiece and OpenAI
-        if (name.ends_with(end)) return true;
-    return false;
-}
-
-std::string tokenizer_in(const std::string& folder) {
-    std::set<std::string> names;
-    std::error_code none;  // a folder that does not exist has no files
-    for (const auto& entry : fs::directory_iterator(folder, none)) {
-        const std::string name = entry.path().filename().string();
-        if (is_tokenizer_file(name) && entry.is_regular_file(none)) names.insert(name);
-    }
-    return names.empty() ? "" : *names.begin();
-}
-
-// The tokens of tokenizer.json by their text, without those that were added later; null if it has no such
-// list: Python has other kinds of tokenizers.
-static json tokens_by_text(const std::string& folder) {
-    try {
-        return read_json(path_in(folder, "tokenizer.json")).get<Fields>("model").get<Fields>("vocab").object;
-    } catch (const Error&) {
-        return {};
-    }
-}
-
-bool tokenizers_differ(const std::string& a, const std::string& b) {
-    const std::string file_a = path_in(a, "tokenizer.bin"), file_b = path_in(b, "tokenizer.bin");
-    if (fs::exists(file_a) && fs::exists(file_b)) {
-        const std::vector<std::string> x = read_vocabulary(file_a).pieces, y = read_vocabulary(file_b).pieces;
-        const auto common = std::ptrdiff_t(std::min(x.size(), y.size()));  // tokens may be added at the end
-        return !std::equal(x.begin(), x.begin() + common, y.begin());
-    }
-    const json x = tokens_by_text(a), y = tokens_by_text(b);
-    return !x.is_null() && !y.is_null() && x != y;
-}
-
-// The files of a folder, and of its folder of chat templates, that have such a name.
-template <class Wanted>
-static FileContents files_of_folder(const std::string& folder, const Wanted& is_wanted) {
-    FileContents files;
-    std::error_code none;  // a folder that does not exist has no files
-    for (const fs::path below : {"", "additional_chat_templates"})
-        for (const auto& entry : fs::directory_iterator(folder / below, none)) {
-            const std::string name = entry.path().filename().string();
-            if (!is_wanted(name) || !entry.is_regular_file(none)) continue;
-            files[(below / name).string()] = MappedFile(entry.path().string()).text();
-        }
-    return files;
-}
-
-static bool is_of_tokenizer(const std::string& name) {
-    return is_tokenizer_file(name) || name.ends_with(".jinja") || name == "chat_template.json";
-}
-
-FileContents read_other_files(const std::string& folder) {
-    return files_of_folder(folder, [](const std::string& name) {
-        return is_of_tokenizer(name) || is_one_of("config.json generation_config.json tokenizer.bin", name);
-    });
-}
-
-void add_tokenizer(const std::string& folder, FileContents& files) {
-    for (const auto& [name, bytes] : files)
-        if (is_tokenizer_file(name)) return;
-    files.merge(files_of_folder(folder, is_of_tokenizer));
 }
 
 void save_model_folder(const std::string& folder, Model& model, const FileContents& other_files) {

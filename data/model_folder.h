@@ -2,11 +2,11 @@
 // model.safetensors (the weights), or several model-*.safetensors. What is not implemented, or contradicts
 // itself, is an Error: transformers would load another model.
 #pragma once
-#include <map>
 #include <string>
 #include <vector>
 
 #include "../state_tensors.h"
+#include "tokenizer_files.h"
 
 namespace coat {
 
@@ -20,25 +20,6 @@ void load_weights(const std::string& folder, Model& model);
 // Error unless load_weights() can read the files of the folder. This function is called before a model is
 // made, because config.json may ask for any amount of memory.
 void require_weights(const std::string& folder, const ModelConfig& config);
-
-// The files of a model folder besides its weights: config.json, the tokenizer, chat templates, and
-// generation_config.json. A run reads them once, at its start: the folder may have changed when a checkpoint
-// is saved.
-using FileContents = std::map<std::string, std::string>;  // path in the folder -> bytes
-FileContents read_other_files(const std::string& folder);
-
-// Adds the tokenizer of another folder, such as that of the token files, unless `files` already have one.
-void add_tokenizer(const std::string& folder, FileContents& files);
-
-// Whether a file of this name belongs to a tokenizer, as transformers or Mistral store them: tokenizer.json,
-// tokenizer.model, vocab.json and merges.txt, tekken.json, ...
-bool is_tokenizer_file(const std::string& name);
-
-// The name of a file of the tokenizer that is in this folder; empty if there is none.
-std::string tokenizer_in(const std::string& folder);
-// Whether a token has another text in the tokenizer of folder b than in that of folder a. This is known only
-// if both have tokenizer.bin, or both have tokenizer.json with a list of tokens. False if it is not known.
-bool tokenizers_differ(const std::string& a, const std::string& b);
 
 // Returns all bytes of a tensor on rank 0, and none on other ranks. Every rank calls this function at the
 // same time.

@@ -76,9 +76,15 @@ class Report:
             print(f"left out: {self.copies:,} copies of texts or conversations that stand there before")
 
 
+def holds_model(folder):
+    """Whether a folder has the weights of a model, or their index. data/data_files.cpp has the same rule."""
+    return any(name.startswith("model") and ".safetensors" in name for name in os.listdir(folder))
+
+
 def files_below(path, report):
-    """The files in a folder, in the order of ./train; or the file itself. Hidden files and checkpoints are no
-    data. Links to files are followed, links to folders are not: they could lead in a circle."""
+    """The files in a folder, in the order of ./train; or the file itself. Hidden files, models and
+    checkpoints are no data. Links to files are followed, links to folders are not: they could lead in a
+    circle."""
     if not os.path.isdir(path):
         if not os.path.isfile(path):
             fail(f"{path} does not exist, or is no file; give text files or conversations.")
@@ -89,10 +95,10 @@ def files_below(path, report):
     for folder, folders, names in os.walk(path):
         inner = [os.path.join(folder, name) for name in folders if not name.startswith(".")]
         linked = [path for path in inner if os.path.islink(path)]
-        checkpoints = [path for path in inner if os.path.exists(os.path.join(path, "model.safetensors"))]
+        models = [path for path in inner if path not in linked and holds_model(path)]
         report.files += [(path, "is a link to a folder; give that folder, too") for path in linked]
-        report.files += [(path, "is a checkpoint") for path in checkpoints if path not in linked]
-        folders[:] = [os.path.basename(path) for path in inner if path not in linked + checkpoints]
+        report.files += [(path, "is a model or a checkpoint") for path in models]
+        folders[:] = [os.path.basename(path) for path in inner if path not in linked + models]
         found += [os.path.join(folder, name) for name in names if not name.startswith(".")]
     kept = []
     for file in sorted(found, key=os.fsencode):

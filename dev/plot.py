@@ -166,10 +166,8 @@ class Run:
 def run_of_settings(runs, settings, name):
     """The run that a line of the kind "settings" begins, or the one of `runs` that it continues."""
     trains = settings.get("steps") != 0  # else ./train only evaluated
-    started = settings.get("run_started") if trains else None
+    started = settings["run_started"] if trains else None
     found = next((run for run in runs if started and run.started == started), None)
-    if not found and runs and "run_started" not in settings and settings["step"] > 0:
-        found = runs[-1]  # a log of an older ./train, which did not say whose it is
     if found:
         found.resume_at(settings["step"])
     return found or Run(name or str(settings["recipe"]), started)

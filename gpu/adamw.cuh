@@ -72,7 +72,7 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
 //   load(), unpack()  eight weights, from position first + i on
 //   store()           rounds eight weights and, if they are live, writes them. It raises largest_bits, the
 //                     bits of the largest magnitude so far. Random bits follow from `key`, the rounding_key()
-//                     of the step, and from `element`, the number of the first of these weights in the flat
+//                     of the update, and from `element`, the number of the first of these weights in the flat
 //                     order
 
 // BF16 weights. A number is added to the bits of an FP32 value, and the upper half of the sum is the weight:

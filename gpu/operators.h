@@ -309,7 +309,7 @@ struct ShardsToUpdate {
 
 // Updates shards by AdamW, and finds the amaxes of the new weights. If state->skip is set, everything stays
 // as it was. The format of a shard's m is optimizer.m_format or FP32, and that of its v is optimizer.v_format
-// or FP32. rounding_key: that of this step, for weights without a master.
+// or FP32. rounding_key: that of this update, for weights without a master.
 void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& g,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 

@@ -110,7 +110,7 @@ void ParameterState::update(const AdamWOptions& options, int64_t first_bucket, i
     sharding.all_gather(all_sums, (1 + units.count) * int64_t(sizeof(double)));
     update_gradient_state(all_sums, units.count, settings.ranks, options.clip, state, stream_);
     adamw(options, settings.optimizer, gradients, memory_.weights,
-          rounding_key(settings.seed, options.update_number + options.skipped_steps), state, stream_);
+          rounding_key(settings.seed, options.update_number), state, stream_);
 }
 
 // measure_moment_errors() copies the moments to the host, without context_: it would not notice that

@@ -109,7 +109,7 @@ static const Flag FLAGS[] = {
     {.name = "log", .member = &Flags::log, .on_resume = MAY_CHANGE,
      .about = "file for a log in JSON lines; --resume continues it"},
     {.name = "prompt", .member = &Flags::prompt, .on_resume = NOT_SAVED,
-     .about = "print how the model of a folder continues this, and stop",
+     .about = "print how a model of bytes continues this, and stop",
      .title = "Instead of training"},
     {.name = "new-tokens", .member = &Flags::new_tokens, .on_resume = NOT_SAVED,
      .about = "tokens that --prompt generates, at most"},
@@ -233,9 +233,7 @@ std::string Flags::take_checkpoint(const ordered_json& saved) {
     for (const Flag& flag : FLAGS) {
         if (flag.on_resume == NOT_SAVED) continue;
         const ordered_json ours = value(*this, flag);
-        // Checkpoints of an older ./train lack new flags, and have another word for --attention unquantized.
-        ordered_json theirs = saved.value(flag.name, ours);
-        if (flag.name == std::string("attention") && theirs == "compute") theirs = "unquantized";
+        const ordered_json theirs = saved.at(flag.name);
         if (!given(flag.name)) {
             set(*this, flag, text_of(theirs));
         } else if (flag.on_resume == MUST_MATCH && ours != theirs) {

@@ -6,7 +6,7 @@
 #include <random>
 
 #include "../data/files.h"
-#include "start.h"
+#include "resume.h"
 
 namespace coat {
 
@@ -54,62 +54,32 @@ std::vector<int32_t> sample_prompt(const TokenStream& validation, int64_t T) {
 // -----------------------------------------------------------------------------------------------------------
 // --prompt
 
-namespace {
-
-// What turns text into the tokens of a model, as the files of its folder show.
-enum class Tokenizer : uint8_t {
-    Bytes,   // a token is a byte
-    Pieces,  // a byte-level BPE, which tokenizer.bin holds
-    Python,  // a tokenizer as Hugging Face stores it, which this program cannot run
-    Unknown,
-};
-
-}  // namespace
-
-static std::string pieces_file(const std::string& folder) { return path_in(folder, "tokenizer.bin"); }
-
-static Tokenizer tokenizer_of(const std::string& folder, const ModelConfig& config) {
-    const bool has_pieces = fs::exists(pieces_file(folder));
-    if (has_pieces && read_vocabulary(pieces_file(folder)).is_byte_level()) return Tokenizer::Pieces;
-    if (!tokenizer_in(folder).empty()) return Tokenizer::Python;
-    return config.V == 256 && !has_pieces ? Tokenizer::Bytes : Tokenizer::Unknown;
+// Whether the tokens of the model in a folder are bytes. ./train itself can make only these of text: how
+// another tokenizer cuts text into words is known to Python alone.
+static bool tokens_are_bytes(const std::string& folder, const ModelConfig& config) {
+    return config.V == 256 && tokenizer_in(folder).empty() && !fs::exists(path_in(folder, "tokenizer.bin"));
 }
 
 std::string command_to_try(const std::string& checkpoint, const ModelConfig& config) {
     if (checkpoint.empty()) return "";
     const std::string out = fs::path(checkpoint).parent_path().string();
-    switch (tokenizer_of(checkpoint, config)) {
-        case Tokenizer::Bytes:
-        case Tokenizer::Pieces: return "./train --model " + out + " --prompt \"Some text\"";
-        case Tokenizer::Python: return "python3 data/chat.py " + out;
-        case Tokenizer::Unknown: break;
-    }
-    return "";
+    if (tokens_are_bytes(checkpoint, config)) return "./train --model " + out + " --prompt \"Some text\"";
+    return tokenizer_in(checkpoint).empty() ? "" : "python3 data/chat.py " + out;
 }
 
-// The vocabulary with which this program turns text into the model's tokens.
-static Vocabulary vocabulary_of(const std::string& folder, const ModelConfig& config) {
-    const Tokenizer tokenizer = tokenizer_of(folder, config);
-    if (tokenizer == Tokenizer::Python)
-        throw Error("The tokenizer of ", folder, " (", tokenizer_in(folder),
-                    ") runs in Python alone; use python3 data/chat.py ", folder, ".");
-    if (tokenizer == Tokenizer::Unknown)
-        throw Error(folder,
-                    " has no tokenizer that ./train can run; put the tokenizer.bin of its token files, ",
-                    "of a byte-level BPE, into it.");
-    const Vocabulary v =
-        tokenizer == Tokenizer::Bytes ? byte_vocabulary() : read_vocabulary(pieces_file(folder));
-    if (v.size() > config.V)
-        throw Error(pieces_file(folder), " has ", v.size(), " tokens, but the model has ", config.V,
-                    "; put the tokenizer.bin of its token files there.");
-    return v;
+static void require_bytes(const std::string& folder, const ModelConfig& config) {
+    if (tokens_are_bytes(folder, config)) return;
+    const char* const option =
+        tokenizer_in(folder).empty() ? " --tokenizer and the folder of its token files" : "";
+    throw Error("--prompt is for models whose tokens are bytes, and ", folder,
+                " has other tokens; use python3 data/chat.py ", folder, option, ".");
 }
 
-// The tokens of the text. Empty text stands for the beginning of a text: what ends the one before it.
-static std::vector<int32_t> tokens_of(const Vocabulary& vocabulary, const std::string& text) {
-    if (!text.empty()) return vocabulary.encode(text);
-    if (vocabulary.end_token >= 0) return {vocabulary.end_token};
-    return vocabulary.encode("\n");
+// The bytes of the text. Empty text stands for the beginning of a line.
+static std::vector<int32_t> tokens_of(const std::string& text) {
+    if (text.empty()) return {'\n'};
+    const auto* const bytes = reinterpret_cast<const uint8_t*>(text.data());
+    return {bytes, bytes + text.size()};
 }
 
 // How many bytes at the end of a text are the beginning of a UTF-8 character that is not complete. A byte
@@ -154,12 +124,10 @@ static int64_t longest_seen(const Flags& flags, const std::string& folder) {
 
 // Prints the prompt, and what the model continues it with: each token as soon as it is drawn, but a character
 // only when all its bytes are.
-static void print_continuation(Model& model, const Vocabulary& vocabulary, const Flags& flags,
-                               ProcessGroup& processes, std::vector<int32_t>& tokens) {
-    const SamplingOptions drawing{.temperature = flags.temperature,
-                                  .most = flags.new_tokens,
-                                  .end_token = vocabulary.end_token,
-                                  .seed = uint64_t(flags.seed)};
+static void print_continuation(Model& model, const Flags& flags, ProcessGroup& processes,
+                               std::vector<int32_t>& tokens) {
+    const SamplingOptions drawing{
+        .temperature = flags.temperature, .most = flags.new_tokens, .seed = uint64_t(flags.seed)};
     std::string pending = flags.prompt;    // what is not printed yet
     const auto print = [&](size_t kept) {  // all of it but the last `kept` bytes
         const std::string whole = pending.substr(0, pending.size() - kept);
@@ -169,17 +137,15 @@ static void print_continuation(Model& model, const Vocabulary& vocabulary, const
     };
     print(incomplete_end(pending));
     generate_tokens(model, processes, drawing, tokens, [&] {
-        if (tokens.back() == drawing.end_token) return;
-        pending += vocabulary.decode({tokens.back()});
+        pending += char(tokens.back());
         print(incomplete_end(pending));
     });
     print(0);
     std::printf("\n");
 }
 
-// ./train --prompt: prints the text and how the model in a folder continues it. It computes in BF16, as other
-// programs do with such a folder: FP8 makes training cheaper, and its rounding would only change the answer.
-// --recipe names another recipe.
+// It computes in BF16, as other programs do with such a folder: FP8 makes training cheaper, and its rounding
+// would only change the answer. --recipe names another recipe.
 void answer_prompt(const Flags& flags, ProcessGroup& processes) {
     const std::string named = flags.resumes() ? flags.resume : flags.model;
     if (!fs::is_directory(named))
@@ -189,8 +155,8 @@ void answer_prompt(const Flags& flags, ProcessGroup& processes) {
     const std::string folder = model_in(named);
     const Recipe recipe = find_row(recipes(), flags.given("recipe") ? flags.recipe : "bf16", "--recipe");
     const ModelConfig config = read_model_config(folder);
-    const Vocabulary vocabulary = vocabulary_of(folder, config);
-    std::vector<int32_t> tokens = tokens_of(vocabulary, flags.prompt);
+    require_bytes(folder, config);
+    std::vector<int32_t> tokens = tokens_of(flags.prompt);
     const auto prompt = int64_t(tokens.size());
     const int64_t limit = std::min(longest_seen(flags, folder), config.longest_sequence());
     const int64_t T = std::min(limit, prompt + flags.new_tokens);
@@ -202,7 +168,7 @@ void answer_prompt(const Flags& flags, ProcessGroup& processes) {
         flags.on_gpu() ? make_gpu_model(settings) : make_reference_model(settings);
     load_weights(folder, *model);
 
-    print_continuation(*model, vocabulary, flags, processes, tokens);
+    print_continuation(*model, flags, processes, tokens);
 }
 
 }  // namespace coat

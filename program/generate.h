@@ -6,6 +6,7 @@
 
 #include "../data/tokens.h"
 #include "../model.h"
+#include "flags.h"
 #include "processes.h"
 
 namespace coat {
@@ -31,6 +32,9 @@ void generate_tokens(
 //                      answer. There are none if no window has room for an answer
 std::vector<int32_t> sample_prompt(const TokenStream& validation, int64_t T);
 
+// --prompt: prints the text and how the model in a folder continues it. Error if the tokens of the model are
+// not bytes.
+void answer_prompt(const Flags& flags, ProcessGroup& processes);
 // The command that continues a text with this checkpoint of a run; empty if there is none.
 std::string command_to_try(const std::string& checkpoint, const ModelConfig& config);
 

@@ -1,5 +1,5 @@
-// main.cpp - the program ./train: flags in, a trained model out. start.h describes the functions that are
-// called here, in the same order; train() is in train.cpp.
+// main.cpp - the program ./train: flags in, a trained model out. start.h describes most of the functions that
+// are called here, in the same order; train() is in train.cpp.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -8,8 +8,12 @@
 #include <new>
 
 #include "checkpoints.h"
+#include "generate.h"
 #include "plan.h"
+#include "report.h"
+#include "resume.h"
 #include "start.h"
+#include "train.h"
 
 using namespace coat;
 

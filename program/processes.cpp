@@ -93,23 +93,25 @@ static void tell(int socket, MessageKind kind) {
 // -----------------------------------------------------------------------------------------------------------
 // --ranks: rank 0 starts the others
 
-static std::vector<pid_t> children;  // the processes that rank 0 has started
-
 // Starts the other ranks of --ranks, each with a socket that no other program can reach.
-static std::unique_ptr<ProcessGroup> start_others(int ranks) {
+std::unique_ptr<ProcessGroup> ProcessGroup::start_others(int ranks) {
     if (!std::getenv("OMP_NUM_THREADS")) omp_set_num_threads(std::max(1, omp_get_num_procs() / ranks));
     std::fflush(nullptr);
     std::vector<int> sockets = {-1};
+    std::vector<pid_t> children;
+    const auto rank_0 = [&] {
+        auto processes = std::make_unique<ProcessGroup>(0, 0, sockets);
+        processes->children_ = children;
+        return processes;
+    };
     for (int rank = 1; rank < ranks; rank++) {
         int ends[2];
         const bool connected = ::socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) == 0;
         const pid_t child = connected ? ::fork() : -1;
-        if (child < 0)
-            ProcessGroup(0, 0, sockets).fail(concat("A process cannot start (", std::strerror(errno), ")."));
+        if (child < 0) rank_0()->fail(concat("A process cannot start (", std::strerror(errno), ")."));
         if (child == 0) {
             for (const int fd : sockets) ::close(fd);
             ::close(ends[0]);
-            children.clear();
             sockets.assign(ranks, -1);
             sockets[0] = ends[1];
             return std::make_unique<ProcessGroup>(rank, rank, sockets);
@@ -118,7 +120,7 @@ static std::unique_ptr<ProcessGroup> start_others(int ranks) {
         children.push_back(child);
         sockets.push_back(ends[0]);
     }
-    return std::make_unique<ProcessGroup>(0, 0, sockets);
+    return rank_0();
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -285,7 +287,7 @@ ProcessGroup::~ProcessGroup() {
     if (!std::uncaught_exceptions()) gather({}, on_all);
     watch_ = {};
     for (const Peer& peer : peers_) ::close(peer.socket);
-    for (const pid_t child : children) ::waitpid(child, nullptr, 0);
+    for (const pid_t child : children_) ::waitpid(child, nullptr, 0);
 }
 
 // Rank 0 reads from all others before it sends to any, and the others send before they read: so no two ranks
@@ -439,7 +441,7 @@ void ProcessGroup::end(const std::string& sentence, int code) {
     if (!sentence.empty() && !advice_after_error.empty()) print_error(advice_after_error);
     if (rank_ == 0)
         for (const Peer& peer : peers_) tell(peer.socket, ENDING);
-    for (const pid_t child : children) {
+    for (const pid_t child : children_) {
         ::kill(child, SIGKILL);
         ::waitpid(child, nullptr, 0);
     }

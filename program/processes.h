@@ -7,6 +7,7 @@
 #pragma once
 #include <csignal>
 #include <mutex>
+#include <sys/types.h>
 #include <thread>
 
 #include "../ranks.h"
@@ -68,11 +69,13 @@ private:
         size_t got = 0;    // the bytes of this message that have come
     };
     const int rank_, local_rank_;
-    std::vector<Peer> peers_;  // by rank
-    int sending_to_ = -1;      // the rank to which a message is being sent; -1 if there is none
-    std::mutex reading_;       // of the peers' messages, which two threads read
-    std::jthread watch_;       // of ranks that start() has made
+    std::vector<Peer> peers_;      // by rank
+    int sending_to_ = -1;          // the rank to which a message is being sent; -1 if there is none
+    std::mutex reading_;           // of the peers' messages, which two threads read
+    std::vector<pid_t> children_;  // the processes that this rank has started
+    std::jthread watch_;           // of ranks that start() has made
 
+    static std::unique_ptr<ProcessGroup> start_others(int ranks);
     void send(int to, const Bytes& message);
     Bytes receive(int from);
     bool has_sent(int rank);

@@ -4,9 +4,11 @@
 #include <cmath>
 
 #include "../data/files.h"
+#include "validation.h"
 #include "generate.h"
 #include "plan.h"
-#include "run.h"
+#include "report.h"
+#include "train.h"
 
 namespace coat {
 

@@ -1,9 +1,9 @@
 // resume.cpp - how a run continues a checkpoint (--resume).
 #include <cstdio>
-#include <utility>
 
 #include "../data/files.h"
-#include "start.h"
+#include "resume.h"
+#include "train.h"
 
 namespace coat {
 
@@ -53,7 +53,7 @@ Resumed read_resumed(const std::string& checkpoint) {
     return {.checkpoint = checkpoint,
             .saved_flags = saved.saved_flags,
             .state = saved.state,
-            .changes = saved.saved_flags.value("changes", ordered_json::array())};
+            .changes = saved.saved_flags.at("changes")};
 }
 
 void take_flags_of_resumed(int64_t ranks, Resumed& resumed, Flags& flags) {

@@ -1,5 +1,5 @@
-// run.h - a run of ./train: what it is made of, how it trains (train.cpp), and what it measures, prints and
-// saves. start.h declares the functions that make a Run.
+// run.h - a run of ./train: what it is made of. start.h and resume.h declare the functions that make a Run;
+// train.h, validation.h, report.h and checkpoints.h declare what a run does.
 //
 // Types that other files declare:
 //   Flags             flags.h: the values of the command line; a member for each flag
@@ -7,7 +7,7 @@
 //   RunLog            log.h: the file of --log
 //   Corpus, Loader    data/tokens.h: the tokens to train on and those held out; micro-batches of them
 //   LoopState         data/checkpoint.h: how many steps were made
-//   FileContents      data/model_folder.h: files by their names
+//   FileContents      data/tokenizer_files.h: files by their names
 //   ordered_json      data/json.h: a value of JSON
 // fs:: is std::filesystem (data/files.h).
 #pragma once
@@ -70,73 +70,5 @@ struct Run {
         log.write_line(kind, state.step, fields);
     }
 };
-
-// -----------------------------------------------------------------------------------------------------------
-// report.cpp: what a run prints. Every rank calls these functions, and rank 0 alone prints and logs.
-
-// Prints what is good to know before the first step: the model and its formats, the data, and the memory that
-// the run takes.
-void print_start(const Run& run);
-// The settings of the last rank. By the formula of owned() in ranks.h this rank owns most of each matrix: of
-// a matrix that is a single shard unit, it owns all. So its memory is what is printed.
-RunSettings settings_of_last_rank(const Run& run);
-
-// Prints and logs a step, which took `seconds`. The rest of the run will take `seconds_left`, with
-// validations, samples and saves. Tokens and floating-point operations a second are those of all ranks.
-void print_step(Run& run, const StepResult& result, float lr, double seconds, double seconds_left);
-// The floating-point operations of training on one token of a sequence of T:
-//   for each weight of a GEMM   2 in forward, 4 in backward. The head counts, the look-up of the embedding
-//                               does not
-//   for each element of q       6 T: two products with T / 2 keys on average, at 2 operations each. Backward
-//                               does twice the operations of forward
-double flops_per_token(const ModelConfig& config, int64_t T);
-
-// The steps that were made since this program was started, and the seconds that they took.
-struct StepTimes {
-    int64_t steps;
-    double seconds;       // all that passed, with validations, samples and saves
-    double step_seconds;  // of all steps but the first, without validations, samples and saves
-};
-// Prints and logs the end of a run: the last validation loss, and how fast the steps were.
-void print_end(Run& run, double validation, const StepTimes& times);
-
-// The following measure something on validation text (validation.cpp) and print it. The first two also log
-// it.
-double validate_and_report(Run& run);  // the validation loss, which is returned
-void report_sample(Run& run);          // a beginning of validation text, and how the model continues it
-void report_quantization(Run& run);    // how well FP8 represents each kind of tensor
-
-// -----------------------------------------------------------------------------------------------------------
-// validation.cpp: what is measured on validation text. Every rank calls these functions at the same time.
-
-struct Validation {
-    double loss;      // in nats: the mean over the targets that count, of the evaluated windows
-    int64_t targets;  // the number of targets that count
-};
-Validation measure_validation(Run& run);  // Error if no target counts, or if the loss is not finite
-
-struct Sample {
-    std::vector<int32_t> tokens;  // empty if no window of the text has room for a continuation
-    int64_t prompt;  // the first `prompt` tokens are validation text; the model has made the rest
-};
-Sample draw_sample(const Run& run);
-
-// How well FP8 represents each kind of tensor, measured on one micro-batch, forward and backward. If the run
-// has made a step, also the moments that the gradients of this micro-batch would lead to, and the expansion
-// exponents k in use, on all ranks.
-QuantReport measure_quantization(Run& run);
-
-// -----------------------------------------------------------------------------------------------------------
-// train.cpp
-
-// The steps of warm-up that a run makes. With a warm-up that is longer than the run, the learning rate would
-// never reach the peak. So such a warm-up is shortened to a tenth of the run: 100 of 100 steps stay 100, and
-// 101 of 100 steps become 10.
-int64_t warmup_steps(int64_t warmup, int64_t steps);
-// The learning rate of one step, counted from 0: linear warm-up to the peak, then half a cosine to a tenth of
-// the peak. If fewer than two steps follow the warm-up, the run ends at the peak.
-float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
-// Trains until --steps, or until a signal comes. Returns the exit code.
-int train(Run& run);
 
 }  // namespace coat

@@ -8,6 +8,7 @@
 #include "../data/files.h"
 #include "../gpu/gpu_model.h"
 #include "clock.h"
+#include "resume.h"
 #include "start.h"
 
 namespace coat {
@@ -109,8 +110,7 @@ static std::vector<std::string> data_lines(const Corpus& corpus) {
 // The files of data that the saved flags of a run list.
 static std::vector<DataFile> data_files(const ordered_json& saved_flags) {
     std::vector<DataFile> files;
-    for (const ordered_json& line : saved_flags.value("data_files", ordered_json::array()))
-        files.push_back(DataFile::from_line(line));
+    for (const ordered_json& line : saved_flags.at("data_files")) files.push_back(DataFile::from_line(line));
     return files;
 }
 
@@ -127,7 +127,7 @@ static CorpusOptions corpus_options_on_all_ranks(const RunLocation& location, co
             options.written.push_back(theirs);
     const ordered_json& before = resumed.saved_flags;
     if (flags.resumes() && flags.data == before.at("data").get<std::string>() &&
-        flags.val == before.value("val", ""))
+        flags.val == before.at("val").get<std::string>())
         options.known = data_files(resumed.saved_flags);
     return options;
 }
@@ -283,7 +283,8 @@ void require_same_on_all_ranks(const Run& run) {
 // With other data the saved state, which has the place in the data, would mean something else.
 void require_data_of_resumed(const Run& run) {
     const std::string text = difference_of_data(run.resumed.saved_flags, run.saved_flags);
-    const bool has_val = !run.flags.val.empty() || !run.resumed.saved_flags.value("val", "").empty();
+    const std::string val_before = run.resumed.saved_flags.at("val");
+    const bool has_val = !run.flags.val.empty() || !val_before.empty();
     if (!text.empty())
         throw Error(has_val ? "--data or --val" : "--data", " is not that of the checkpoint's run: ", text,
                     "; restore it.");

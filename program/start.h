@@ -1,6 +1,7 @@
-// start.h - from the command line to a run: the functions that main.cpp calls, in this order, on every rank.
-// Flags that were not given may follow from the device, from a checkpoint, from other flags and from the
-// data. The functions that set such flags take Flags that are not const.
+// start.h - from the command line to a run (start.cpp): functions that main.cpp calls, in this order, on
+// every rank. Those of resume.h come between the two sections. Flags that were not given may follow from the
+// device, from a checkpoint, from other flags and from the data. The functions that set such flags take Flags
+// that are not const.
 //
 // Here and in other files, a function whose name ends with on_all_ranks waits for all ranks. Called on one
 // rank alone it would never return.
@@ -10,7 +11,7 @@
 namespace coat {
 
 // -----------------------------------------------------------------------------------------------------------
-// start.cpp: the ranks, and the device of this one
+// The ranks, and the device of this one
 
 // Where a run takes place.
 struct RunLocation {
@@ -32,31 +33,7 @@ std::string choose_device(const ProcessGroup& processes, Flags& flags);
 void never_return_memory_to_system();
 
 // -----------------------------------------------------------------------------------------------------------
-// generate.cpp: --prompt, which needs nothing of what follows
-
-void answer_prompt(const Flags& flags, ProcessGroup& processes);
-
-// -----------------------------------------------------------------------------------------------------------
-// resume.cpp: --resume
-
-std::string folder_of_resumed(const Flags& flags);  // the folder with the checkpoints that --resume continues
-// Returns the newest checkpoint in folder_of_resumed() that is whole, and says which newer ones are not
-// whole. If the folder is --out, and existed before, it is locked by now. Then the checkpoints that are not
-// whole are renamed: they would stand in the way of later ones.
-std::string find_resumed_on_all_ranks(const Flags& flags, bool out_existed, ProcessGroup& processes);
-Resumed read_resumed(const std::string& checkpoint);
-// Sets the flags that are not given as they were in the run that is continued. Notes in resumed.changes how
-// the flags that are given change the steps to come. The micro-batches of a step are shared by the ranks that
-// there are now.
-void take_flags_of_resumed(int64_t ranks, Resumed& resumed, Flags& flags);
-// Whether the run that --resume continues has made all its steps.
-bool is_complete(const Resumed& resumed, const Flags& flags);
-void print_complete(const Resumed& resumed);
-// The newest checkpoint in the folder of a run; else the folder itself, if it is a model's.
-std::string model_in(const std::string& folder);
-
-// -----------------------------------------------------------------------------------------------------------
-// start.cpp: the model and the data
+// The model and the data
 
 // What --model, --recipe and --optimizer name.
 struct ModelAndFormats {
@@ -83,7 +60,7 @@ double choose_learning_rate(const Flags& flags, const ModelAndFormats& chosen, c
 // --warmup. If it is not given: the --warmup of the run that is continued; else the default for --steps.
 int64_t choose_warmup(const Flags& flags);
 // The tokenizer and other files that checkpoints have besides the model. A model without a tokenizer gets the
-// tokenizer.bin of the token files, so that --prompt can use it.
+// tokenizer.bin of the token files, by which tokens of other tokenizers are refused later.
 FileContents find_other_files(const std::string& weights_folder, const Corpus& corpus);
 // What trainer.json keeps of a run: its flags, what its data are, and how it came about.
 ordered_json flags_to_save_on_all_ranks(const Run& run);

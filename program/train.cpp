@@ -3,6 +3,7 @@
 //   checkpoints.h        create_and_lock_output_folder(), save(), save_last(), note_checkpoint(),
 //                        read_or_fail_together()
 //   clock.h              now(): the time in seconds. seconds_per_minute()
+//   report.h             what is printed: validate_and_report(), print_step(), ...
 //   processes.h          signal_received: the signal that has come to this process, or 0
 //   data/checkpoint.h    find_checkpoint(). LoopState, the type of run.state
 //   text.h               printable(): text that a terminal can show
@@ -11,6 +12,8 @@
 #include "../data/files.h"
 #include "checkpoints.h"
 #include "clock.h"
+#include "report.h"
+#include "train.h"
 
 namespace coat {
 
@@ -120,8 +123,7 @@ AdamWOptions next_update(const Run& run) {
             .beta1 = float(flags.beta1),
             .beta2 = float(flags.beta2),
             .weight_decay = float(flags.weight_decay),
-            .clip = float(flags.clip),
-            .skipped_steps = state.step - state.updates};
+            .clip = float(flags.clip)};
 }
 
 // Counts the step that was just made. A skipped step

@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "checkpoints.h"
+#include "validation.h"
 #include "generate.h"
 
 namespace coat {

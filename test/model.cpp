@@ -89,7 +89,6 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
         t.adamw.weight_decay = 2;
         // A first step has second moments below the smallest code, if they are not expanded.
         if (s.optimizer.expansion || !s.recipe.saved_inputs.fp8()) t.losses(2);
-        t.adamw.skipped_steps = 1 + rng.below(3);
         const Snapshot before = snapshot(*t.model);
         const StepResult r = t.step();
         const Snapshot after = snapshot(*t.model);
@@ -101,7 +100,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
             Update update(*t.model, before, p, t.adamw, r.grad_norm);
             const Floats& w = update.master;
             const Floats old = masters(before, p.name), got = masters(after, p.name);
-            const uint64_t key = rounding_key(s.seed, t.adamw.update_number + t.adamw.skipped_steps);
+            const uint64_t key = rounding_key(s.seed, t.adamw.update_number);
             int64_t used = used_elements(s.config, p), wrong = 0, padding = 0;
             for (size_t i = 0; i < w.size(); i++) {
                 const auto rounded = reference::round_stochastically(w[i], key, p.flat_offset + int64_t(i));

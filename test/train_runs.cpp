@@ -2,7 +2,8 @@
 #include <cmath>
 #include <set>
 
-#include "../program/run.h"
+#include "../program/report.h"
+#include "../program/train.h"
 #include "../reference.h"
 #include "help/program.h"
 
@@ -560,7 +561,6 @@ TEST_CASE("train: a run takes the steps of its model bit for bit and validates o
         AdamWOptions adamw{state.updates + 1, learning_rate(2e-3, 9, 80, state.step)};
         adamw.weight_decay = 3;
         adamw.clip = 5;
-        adamw.skipped_steps = state.step - state.updates;
         const StepResult result = model->step(x.data(), y.data(), adamw);
         state.step++;
         state.updates += !result.skipped;

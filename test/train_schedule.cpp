@@ -1,6 +1,7 @@
 // train_schedule.cpp - numbers that a run has at each step: the learning rate, and the operations for a token
-// (program/run.h).
-#include "../program/run.h"
+// (program/train.h, program/report.h).
+#include "../program/report.h"
+#include "../program/train.h"
 #include "help/model.h"
 
 using namespace coat;
