@@ -100,7 +100,7 @@ const Skipped SKIPPED[] = {
     {R"(python3 data/tokenize\.py.*)", "needs a tokenizer from the network; test/data/tokenize.cpp has one"},
     {R"(\./train --model FOLDER.*)", "needs a model from the network"},
     {R"(\./train --(data|model|resume) (books|mine|tokens).*)", "needs text of the reader's own"},
-    {R"(python3 data/chat\.py tuned)", "needs a model from the network"},
+    {R"(python3 data/chat\.py (tuned|mine-bpe))", "needs torch and transformers"},
 };
 
 static const Skipped* skipped(const std::string& command) {
