@@ -116,13 +116,14 @@ struct Role {
     // FP32.
     bool moments_follow_optimizer = false;
     // It is the weight of a linear layer that belongs to a transformer layer: its GEMMs read operands in the
-    // formats Recipe::x, w and g. (The head is outside the layers. Its GEMMs are in the compute dtype.)
-    bool layer_linear = false;
+    // formats Recipe::x, w and g. (The head is outside the layers. Its GEMMs are in the compute format.)
+    bool is_linear_weight = false;
     bool starts_at_one = false;  // its initial values are 1
 };
 // The embedding, learned positions and the head: they are never quantized, but their moments are.
 inline constexpr Role MATRIX_OUTSIDE_LAYERS{.decays = true, .moments_follow_optimizer = true};
-inline constexpr Role LAYER_LINEAR{.decays = true, .moments_follow_optimizer = true, .layer_linear = true};
+inline constexpr Role LINEAR_WEIGHT{
+    .decays = true, .moments_follow_optimizer = true, .is_linear_weight = true};
 inline constexpr Role NORM_WEIGHT{.starts_at_one = true};
 inline constexpr Role BIAS{};
 
@@ -174,7 +175,7 @@ struct ParamTable {
         if (!config.arch.rms) add(name + ".bias", BIAS, 1, config.C, 0);
     }
     void add_linear(const std::string& name, int64_t out, int64_t in, float init_std, bool bias) {
-        add(name, LAYER_LINEAR, out, in, init_std);
+        add(name, LINEAR_WEIGHT, out, in, init_std);
         if (bias) add(name + ".bias", BIAS, 1, out, 0);
     }
 };

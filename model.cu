@@ -66,7 +66,7 @@ struct ResidualNorm {
 };
 
 // The residual stream (N, C) in forward. Each residual sum is stored twice: in groups, as the saved input of
-// the norm that reads the stream next; and in the compute dtype, in a buffer, for the next sum.
+// the norm that reads the stream next; and in the compute format, in a buffer, for the next sum.
 //
 // Recipes that save no groups store each sum once, as the saved input of that norm. They have no buffer.
 struct ResidualStream {
@@ -78,7 +78,7 @@ struct ResidualStream {
                 .next_norm = next.norm,
                 .norm_output_amax_out = next.place_for_output_amax()};
     }
-    // The stream before the norm n, in the compute dtype.
+    // The stream before the norm n, in the compute format.
     TensorRef before(const ResidualNorm& n) const { return n.saves_groups() ? buffer : n.norm.in; }
 };
 
@@ -374,7 +374,7 @@ private:
         Norm norm_of_slice = final_norm(pass).norm;
         norm_of_slice.in = row_slice(norm_of_slice.in, first, n);
         norm_of_slice.row_statistics += first;
-        // y is in the compute dtype: no recipe quantizes the head
+        // y is in the compute format: no recipe quantizes the head
         store_values(lazy_norm(norm_of_slice), out.y, stream_);
         gemms_.run(GemmKind::Fprop, {out.y}, {sharding_.weight(head_index_)}, out.logits, stream_);
         return out;
@@ -589,7 +589,7 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // Where tensors are: what layers save, the norms, and the residual stream
 
-    // A tensor (n, cols) in the compute dtype, in memory that is allocated now. There is memory for a
+    // A tensor (n, cols) in the compute format, in memory that is allocated now. There is memory for a
     // multiple of 16 rows, because an FP8 GEMM writes so many.
     TensorRef allocate_tensor(int64_t n, int64_t cols) {
         const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
@@ -629,7 +629,7 @@ private:
     TensorRef final_norm_input(const MicroBatchPass& pass) const {
         return tensor_at(memory_.dresidual, pass.N, config_.C);
     }
-    // The gradient of the residual stream (N, C) in the compute dtype, in backward. It begins in the memory
+    // The gradient of the residual stream (N, C) in the compute format, in backward. It begins in the memory
     // of final_norm_input(), which norm_backward() of the final norm overwrites.
     TensorRef dresidual(const MicroBatchPass& pass) const {
         return tensor_at(memory_.dresidual, pass.N, config_.C);
@@ -638,7 +638,7 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // q, k, v and the output of attention
 
-    // Attention reads and writes the saved q, k, v and output themselves, which are in the compute dtype.
+    // Attention reads and writes the saved q, k, v and output themselves, which are in the compute format.
     // Most functions of this section then have nothing to do, or return what they are given.
     //
     // With --attention groups, they are saved in groups, and attention has a buffer for each. Before
@@ -734,7 +734,7 @@ private:
         const BucketRange& range = parameter_state_.buckets[bucket];
         for (size_t i = range.first_param; i < range.end_param; i++) {
             const Param& p = parameter_state_.params[i];
-            if (!p.role.layer_linear && i != head_index_)
+            if (!p.role.is_linear_weight && i != head_index_)
                 clear_async(sharding_.gradient_to_write(i).data,
                             p.padded_size() * parameter_state_.gradient_bytes, stream_);
         }
@@ -1036,11 +1036,11 @@ public:
         begin_step_or_evaluation(divisor_of_mean(targets, pass.N), &report);
         run_micro_batch(pass, tokens, targets);
         sharding_->wait_for_transfers();
-        context_.copy_to_host(report.kinds, quant_stats, sizeof(StepExchange::quant_stats));
+        context_.copy_to_host(report.stats_by_kind, quant_stats, sizeof(StepExchange::quant_stats));
         report.k_m = parameter_state_.expansion_exponents(memory_.first_moments);
         report.k_v = parameter_state_.expansion_exponents(memory_.second_moments);
         // With several ranks, each may have quantized a part of the weights
-        QuantStats& weights = report.kinds[static_cast<int>(ReportKind::Weight)];
+        QuantStats& weights = report.stats_by_kind[static_cast<int>(ReportKind::Weight)];
         weights = sharding_->sum_weight_quant_stats(weights);
         context_.quant_report = nullptr;
         context_.quant_stats = nullptr;

@@ -4,7 +4,7 @@
 #pragma once
 #include <memory>
 
-#include "models.h"
+#include "known_models.h"
 #include "quant_errors.h"
 #include "step.h"
 
@@ -63,7 +63,7 @@ inline void require_supported(const RunSettings& s) {
 }
 
 // The format in which gradients are summed over the micro-batches of a step. All parameters have the same
-// format: the compute dtype if no sum has more than four gradients, else FP32, because every addition to a
+// format: the compute format if no sum has more than four gradients, else FP32, because every addition to a
 // BF16 sum rounds it. A micro-batch adds one gradient to the sum of a parameter. It adds two to the sum of an
 // embedding that is also the head. For example, in a model with such an embedding:
 //   2 micro-batches   4 gradients   BF16

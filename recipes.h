@@ -30,8 +30,8 @@ inline constexpr FastAccumulation FAST_IN_ALL_GEMMS{true, true, true};
 
 struct Recipe {
     const char* name;
-    // The compute dtype: the format of the residual stream, attention, GEMM outputs and the head. Gradients
-    // of weights are in the compute dtype, too, unless more than four are summed (model.h, gradient_format).
+    // The compute format: the format of the residual stream, attention, GEMM outputs and the head. Gradients
+    // of weights are in the compute format, too, unless more than four are summed (model.h, gradient_format).
     Format compute_format = Format::BF16;
     // The operands of a linear layer's GEMMs: its input x, its weight w, and the gradient g of its output.
     // The granularities are those of a matrix that a GEMM sums along its rows. A GEMM that sums along columns
@@ -41,7 +41,7 @@ struct Recipe {
     // How the inputs of norms 1 and 2 and of the activation function are saved for backward. Forward, too,
     // computes with the saved values.
     TensorFormat saved_inputs = PLAIN_BF16;
-    // How q, k, v and attention's output are saved for backward: in the compute dtype or in groups. No row of
+    // How q, k, v and attention's output are saved for backward: in the compute format or in groups. No row of
     // the table sets groups: the flag --attention groups does.
     TensorFormat saved_attention = PLAIN_BF16;
     ScaleSource scale_source = ScaleSource::JustInTime;  // of x, w and g
@@ -124,7 +124,7 @@ struct OptimizerFormats {
     bool uses_expansion(Format f) const { return expansion && is_fp8(f); }
     // The number of moment scalings of n elements of a moment in format f: one for each moment group; 0 if
     // the format is not scaled.
-    int64_t moment_group_count(Format f, int64_t n) const {
+    int64_t moment_scaling_count(Format f, int64_t n) const {
         if (!moments_need_scaling(f)) return 0;
         return one_moment_group ? 1 : ceil_div(n, MOMENT_GROUP_SIZE);
     }

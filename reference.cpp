@@ -382,7 +382,7 @@ void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count) {
     expanded = optimizer.uses_expansion(f);
     n = count;
     one_moment_group = optimizer.one_moment_group;
-    const int64_t moment_groups = optimizer.moment_group_count(f, n);
+    const int64_t moment_groups = optimizer.moment_scaling_count(f, n);
     elements.assign(n * info(f).bytes, 0);
     max.assign(moment_groups, 0.0f);
     k.assign(expanded ? moment_groups : 0, 1.0f);

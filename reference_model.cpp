@@ -62,11 +62,11 @@ public:
 
     const RunSettings settings;
     const std::vector<Param> params = parameters(settings.config);
-    std::vector<Tensor> param_values;  // by parameter (rows, cols), in the compute dtype
+    std::vector<Tensor> param_values;  // by parameter (rows, cols), in the compute format
     std::vector<Tensor> gradients;     // by parameter (rows, cols), in gradient_format()
     // By parameter and OperandKind; for recipes with delayed scaling only.
     std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
-    QuantStats* stats = nullptr;  // one element for each ReportKind; null: errors are not measured
+    QuantStats* stats_by_kind = nullptr;  // one element for each ReportKind; null: errors are not measured
     bool finite = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
 
     explicit Network(const RunSettings& s) : settings(s) {
@@ -117,7 +117,7 @@ public:
             for (DelayedScale& d : operands) d.amax = 0;
     }
 
-    QuantStats* stats_of(ReportKind k) const { return stats ? stats + int(k) : nullptr; }
+    QuantStats* stats_of(ReportKind k) const { return stats_by_kind ? stats_by_kind + int(k) : nullptr; }
 
 private:
     using SavedActivation = std::conditional_t<QUANTIZES, StoredMatrix, Tensor>;
@@ -261,7 +261,7 @@ private:
         if (format.fp8()) finite = finite && std::isfinite(compute_amax(x.data(), int64_t(x.size())));
     }
 
-    // --- Linear layers: quantize the operands, GEMM, round the result to the compute dtype ---
+    // --- Linear layers: quantize the operands, GEMM, round the result to the compute format ---
     //
     // x_operand, w_operand and g_operand are what the GEMMs read: FP32 values. If the format of an operand is
     // FP8, each of its values is a code times a scale.
@@ -370,7 +370,7 @@ private:
     // backward pass of RoPE needs no values, so the other models save q and k as attention reads them. (On
     // the GPU: rope_at_projection(), attention_input() and core_attention_backward() of model.cu.)
 
-    // q, k and v (N, qkv_cols) as the projection gives them -> as they are saved, in the compute dtype.
+    // q, k and v (N, qkv_cols) as the projection gives them -> as they are saved, in the compute format.
     Tensor qkv_to_save(const Batch& batch, Tensor qkv) const {
         const bool rotates = config_.arch.rope && !config_.arch.qk_norm;
         if (rotates) rope(config_, batch.B, batch.T, qkv.data(), /*inverse=*/false);
@@ -440,7 +440,7 @@ private:
 
     static int64_t rows_of(const Tensor& x, int64_t cols) { return int64_t(x.size()) / cols; }
 
-    // x, rounded to the compute dtype.
+    // x, rounded to the compute format.
     Tensor rounded(Tensor x) const {
         for (Real& v : x)
             if constexpr (QUANTIZES) v = round_to(recipe_.compute_format, v);
@@ -478,7 +478,7 @@ private:
 
     // The gradient of a bias (out) is the sum of g (N, out) over the tokens. In FP8 recipes g itself is
     // summed, because the FP8 values of g_operand have larger errors. In other recipes g_operand is
-    // summed: it is g rounded to the compute dtype, which is what a GPU has in memory.
+    // summed: it is g rounded to the compute format, which is what a GPU has in memory.
     void add_bias_gradient_if_any(const std::string& linear, const Tensor& g, const Tensor& g_operand) {
         if (!has_bias(linear)) return;
         const Tensor& to_sum = formats_.g.fp8() ? g : g_operand;
@@ -525,7 +525,7 @@ private:
     void prepare_delayed_scales() {
         delayed_scales.resize(params.size());
         for (size_t i = 0; i < params.size(); i++) {
-            if (!params[i].role.layer_linear || recipe_.scale_source != ScaleSource::Delayed) continue;
+            if (!params[i].role.is_linear_weight || recipe_.scale_source != ScaleSource::Delayed) continue;
             for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe_.history_steps);
         }
     }
@@ -615,7 +615,7 @@ public:
         network_.reset_finite_and_amaxes();
         clear_gradients();
         QuantReport report;
-        network_.stats = report.kinds;
+        network_.stats_by_kind = report.stats_by_kind;
         const double loss_weight = 1.0 / divisor_of_mean(targets, settings_.B * settings_.T);
         network_.run_micro_batch(tokens, targets, loss_weight, /*backward=*/true);
         // k_m and k_v are the k of the moments that are stored now. The errors are those of moments that
@@ -630,7 +630,7 @@ public:
                 adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
             update_parameter(s, i, constants, /*key=*/0);
         }
-        network_.stats = nullptr;
+        network_.stats_by_kind = nullptr;
         return report;
     }
 
@@ -739,7 +739,7 @@ private:
         for (size_t i = 0; i < params_.size(); i++) network_.gradients[i].assign(params_[i].size(), 0.0f);
     }
 
-    // What the network computes with: the BF16 weight, or the master if the compute dtype is FP32.
+    // What the network computes with: the BF16 weight, or the master if the compute format is FP32.
     float value_for_network(const ParamState& s, int64_t e) const {
         const bool bf16 = settings_.recipe.compute_format == Format::BF16;
         return bf16 ? from_bf16(s.weight_bits[e]) : join_master(s.weight_bits[e], s.remainder[e]);

@@ -69,7 +69,7 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& confi
                          .shared_by = StateTensor::ALL});
     };
     for (const Param& p : parameters(config)) {
-        if (r.scale_source != ScaleSource::Delayed || !p.role.layer_linear) continue;
+        if (r.scale_source != ScaleSource::Delayed || !p.role.is_linear_weight) continue;
         for (OperandKind o : LINEAR_OPERANDS) {
             add(p, concat(suffix_of(o), ".history"), r.history_steps);
             add(p, concat(suffix_of(o), ".scale"), 1);
@@ -96,7 +96,7 @@ inline std::vector<StateTensor> tensors_besides_weights(const RunSettings& s) {
         for (const auto& [moment, wanted] :
              {std::pair<std::string, Format>{".m", s.optimizer.m_format}, {".v", s.optimizer.v_format}}) {
             const Format f = p.moment_format(wanted);
-            const int64_t moment_groups = s.optimizer.moment_group_count(f, p.size());
+            const int64_t moment_groups = s.optimizer.moment_scaling_count(f, p.size());
             const int64_t shared_by = s.optimizer.one_moment_group ? StateTensor::ALL : MOMENT_GROUP_SIZE;
             add(moment, info(f).safetensors_dtype, info(f).bytes, {p.rows, p.cols}, 1);
             if (moment_groups) add(moment + ".max", "F32", 4, {moment_groups}, shared_by);

@@ -75,18 +75,18 @@ std::vector<uint32_t> TokenStream::words(int64_t first, int64_t count) const {
     return all;
 }
 
-void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* labels) const {
+void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* as_targets) const {
     for (uint32_t word : words(first, count)) {
         const int32_t token = word & ~NOT_COUNTED;
         if (token > largest_)
             throw Error("--data was changed during the run, and now has token ", token, "; restore it.");
         *tokens++ = token;
-        *labels++ = word & NOT_COUNTED ? NO_TARGET : token;
+        *as_targets++ = word & NOT_COUNTED ? NO_TARGET : token;
     }
 }
 
 // All threads work, each on some parts of the stream. The hash does not depend on where files end.
-TokenStream::Facts TokenStream::scan() {
+TokenStream::Summary TokenStream::scan() {
     constexpr int64_t TOKENS_OF_PART = 1 << 18;
     int64_t largest = -1;
     uint64_t hash = size_;
@@ -301,8 +301,8 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
     }
     if (options.val.empty()) hold_out_end(corpus);
     else corpus.held_out_rule = "--val " + options.val;
-    corpus.train_facts = corpus.train.scan();
-    corpus.validation_facts = corpus.validation.scan();
+    corpus.train_summary = corpus.train.scan();
+    corpus.validation_summary = corpus.validation.scan();
     if (corpus.validation.size()) return corpus;
     std::string why;
     for (const LeftOut& file : corpus.left_out) {
@@ -349,15 +349,15 @@ Loader::Loader(TokenStream stream, int64_t B, int64_t T, uint64_t seed, const st
 }
 
 void Loader::read(int64_t number, int32_t* tokens, int32_t* targets) const {
-    std::vector<int32_t> window(T_ + 1), labels(T_ + 1);  // labels: see TokenStream::read()
+    std::vector<int32_t> window(T_ + 1), as_targets(T_ + 1);  // see TokenStream::read()
     for (int64_t row = 0; row < B_; row++) {
         const int64_t drawn_before = number * B_ + row;  // windows, in all epochs
         const uint64_t epoch = drawn_before / windows_;
         const uint64_t key = splitmix64(seed_ + 0x9E3779B97F4A7C15ull * (epoch + 1));
         const int64_t first = permute(key, windows_, drawn_before % windows_) * T_;
-        stream_.read(first, T_ + 1, window.data(), labels.data());
+        stream_.read(first, T_ + 1, window.data(), as_targets.data());
         std::copy(window.begin(), window.end() - 1, tokens + row * T_);
-        std::copy(labels.begin() + 1, labels.end(), targets + row * T_);
+        std::copy(as_targets.begin() + 1, as_targets.end(), targets + row * T_);
     }
 }
 

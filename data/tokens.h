@@ -42,16 +42,16 @@ public:
     void append(const TokenStream& other);
     TokenStream take_end(int64_t count);  // removes the last `count` tokens, and returns them
 
-    // Copies tokens [first, first + count). labels[i] is tokens[i], or NO_TARGET if this token does not count
-    // as a target.
-    void read(int64_t first, int64_t count, int32_t* tokens, int32_t* labels) const;
+    // Copies tokens [first, first + count). as_targets[i] is tokens[i], or NO_TARGET if this token does not
+    // count as a target.
+    void read(int64_t first, int64_t count, int32_t* tokens, int32_t* as_targets) const;
 
-    struct Facts {
+    struct Summary {
         int64_t largest = -1;  // the largest token; -1 if there are none
         uint64_t hash = 0;     // of all tokens in their order, and of whether each counts
     };
     // Reads all tokens and remembers the largest. If read() finds a larger token later, that is an Error.
-    Facts scan();
+    Summary scan();
 
 private:
     struct Part {
@@ -71,7 +71,7 @@ private:
 
 struct Corpus {
     TokenStream train, validation;
-    TokenStream::Facts train_facts, validation_facts;
+    TokenStream::Summary train_summary, validation_summary;
     std::string held_out_rule;    // by which rule `validation` was chosen, as it is printed
     Vocabulary vocabulary;        // without pieces if token files come without tokenizer.bin
     std::string vocabulary_file;  // that tokenizer.bin; empty without one, and of text files

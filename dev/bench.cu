@@ -587,10 +587,10 @@ private:
         const std::vector<float> ones(size_t(moment_groups), 1.0f);
         auto moment = [&](Format f) -> MomentRef {
             void* codes = memory_.take(n * info(f).bytes);
-            return {
-                codes,
-                moments_need_scaling(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
-                o.uses_expansion(f) ? upload(ones) : nullptr, f};
+            return {codes,
+                    moments_need_scaling(f) ? floats(std::max<int64_t>(o.moment_scaling_count(f, n), 2))
+                                            : nullptr,
+                    o.uses_expansion(f) ? upload(ones) : nullptr, f};
         };
         const bool remainder = compute_ != Format::FP32;
         const Weights w{random(1, n).data, remainder ? memory_.take<int16_t>(n * 2) : nullptr, compute_};

@@ -6,7 +6,8 @@
 namespace coat::gpu {
 
 int64_t count_linear_layers(const std::vector<Param>& params) {
-    return std::count_if(params.begin(), params.end(), [](const Param& p) { return p.role.layer_linear; });
+    return std::count_if(params.begin(), params.end(),
+                         [](const Param& p) { return p.role.is_linear_weight; });
 }
 
 AmaxTable::AmaxTable(const GpuContext& context, const MemoryMap& memory)

@@ -64,7 +64,7 @@ private:
     }
 };
 
-// How many linear layers have operands in the table: those with a weight whose role is layer_linear.
+// How many linear layers have operands in the table: one for each parameter with is_linear_weight.
 int64_t count_linear_layers(const std::vector<Param>& params);
 
 }  // namespace coat::gpu

@@ -219,7 +219,7 @@ inline __device__ void rotate(float& x, float& y, float cosine, float sine) {
 // Plain<float> have no scales, and Groups has E4M3 codes with one BF16 scale for 16 elements. Each Layout has
 // two types and four functions:
 //
-//   ComputeElement                a type: the compute dtype that goes with it
+//   ComputeElement                a type: the compute format that goes with it
 //   LoadedChunk                   a type, which load() returns: a chunk in registers, as it is stored
 //   starting_at(i)                the same tensor, counted from element i on
 //   load(i)                       only loads the chunk at element i, so several loads can be in flight

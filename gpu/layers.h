@@ -70,7 +70,7 @@ void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient
 
 // Qwen3 has an RMSNorm of each head of q and of k.
 struct QkNorm {
-    const void* weight;  // [of q | of k], (2 HS), compute dtype
+    const void* weight;  // [of q | of k], (2 HS), compute format
     float eps;
     int64_t HS, q_cols, k_cols;
 };

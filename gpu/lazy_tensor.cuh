@@ -161,7 +161,7 @@ template <class F> void with_producer(const LazyTensor& x, F f) {
 // The same for quantizers, whose inputs are in BF16 or in groups. An input in FP32 is an Error.
 template <class F> void with_producer_for_quantizer(const LazyTensor& x, F f) {
     require(x.input.format.element_format != Format::FP32,
-            "FP8 goes with the compute dtype BF16, not with FP32");
+            "FP8 goes with the compute format BF16, not with FP32");
     if (x.input.format == E4M3_1x16) with_producer_of_layout(x, groups_of(x.input), f);
     else with_producer_of_layout(x, plain<bf16>(x.input.data), f);
 }

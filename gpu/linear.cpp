@@ -56,7 +56,7 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
 // -----------------------------------------------------------------------------------------------------------
 // Operands
 
-// Whether x is stored in the compute dtype: then in recipes without FP8 a GEMM can read x as it is.
+// Whether x is stored in the compute format: then in recipes without FP8 a GEMM can read x as it is.
 static bool is_stored_plain(const LazyTensor& x) { return x.op == LazyOp::Stored && !x.input.format.fp8(); }
 
 static Operand with_block_scales(const TensorRef& tensor, void* transposed);  // rowwise, deepseek: below

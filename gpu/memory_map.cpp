@@ -14,7 +14,7 @@ static void allocate_moments(MemoryMap& m, GpuContext& context, const std::vecto
     const int64_t maxima = o.one_moment_group ? 2 : 1;
     m.moments_begin = arena.allocate(0);
     auto allocate = [&](Format f, const Range& owned) {
-        const int64_t moment_groups = o.moment_group_count(f, owned.count);
+        const int64_t moment_groups = o.moment_scaling_count(f, owned.count);
         MomentRef moment{.data = arena.allocate(padded_count(owned) * info(f).bytes),
                          .max = nullptr,
                          .k = nullptr,

@@ -10,7 +10,7 @@
 //   - The rows of an activation or a gradient are tokens; those of a weight are its outputs.
 //   - The number of columns is a multiple of 16. So is the number of rows where transposed codes are made.
 //     Pointers are 16-byte aligned.
-//   - Tensors are in the compute dtype unless a comment says otherwise: BF16; in the recipe fp32, FP32.
+//   - Tensors are in the compute format unless a comment says otherwise: BF16; in the recipe fp32, FP32.
 //   - An operator adds to a parameter's gradient, which is in BF16 or FP32 (gradient_format() of model.h).
 //     (A GEMM can also overwrite it: gpu/gemm.h.)
 //   - An argument whose name ends with amax_out points to a TensorScale (below). The operator sets its
@@ -107,9 +107,9 @@ struct alignas(8) RowStatistics {
 // statistics. All norms of a model may have the same memory for their row statistics. Forward writes them
 // there for the next kernels. norm_backward() writes them again, before backward needs the norm's output.
 struct Norm {
-    TensorRef in;                   // (N, C) in the compute dtype, or in groups
-    const void* weight;             // (C) compute dtype
-    const void* bias;               // (C) compute dtype; null for RMSNorm
+    TensorRef in;                   // (N, C) in the compute format, or in groups
+    const void* weight;             // (C) compute format
+    const void* bias;               // (C) compute format; null for RMSNorm
     RowStatistics* row_statistics;  // (N)
     bool rms;
     float eps;
@@ -136,7 +136,7 @@ struct LazyTensor {
     Norm norm{};         // LazyOp::Norm; its field `in` is the same tensor as `input`
 };
 
-// A stored tensor (rows, cols), in the compute dtype or in groups.
+// A stored tensor (rows, cols), in the compute format or in groups.
 inline LazyTensor lazy_stored(const TensorRef& x) {
     return {.op = LazyOp::Stored, .rows = x.rows, .cols = x.cols, .input = x};
 }
@@ -144,7 +144,7 @@ inline LazyTensor lazy_stored(const TensorRef& x) {
 inline LazyTensor lazy_norm(const Norm& n) {
     return {.op = LazyOp::Norm, .rows = n.in.rows, .cols = n.in.cols, .input = n.in, .norm = n};
 }
-// gate_up (N, 2F) = [gate | up], or (N, F) where nothing is gated, in the compute dtype or in groups. The
+// gate_up (N, 2F) = [gate | up], or (N, F) where nothing is gated, in the compute format or in groups. The
 // result is (N, F): SiLU(gate) x up, or GELU.
 inline LazyTensor lazy_activation(bool gated, const TensorRef& gate_up) {
     return {.op = LazyOp::Activation,
@@ -153,7 +153,7 @@ inline LazyTensor lazy_activation(bool gated, const TensorRef& gate_up) {
             .input = gate_up,
             .gated = gated};
 }
-// dact (N, F), in the compute dtype, is the gradient of the activation's output. The result is the gradient
+// dact (N, F), in the compute format, is the gradient of the activation's output. The result is the gradient
 // of gate_up, in the same shape.
 inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up, const TensorRef& dact) {
     return {.op = LazyOp::ActivationBackward,
@@ -353,7 +353,7 @@ struct NormBackwardTensors {
     TensorRef dweight, dbias;  // (C); dbias is no tensor for RMSNorm
 };
 // The backward pass of a norm, and of the residual sum before it. dresidual_out may be the memory of
-// dresidual_in, or of n.in if that is in the compute dtype. workspace:
+// dresidual_in, or of n.in if that is in the compute format. workspace:
 // norm_backward_workspace_floats(n.in.cols) floats.
 //
 // The function also writes the row statistics of the norm again. Afterwards lazy_norm(n) may be read, until

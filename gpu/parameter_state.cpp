@@ -18,7 +18,7 @@ ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memor
       amax_table_(amax_table), stream_(context.stream) {
     int64_t linear_layers = 0;
     for (size_t i = 0; i < params.size(); i++) {
-        linear_layer_indices_.push_back(params[i].role.layer_linear ? linear_layers++ : -1);
+        linear_layer_indices_.push_back(params[i].role.is_linear_weight ? linear_layers++ : -1);
         indices_[params[i].name] = i;
     }
     upload_shard_table();
@@ -48,7 +48,7 @@ void ParameterState::upload_shard_table() {
                          .m = memory_.first_moments[i],
                          .v = memory_.second_moments[i],
                          .decays = p.role.decays,
-                         .weight_amax_out = p.role.layer_linear ? amax_table_.of_parameter(i) : nullptr,
+                         .weight_amax_out = p.role.is_linear_weight ? amax_table_.of_parameter(i) : nullptr,
                          .flat_minus_rank_offset = p.flat_offset + owned.first - rank_offset,
                          .units_before_shard = units_before_parameter + owned.first / SHARD_UNIT});
     }
@@ -140,7 +140,7 @@ std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentR
 }
 
 void ParameterState::compute_weight_amax(size_t i) const {
-    if (!params[i].role.layer_linear) return;
+    if (!params[i].role.is_linear_weight) return;
     TensorScale* const amax_of_weight = amax_table_.of_parameter(i);
     clear_async(amax_of_weight, sizeof(TensorScale), stream_);
     if (format_of_weights.element_format == Format::FP32) return;

@@ -180,7 +180,7 @@ private:
             const Param& p = parameter_state_.params[i];
             if (p.is_vector()) continue;
             int64_t gather_unit = EMBEDDING_GATHER_UNIT;
-            if (p.role.layer_linear) gather_unit = gather_unit_of(parameter_state_.linear_layer_index(i));
+            if (p.role.is_linear_weight) gather_unit = gather_unit_of(parameter_state_.linear_layer_index(i));
             else if (p.name == "head") gather_unit = head_gather_unit();
             matrices_[size_t(gather_unit)].push_back(i);
         }
@@ -211,7 +211,7 @@ private:
     // part with the scale of the whole weight; or else the weights as they are.
     TensorRef begin_to_gather(size_t i, uint8_t* to, std::vector<Transfer>& transfers) const {
         const Param& p = parameter_state_.params[i];
-        const bool codes = sends_codes() && p.role.layer_linear;
+        const bool codes = sends_codes() && p.role.is_linear_weight;
         const TensorFormat format = codes ? settings_.recipe.w : parameter_state_.format_of_weights;
         TensorScale* const scale =
             codes ? amax_table_.of_weight(i, parameter_state_.linear_layer_index(i)) : nullptr;

@@ -10,8 +10,8 @@ double now();
 // The present date and time: "2026-03-31T15:38:02.123Z".
 std::string utc_now();
 
-// How many seconds a minute has, for whoever waits for minutes. Tests cannot wait so long: they make it
-// shorter with the variable COAT_MINUTE.
-double seconds_per_minute();
+// 60 seconds, for all waits that last minutes. Tests cannot wait so long: they set another length with the
+// variable COAT_MINUTE.
+double length_of_minute();
 
 }  // namespace coat

@@ -6,7 +6,7 @@
 #include <charconv>
 #include <variant>
 
-#include "../models.h"
+#include "../known_models.h"
 #include "../data/data_files.h"
 
 namespace coat {

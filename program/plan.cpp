@@ -15,14 +15,14 @@ namespace {
 
 // The formats of a run, as they are printed.
 struct FormatTexts {
-    std::string compute;          // the compute dtype
+    std::string compute;          // the compute format
     std::string saved_inputs;     // what norms and activations save, and read in forward and backward
     std::string saved_attention;  // what attention reads, writes and saves
     std::string x, w, g;          // the operands of linear layers
     std::string weight_gradient;  // of a linear layer
     std::string residual;         // the residual stream
     std::string weights;          // as the update reads and writes them
-    std::string falls_back;       // follows the name of a linear layer that falls back to the compute dtype
+    std::string falls_back;       // follows the name of a linear layer that falls back to the compute format
     // If norm inputs are saved in groups, these follow the names of the last residual add and of the norms'
     // backward pass: the input of the final norm is not in groups.
     std::string last_layer, final_norm;

@@ -128,7 +128,7 @@ static std::string duration(double seconds) {
 double flops_per_token(const ModelConfig& config, int64_t T) {
     double weights = 0;
     for (const Param& p : parameters(config))
-        if (p.role.layer_linear || p.name == (config.tied ? "embedding" : "head"))
+        if (p.role.is_linear_weight || p.name == (config.tied ? "embedding" : "head"))
             weights += double(used_elements(config, p));
     return 6 * (weights + double(config.L * config.q_cols() * T));
 }
@@ -212,8 +212,8 @@ static std::string snr_text(const QuantStats& s) {
 // prints no title either.
 static void print_kinds(const QuantReport& report) {
     bool has_title = false;
-    for (size_t kind = 0; kind < std::size(report.kinds); kind++) {
-        const QuantStats& s = report.kinds[kind];
+    for (size_t kind = 0; kind < std::size(report.stats_by_kind); kind++) {
+        const QuantStats& s = report.stats_by_kind[kind];
         if (s.elements == 0) continue;
         if (!has_title)
             std::printf("\n%-17s | SNR        | quantized   | saturated | flushed to zero\n", "Quantization");

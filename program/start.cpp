@@ -172,7 +172,7 @@ static void require_tokenizer_of(const std::string& model, const Corpus& data) {
 
 // The model with the vocabulary of the data, or of bytes, if it has none of its own.
 static ModelConfig with_vocabulary(ModelConfig config, const Corpus& data) {
-    const int64_t largest = std::max(data.train_facts.largest, data.validation_facts.largest);
+    const int64_t largest = std::max(data.train_summary.largest, data.validation_summary.largest);
     const int64_t in_use = largest + 1;  // 0: there are no data
     if (config.V == 0) config.V = in_use ? std::max(in_use, data.vocabulary.size()) : 256;
     if (in_use > config.V)
@@ -219,12 +219,12 @@ int64_t choose_warmup(const Flags& flags) {
 // The flags that checkpoints keep, and what belongs to them
 
 ordered_json flags_to_save_on_all_ranks(const Run& run) {
-    const auto found = [](const TokenStream& tokens, const TokenStream::Facts& facts) {
-        return concat(tokens.size(), " tokens, hash ", facts.hash);
+    const auto found = [](const TokenStream& tokens, const TokenStream::Summary& summary) {
+        return concat(tokens.size(), " tokens, hash ", summary.hash);
     };
     ordered_json saved_flags = run.flags.saved_as_json();
-    saved_flags["data_found"] = {{"train", found(run.corpus.train, run.corpus.train_facts)},
-                                 {"held out", found(run.corpus.validation, run.corpus.validation_facts)}};
+    saved_flags["data_found"] = {{"train", found(run.corpus.train, run.corpus.train_summary)},
+                                 {"held out", found(run.corpus.validation, run.corpus.validation_summary)}};
     saved_flags["data_files"] = data_lines(run.corpus);
     saved_flags["accumulate"] = micro_batches_of_step(run.settings);  // a checkpoint knows nothing of ranks
     saved_flags["changes"] = run.resumed.changes;

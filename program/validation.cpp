@@ -93,8 +93,9 @@ QuantReport measure_quantization(Run& run) {
     QuantReport report = run.model->measure_quantization(run.tokens.data(), run.targets.data());
     for (ReportKind kind : {ReportKind::Moment1, ReportKind::Moment2}) {
         QuantStats sum;
-        for (const QuantStats& theirs : run.processes.all_gather(report.kinds[int(kind)])) sum += theirs;
-        report.kinds[int(kind)] = trained ? sum : QuantStats();
+        for (const QuantStats& theirs : run.processes.all_gather(report.stats_by_kind[int(kind)]))
+            sum += theirs;
+        report.stats_by_kind[int(kind)] = trained ? sum : QuantStats();
     }
     report.moments_were_sampled = report.moments_were_sampled && trained;
     report.k_m = trained ? values_on_all_ranks(run, report.k_m) : std::vector<float>();

@@ -89,7 +89,8 @@ GPU_TEST_CASE("measure_moment_errors: errors of the moments equal the reference'
                 expected.init(o, i ? o.v_format : o.m_format, int64_t(measured.size()));
                 QuantStats stats;
                 expected.store(measured.data(), i, &stats);
-                const QuantStats& got = report.kinds[int(i ? ReportKind::Moment2 : ReportKind::Moment1)];
+                const QuantStats& got =
+                    report.stats_by_kind[int(i ? ReportKind::Moment2 : ReportKind::Moment1)];
                 CHECK(got.elements == (in_part ? 1 << 18 : n));
                 CHECK(got.elements == stats.elements);
                 CHECK(got.flushed == stats.flushed);

@@ -1,9 +1,9 @@
-// architecture.cpp - the table of models in models.h, beside what was published of each model.
+// architecture.cpp - the table of models in known_models.h, beside what was published of each model.
 #include <doctest/doctest.h>
 
 #include <map>
 
-#include "../models.h"
+#include "../known_models.h"
 
 using namespace coat;
 

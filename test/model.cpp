@@ -276,7 +276,7 @@ PROPERTY("backward hands on BF16 values; wgrad reads g quantized over tokens; bi
                 for (size_t e = 0; e < g.size(); e += head ? size_t(p.cols) : 1) wrong += !bf16_value(g[e]);
                 if (p.name.ends_with(".bias") || p.name == "embedding" || head)
                     CHECK(((wrong > 0) == sums_fp32 && norm(g) > 0));
-                if (!fp8 || !p.role.layer_linear) continue;
+                if (!fp8 || !p.role.is_linear_weight) continue;
                 const Floats bias = gradient(*t.model, params[i + 1]);
                 // The column of dw with the largest gradient, beside the bias.
                 size_t at = 0;
@@ -527,8 +527,8 @@ PROPERTY("--gradients none has the bits of kept gradients that are not clipped a
         }
         const QuantReport x = kept.report(), y = dropped.report();
         for (int k = 0; k < int(ReportKind::Count); k++)
-            CHECK((x.kinds[k].elements == y.kinds[k].elements &&
-                   x.kinds[k].noise == doctest::Approx(y.kinds[k].noise).epsilon(1e-9)));
+            CHECK((x.stats_by_kind[k].elements == y.stats_by_kind[k].elements &&
+                   x.stats_by_kind[k].noise == doctest::Approx(y.stats_by_kind[k].noise).epsilon(1e-9)));
         CHECK(x.k_m == y.k_m);
         CHECK(x.k_v == y.k_v);
         CHECK_THROWS_AS(gradient(*dropped.model, kept.params().back()), Error);
@@ -609,7 +609,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
     }
     for (const Param& p : t.params())
         for (OperandKind o : LINEAR_OPERANDS) {
-            if (!p.role.layer_linear) continue;
+            if (!p.role.is_linear_weight) continue;
             const std::string operand = p.name + suffix_of(o);
             INFO(operand);
             auto newest = [&](const Snapshot& state) {
@@ -620,7 +620,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
             const float fmax = info(format_of(s.recipe, o).element_format).fmax;
             CHECK(values_of<float>(after[2], operand + ".scale")[0] == std::max(now, last) / fmax);
         }
-    auto saturated = [&] { return t.report().kinds[int(ReportKind::Weight)].saturated; };
+    auto saturated = [&] { return t.report().stats_by_kind[int(ReportKind::Weight)].saturated; };
     CHECK(saturated() == 0);
     change_weights(after[2], "layers.0.down", 0, -1, [](float w) { return 2 * w; });
     restore(*t.model, after[2]);
@@ -655,7 +655,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
                              s.optimizer.m_format,
                              s.optimizer.v_format};
         for (int kind = 0; kind < int(ReportKind::Count); kind++) {
-            const QuantStats& stats = report.kinds[kind];
+            const QuantStats& stats = report.stats_by_kind[kind];
             INFO(std::string(REPORT_KIND_NAMES[kind]), ": ", stats.snr_db(), " dB of ", stats.elements);
             CHECK((stats.elements > 0) == moments_need_scaling(of[kind]));
             if (stats.elements == 0) continue;

@@ -44,7 +44,7 @@ static void check_logits(Random& rng, Training& gpu, Training& cpu) {
 // little: 1 dB is a quarter of it. (Those of moments: model.cpp.)
 static void check_reports(const QuantReport& a, const QuantReport& b) {
     for (int kind = 0; kind < int(ReportKind::Moment1); kind++) {
-        const QuantStats &of_gpu = a.kinds[kind], &of_cpu = b.kinds[kind];
+        const QuantStats &of_gpu = a.stats_by_kind[kind], &of_cpu = b.stats_by_kind[kind];
         INFO(std::string(REPORT_KIND_NAMES[kind]), ": ", of_gpu.snr_db(), " and ", of_cpu.snr_db(), " dB");
         CHECK(of_gpu.elements == of_cpu.elements);
         if (of_gpu.elements > 0) CHECK(std::fabs(of_gpu.snr_db() - of_cpu.snr_db()) <= 1);
@@ -107,11 +107,11 @@ static void check_step(Random& rng, const RunSettings& s) {
 GPU_MODEL_TEST("step: loss and gradients and logits and report against the reference for any settings") {
     FRESH_RANDOM(rng);
     for (const RunSettings& s : all_settings(rng, count(40, 2))) check_step(rng, s);
-    for (const Recipe& r : recipes()) {  // attention on tensor cores; fallback to the compute dtype
+    for (const Recipe& r : recipes()) {  // attention on tensor cores; fallback to the compute format
         for (bool tied : {true, false}) check_step(rng, settings_of(r.name, wide_heads(tied), 2, 80));
         for (const Architecture& arch : {QWEN2, QWEN3, GPT2})
             check_step(rng, settings_of(r.name, tiny_config(arch, true), 3, 7));
-        for (int64_t accumulate : {3, 8})  // gradients in the compute dtype, and in FP32
+        for (int64_t accumulate : {3, 8})  // gradients in the compute format, and in FP32
             check_step(rng, settings_of(r.name, tiny_config(QWEN2, false), 2, 16, accumulate));
     }
     ModelConfig wide = wide_heads(false);

@@ -98,7 +98,7 @@ TEST_CASE("TokenStream: the hash depends on tokens and their order and what coun
     Folder folder;
     const std::string path = folder.write("x.bin", token_file(Shorts(100, 7)));
     Corpus corpus = load_corpus(path);
-    CHECK((corpus.train_facts.largest == 7 && tokens_of(corpus.train) == Tokens(90, 7)));
+    CHECK((corpus.train_summary.largest == 7 && tokens_of(corpus.train) == Tokens(90, 7)));
     std::fstream(path, std::ios::in | std::ios::out | std::ios::binary).seekp(1024 + 89 * 2) << '\x08';
     check_error([&] { tokens_of(corpus.train); }, "--data was changed", "token 8");
 }
@@ -222,7 +222,7 @@ TEST_CASE("load_corpus: text that is not copied into memory is the same text; a 
            mapped = load_corpus(folder / "in", {.copied_bytes = 0});
     for (Corpus* other : {&part, &mapped}) {
         CHECK((text_of(*other) == text_of(copied) && held_out(*other) == held_out(copied)));
-        CHECK(other->train_facts.hash == copied.train_facts.hash);
+        CHECK(other->train_summary.hash == copied.train_summary.hash);
     }
     const std::string text = text_of(copied);
     write_file(folder / "new", "short");

@@ -250,7 +250,7 @@ inline std::vector<Shape> shapes(const std::vector<Shape>& all) {
     return chosen;
 }
 
-// A recipe's compute dtype, and the format in which it saves the inputs of norms and activations.
+// A recipe's compute format, and the format in which it saves the inputs of norms and activations.
 struct RecipeFormats {
     Format compute;
     TensorFormat saved_inputs;
