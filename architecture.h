@@ -50,6 +50,7 @@ struct RopeScaling {
 struct ModelConfig {
     std::string name;
     Architecture arch;
+    // Sizes; formats.h says what the letters mean.
     int64_t L, C, NH, NKV, F;
     int64_t V;      // in models(), 0 means: the vocabulary size of the data
     int64_t max_T;  // the number of positions

@@ -80,7 +80,8 @@ constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2;
 
 // -----------------------------------------------------------------------------------------------------------
 // Granularity: the size of a matrix's scale blocks, rows x cols elements. The size 0 means all rows or all
-// columns. Scale blocks at the end of a row or column may be smaller.
+// columns. Scale blocks at the end of a row or column may be smaller. (For operands of GEMMs the end of this
+// file says which matrix is meant: the operand or its transpose.)
 
 struct Granularity {
     int rows, cols;
@@ -146,7 +147,7 @@ inline constexpr TensorFormat E4M3_128x128{.element_format = Format::E4M3, .gran
 // The GEMMs of a linear layer
 //
 // A linear layer has the input x (N, in), the weight w (out, in), and the gradient g (N, out) of its output.
-// Each of its three GEMMs sums over another dimension. In an operand this sum goes along a row (NumPy's
+// Each of its three GEMMs sums over a different dimension. In an operand this sum goes along a row (NumPy's
 // axis=1) or along a column (axis=0):
 //   fprop  y  = x w^T   sums over input features    along rows of x      along rows of w
 //   dgrad  dx = g w     sums over output features   along rows of g      along columns of w
@@ -154,8 +155,17 @@ inline constexpr TensorFormat E4M3_128x128{.element_format = Format::E4M3, .gran
 //
 // A GEMM adds up products of codes, and multiplies the sum by the scales. So it has to stop wherever a scale
 // changes. With groups of 1x16 this would be after every 16 products, and the tensor cores would mostly wait.
-// Therefore no GEMM reads groups: scale blocks of its operands are 128 elements long in the direction of the
-// sum, or a whole row, or the whole tensor.
+// Therefore no GEMM reads groups. In the direction of the sum, a scale block of an operand is at least 128
+// elements long, so the sum stops rarely: in the recipes there are blocks of 128, whole rows, and the whole
+// tensor (as in coat).
+//
+// The granularity of an operand is that of a matrix whose rows the GEMM sums along. If the GEMM sums along
+// the operand's columns, this matrix is the transpose. For example, x with the granularity 1x128 has the
+// scale blocks
+//   in fprop, which sums along the rows of x (N, in):       128 features of one token
+//   in wgrad, which sums along the rows of x^T (in, N):     128 tokens of one feature
+// A whole tensor and blocks of 128x128 are the same in the matrix and in its transpose, so with them the
+// direction makes no difference.
 
 enum class SumAlong : uint8_t { Row, Column };
 

@@ -63,9 +63,10 @@ inline void require_supported(const RunSettings& s) {
 }
 
 // The format in which gradients are summed over the micro-batches of a step. All parameters have the same
-// format: the compute format if no sum has more than four gradients, else FP32, because every addition to a
-// BF16 sum rounds it. A micro-batch adds one gradient to the sum of a parameter. It adds two to the sum of an
-// embedding that is also the head. For example, in a model with such an embedding:
+// format: the compute format if no sum has more than four gradients, else FP32. (Every addition to a BF16 sum
+// rounds it, so its error grows with the number of gradients.) A micro-batch adds one gradient to the sum of
+// a parameter. It adds two to the sum of an embedding that is also the head. For example, in a model with
+// such an embedding:
 //   2 micro-batches   4 gradients   BF16
 //   3 micro-batches   6 gradients   FP32
 // The micro-batches of all ranks count, so the format does not depend on the number of ranks. (On a GPU the

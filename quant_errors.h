@@ -44,7 +44,7 @@ inline ReportKind report_kind(OperandKind o) {
 
 // The errors of quantization in one micro-batch, and k of the moments.
 struct QuantReport {
-    QuantStats stats_by_kind[static_cast<int>(ReportKind::Count)];
+    QuantStats stats_by_kind[static_cast<int>(ReportKind::Count)];  // one for each ReportKind
     std::vector<float> k_m, k_v;        // k of every moment group, of first and of second moments
     bool moments_were_sampled = false;  // of large parameters only some moments were measured
 };

@@ -47,8 +47,8 @@ COAT_HD inline uint64_t mixed_bits(uint64_t number) {
 // bf16 is the FP32 value. So an update of less than half the spacing of BF16 values is not lost: it counts on
 // average.
 //
-// rounding_bits() returns the random bits of elements 4 * quad to 4 * quad + 3 of the flat order
-// (Param::flat_offset). The lowest 16 bits are for element 4 * quad. key: rounding_key() of the update.
+// rounding_bits() returns the random bits of four elements of the flat order (Param::flat_offset), from
+// element 4 * quad on. The lowest 16 bits are for element 4 * quad. key: rounding_key() of the update.
 COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t quad) { return mixed_bits(key + quad); }
 // The key of an update, which has a number of its own (AdamWOptions).
 //

@@ -34,15 +34,13 @@ struct Recipe {
     // of weights are in the compute format, too, unless more than four are summed (model.h, gradient_format).
     Format compute_format = Format::BF16;
     // The operands of a linear layer's GEMMs: its input x, its weight w, and the gradient g of its output.
-    // The granularities are those of a matrix that a GEMM sums along its rows. A GEMM that sums along columns
-    // reads the transpose. (In the recipes rowwise and deepseek the transpose may have other scale blocks:
-    // g_for_wgrad() in reference_model.cpp says more.)
+    // (The end of formats.h says what their granularities mean.)
     TensorFormat x = PLAIN_BF16, w = PLAIN_BF16, g = PLAIN_BF16;
     // How the inputs of norms 1 and 2 and of the activation function are saved for backward. Forward, too,
     // computes with the saved values.
     TensorFormat saved_inputs = PLAIN_BF16;
-    // How q, k, v and attention's output are saved for backward: in the compute format or in groups. No row of
-    // the table sets groups: the flag --attention groups does.
+    // How q, k, v and attention's output are saved for backward: in the compute format or in groups. No row
+    // of the table sets groups: the flag --attention groups does.
     TensorFormat saved_attention = PLAIN_BF16;
     ScaleSource scale_source = ScaleSource::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = FAST_IN_NO_GEMM;
@@ -61,7 +59,8 @@ inline const std::vector<Recipe>& recipes() {
          .about = "BF16 tensors; GEMMs sum in FP32"},
         {.name = "coat", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
          .saved_inputs = E4M3_1x16, .fast_accumulation = FAST_IN_FPROP, .default_optimizer = "coat",
-         .about = "FP8 GEMMs, one scale per tensor; saved activations in FP8, one scale per 16 values"},
+         .about = "FP8 GEMMs, one scale per tensor; inputs of norms and activation functions saved in FP8, "
+                  "one per 16 values"},
         {.name = "te", .x = E4M3_TENSOR, .w = E4M3_TENSOR, .g = E5M2_TENSOR,
          .scale_source = ScaleSource::Delayed,
          .fast_accumulation = FAST_IN_FPROP,
@@ -77,7 +76,7 @@ inline const std::vector<Recipe>& recipes() {
          .fast_accumulation = FAST_IN_FPROP,
          .about = "FP8 GEMMs, one scale per row, not rounded to powers of two"},
         {.name = "deepseek", .x = E4M3_1x128, .w = E4M3_128x128, .g = E4M3_1x128,
-         .about = "FP8 GEMMs, one scale per 1x128 block, of weights per 128x128 (DeepSeek-V3)"},
+         .about = "FP8 GEMMs, one scale per 1x128 block (weights: per 128x128 block; DeepSeek-V3)"},
     };
     // clang-format on
     return table;
@@ -118,11 +117,11 @@ struct OptimizerFormats {
     const char* name;
     Format m_format, v_format;      // of first and of second moments
     bool expansion = false;         // dynamic range expansion of FP8 moments
-    bool one_moment_group = false;  // the whole parameter is one moment group; else 128 elements are
+    bool one_moment_group = false;  // the whole parameter is one moment group; else each has 128 elements
     const char* about = "";         // a line of --help
 
     bool uses_expansion(Format f) const { return expansion && is_fp8(f); }
-    // The number of moment scalings of n elements of a moment in format f: one for each moment group; 0 if
+    // The number of moment scalings of n elements of a moment in format f: that of the moment groups, or 0 if
     // the format is not scaled.
     int64_t moment_scaling_count(Format f, int64_t n) const {
         if (!moments_need_scaling(f)) return 0;

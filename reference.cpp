@@ -137,13 +137,16 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 // The scale of a scale block with this amax; 1 for a block of zeros.
 //
 // The scales of groups are BF16, so one may be rounded down. Then amax / s is above 448, but at most
-// 448 (1 + 2^-8) = 449.75. Values there are 32 apart, so 448 is the nearest one: saturating is no other error
-// than rounding.
+// 448 (1 + 2^-8) = 449.75. Values there are 32 apart, so 448 is the nearest one: saturating gives the value
+// that rounding would give.
 //
-// If amax is not finite, the step must be skipped. Codes do not show it, because they saturate. So the scale
-// of a group, of a row or of a block is then NaN. All values that share it are read back as NaN, and NaN
-// reaches the loss or a gradient. The scale of a whole tensor is then 1: here the caller checks the amax. (It
-// must do so anyway. A delayed scale comes from earlier steps, so it cannot become NaN.)
+// If amax is not finite, the step must be skipped. Codes do not show it, because they saturate. What shows it
+// depends on the granularity:
+//   group, row, block   The scale is NaN. So the values that share it are read back as NaN, and NaN reaches
+//                       the loss or a gradient.
+//   whole tensor        The scale is 1, and the caller checks the amax itself (note_whether_finite() in
+//                       reference_model.cpp). With delayed scaling it has to: a scale that comes from earlier
+//                       steps does not show this amax.
 float scale_of(const TensorFormat& format, float amax) {
     if (!std::isfinite(amax)) return format.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -160,9 +163,10 @@ static float amax_of_neighbours(const float* x, int64_t n) {
     return std::bit_cast<float>(std::min(amax_bits, 0x7F800000u));
 }
 
-// The amax of a whole tensor. Group scaling (paper, section 5.2) takes it in two stages: first the amax of
-// every 16 neighbours, then the largest of these amaxes. A GPU mostly needs no pass over the tensor for it,
-// because the kernel that computes the values has them in registers.
+// The amax of a whole tensor. The paper's group scaling (section 5.2) takes it in two stages: first the amax
+// of every 16 neighbours, then the largest of these amaxes. (In spite of its name, the tensor gets one scale,
+// not one for each group.) A GPU mostly needs no pass over the tensor for the amax, because the kernel that
+// computes the values has them in registers.
 float compute_amax(const float* x, int64_t n) {
     float amax = 0;
 #pragma omp parallel for reduction(max : amax) if (n > MIN_PARALLEL_ELEMENTS)
@@ -298,9 +302,9 @@ static std::vector<Real> transposed(const Real* x, int64_t rows, int64_t cols, i
 // A GPU's tensor cores multiply codes, and scale the sum of the products. Here the GEMM is in FP32 and reads
 // decoded values. (This is called fake quantization.)
 //
-// A Granularity describes a matrix that the GEMM sums along its rows (recipes.h, Recipe). So if the GEMM sums
-// along the columns of x, the transpose of x is quantized. If the transpose has the same scale blocks, x
-// itself gives the same values.
+// If the GEMM sums along the columns of x, the granularity is that of the transpose (the end of formats.h).
+// So the transpose is quantized. If it has the same scale blocks as x, quantizing x itself gives the same
+// values.
 Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const TensorFormat& format,
                     SumAlong sum_along, QuantStats* stats, std::optional<float> scale) {
     if (sum_along == SumAlong::Row || format.granularity.transpose_has_same_blocks())
@@ -310,20 +314,6 @@ Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const TensorFor
     return transposed(dequantize(quantized).data(), cols, rows, rows);
 }
 
-float DelayedScale::raise_amax_and_get_scale(const TensorFormat& format, float tensor_amax) {
-    amax = std::max(amax, tensor_amax);
-    return scale > 0 ? scale : scale_of(format, amax);
-}
-
-void DelayedScale::update_history_and_scale(Format f) {
-    std::rotate(history.begin(), history.end() - 1, history.end());  // the oldest comes to the front
-    history.front() = amax;                                          // and is forgotten
-    amax = 0;
-    const float amax_of_history = compute_amax(history.data(), int64_t(history.size()));
-    if (std::isfinite(amax_of_history) && amax_of_history > 0)
-        scale = scale_of(TensorFormat{.element_format = f}, amax_of_history);
-}
-
 // ===========================================================================================================
 // 3. FP8 optimizer with dynamic range expansion (paper, section 4)
 //
@@ -331,20 +321,20 @@ void DelayedScale::update_history_and_scale(Format f) {
 // is 448 / 2^-9 = 229,376. The dynamic range of a moment group X is R_X = max|X| / min|X|, where min|X|
 // leaves out zeros. R_X is often below 1,000, so the moment group uses only a part of E4M3's codes.
 // Therefore the paper (section 4.2, equation 4) stretches the moment group to the dynamic range of the
-// format before it is quantized, and contracts it afterwards:
-//   expand:    f(x) = sign(x) |x|^k           k = log(R) / log(R_X): then R_f(X) = R
-//   quantize:  code = encode(f(x) / s)        s = f(max) / FMAX
-//   contract:  x = f^-1(decode(code) * s)
-// Here max is max|X|. Since f(x) / s = sign(x) FMAX (|x| / max)^k, nothing is stored but the codes and the
-// moment scaling (max, k).
+// format before it is quantized, and contracts it afterwards. Let E be the expansion (f in the paper):
+//   expand:    E(x) = sign(x) |x|^k           k = log(R) / log(R_X): then R_E(X) = R
+//   quantize:  code = encode(E(x) / s)        s = E(max) / FMAX
+//   contract:  x = E^-1(decode(code) * s)
+// Here max is max|X|. Since E(x) / s = sign(x) FMAX (|x| / max)^k, nothing is stored but the codes and the
+// moment scaling (max, k). If R_X is above R, k is below 1: the moment group is compressed instead, and
+// loses a little precision.
 
 // k = log(R) / log(R_X), rounded to a multiple of 1/256, and limited to [1/16, 64].
 //   - Rounding: logarithms of CPU and GPU differ in their last bits. After rounding, most k are the same on
 //     both. (The released code rounds down to a multiple of 1/16, which costs precision.)
-//   - The upper limit: if all magnitudes are equal, log(R_X) is 0, and k is 64. Then every k would be exact:
-//     all codes are those of FMAX or -FMAX, and contract() gives max or -max.
-//   - The lower limit only states which k can occur: the widest R_X of FP32 is 2^277, and its k in E4M3 is
-//     16/256.
+//   - The upper limit: if all magnitudes are equal, log(R_X) is 0. Any k is exact then, because all codes are
+//     those of FMAX or -FMAX, and contract() gives max or -max. 64 is taken.
+//   - The lower limit never changes k: the widest R_X of FP32 is 2^277, and its k in E4M3 is 16/256.
 float expansion_exponent(Format f, float max_magnitude, float min_magnitude) {
     const float k_min = 1.0f / 16.0f, k_max = 64.0f;
     const float log_R = std::log2(info(f).fmax) - std::log2(info(f).fmin);
@@ -421,10 +411,10 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
     max[moment_group] = max_magnitude;
     if (expanded) {
         const bool all_zeros = max_magnitude == 0;
-        const float exponent = all_zeros ? 1.0f : expansion_exponent(format, max_magnitude, min_magnitude);
-        k[moment_group] = exponent;
+        const float k_of_group = all_zeros ? 1.0f : expansion_exponent(format, max_magnitude, min_magnitude);
+        k[moment_group] = k_of_group;
         for (int64_t i = first; i < end; i++)
-            write_element(format, elements.data(), i, expand(format, x[i], max_magnitude, exponent));
+            write_element(format, elements.data(), i, expand(format, x[i], max_magnitude, k_of_group));
     } else {
         const float reciprocal = 1.0f / moment_scale(format, max_magnitude);
         for (int64_t i = first; i < end; i++) write_element(format, elements.data(), i, x[i] * reciprocal);
@@ -697,13 +687,13 @@ template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Rea
     for (int64_t i = 0; i < n; i++) y[i] += factor * x[i];
 }
 
-// out[j] = factor * (x . column j) for the first n columns of a matrix (HS, T). The sum is over HS, but the
+// out[j] = factor * (x . column j) for the first n columns of `matrix` (HS, T). The sum is over HS, but the
 // inner loop runs over j, because that loop vectorizes.
 template <class Real>
-static void dot_products(int64_t HS, int64_t T, const Real* x, const std::vector<Real>& columns, int64_t n,
+static void dot_products(int64_t HS, int64_t T, const Real* x, const std::vector<Real>& matrix, int64_t n,
                          Real factor, Real* out) {
     std::fill(out, out + n, Real(0));
-    for (int64_t d = 0; d < HS; d++) add_scaled(n, x[d] * factor, columns.data() + d * T, out);
+    for (int64_t d = 0; d < HS; d++) add_scaled(n, x[d] * factor, matrix.data() + d * T, out);
 }
 
 // Causal attention: query t reads the keys and values j <= t,
@@ -817,6 +807,27 @@ double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride
     }
     return std::accumulate(losses.begin(), losses.end(), 0.0);
 }
+
+// ===========================================================================================================
+// Delayed scaling (the recipe te)
+
+float DelayedScale::raise_amax_and_get_scale(const TensorFormat& format, float tensor_amax) {
+    amax = std::max(amax, tensor_amax);
+    return scale > 0 ? scale : scale_of(format, amax);
+}
+
+void DelayedScale::update_history_and_scale(Format f) {
+    // The amaxes move by one place. The oldest comes to the front, where the new amax overwrites it.
+    std::rotate(history.begin(), history.end() - 1, history.end());
+    history.front() = amax;
+    amax = 0;
+    const float amax_of_history = compute_amax(history.data(), int64_t(history.size()));
+    if (std::isfinite(amax_of_history) && amax_of_history > 0)
+        scale = scale_of(TensorFormat{.element_format = f}, amax_of_history);
+}
+
+// ===========================================================================================================
+// Templates
 
 // The compiler generates the code of a template only where it is told to. Here it is, for the callers in
 // other files.

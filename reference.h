@@ -1,11 +1,11 @@
 // reference.h - the operators of COAT's training step on the CPU: their arguments, results and shapes. Their
-// code is in reference.cpp, with equations, special cases and reasons; only matmul() is in
-// reference_matmul.cpp. So read a section of this file, then the part of reference.cpp with its number. The
-// training step that is made of these operators is in reference_model.cpp.
+// code is in reference.cpp, with equations, special cases and reasons. (matmul() is in reference_matmul.cpp,
+// and loss_in_double() in reference_model.cpp.) So read a part of this file, then the part of reference.cpp
+// with the same number. The training step that is made of these operators is in reference_model.cpp.
 //
 // All pointers are to row-major arrays, with shapes such as (rows, cols). The template parameter Real is
 // float. It is double only where tests compare gradients with finite differences: that is the only reason for
-// the templates of section 4.
+// the templates of part 4.
 #pragma once
 #include <optional>
 
@@ -54,33 +54,17 @@ float compute_amax(const float* x, int64_t n);           // the amax of n values
 
 // Stores x (rows, cols) as `format` says.
 //   stats   null, or where the errors are added if the format is FP8
-//   scale   the scale to use in place of the just-in-time scale, if there is one scale for the whole tensor
-//           (DelayedScale)
+//   scale   for PER_TENSOR only: the scale to use in place of the just-in-time scale
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const TensorFormat& format,
                       QuantStats* stats = nullptr, std::optional<float> scale = {});
 std::vector<float> dequantize(const StoredMatrix& stored);  // (rows, cols)
 
 // x (rows, cols) as a GEMM reads it: quantized, and decoded again. stats, scale: as for quantize().
 //   sum_along   whether the GEMM sums along the rows of x, as fprop does, or along its columns, as wgrad does
+//               (the end of formats.h)
 std::vector<float> gemm_operand(const std::vector<float>& x, int64_t rows, int64_t cols,
                                 const TensorFormat& format, SumAlong sum_along, QuantStats* stats = nullptr,
                                 std::optional<float> scale = {});
-
-// Delayed scaling (recipes.h, ScaleSource) of one operand of a linear layer. (This can wait: only the recipe
-// te needs it.) The scale is known before the tensor is, so values beyond FMAX * scale saturate.
-struct DelayedScale {
-    // The amaxes of the last recipe.history_steps steps, the newest first; 0 for steps before the first. The
-    // vector is empty if this operand has no delayed scaling.
-    std::vector<float> history;
-    float scale = 0;  // the scale in the current step, from the history; 0: the history has no amax yet
-    float amax = 0;   // the largest amax of the current step so far, over its micro-batches
-    // Raises `amax` to that of a tensor of the current step. Returns the scale to quantize this tensor with,
-    // which is `scale`. If the history has no amax yet, the returned scale comes from `amax`.
-    float raise_amax_and_get_scale(const TensorFormat& format, float tensor_amax);
-    // After a step: `amax` replaces the oldest of the history, and the scale of the next step is
-    // max(history) / FMAX. If max(history) is 0 or not finite, the scale stays as it is.
-    void update_history_and_scale(Format f);
-};
 
 // --- 3. FP8 optimizer with dynamic range expansion (paper, section 4) ---
 // The format f of the next three functions is E4M3 or E5M2.
@@ -132,9 +116,10 @@ struct AdamWConstants {
     float bias_correction1, bias_correction2_sqrt;  // 1 - beta1^t and sqrt(1 - beta2^t)
     float clip_factor;                              // below 1 if the gradients are clipped
 };
-// grad_norm: the norm of all gradients, before clipping.
-// What clipping multiplies the gradients by.
+// The number by which clipping multiplies the gradients. grad_norm: the norm of all gradients, before
+// clipping.
 float clip_factor(const AdamWOptions& options, double grad_norm);
+// The constants of one step for one parameter. decays: Role::decays of the parameter.
 AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm);
 // One step of AdamW. gradient, master, m, v: (n)
 void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, float* master, float* m,
@@ -207,6 +192,23 @@ double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride
 
 // y += factor x, both (n).
 template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Real* y);
+
+// --- Delayed scaling. This can wait: only the recipe te needs it ---
+// The scale of one operand of a linear layer comes from earlier steps (recipes.h, ScaleSource). It is known
+// before the tensor is, so values beyond FMAX * scale saturate.
+struct DelayedScale {
+    // The amaxes of the last recipe.history_steps steps, the newest first; 0 for steps before the first. The
+    // vector is empty if this operand has no delayed scaling.
+    std::vector<float> history;
+    float scale = 0;  // the scale in the current step, from the history; 0: the history has no amax yet
+    float amax = 0;   // the largest amax of the current step so far, over its micro-batches
+    // Raises `amax` to that of a tensor of the current step. Returns the scale to quantize this tensor with,
+    // which is `scale`. If the history has no amax yet, the returned scale comes from `amax`.
+    float raise_amax_and_get_scale(const TensorFormat& format, float tensor_amax);
+    // After a step: `amax` replaces the oldest of the history, and the scale of the next step is
+    // max(history) / FMAX. If max(history) is 0 or not finite, the scale stays as it is.
+    void update_history_and_scale(Format f);
+};
 
 // --- For tests (in reference_model.cpp): forward and backward of the whole model in double ---
 // The mean loss of one micro-batch in the recipe fp32. If `gradients` is not null, it gets the gradients

@@ -36,17 +36,16 @@ using Floats = std::vector<float>;
 //   outputs of norms                        apply_norm()
 //   output of the activation function       apply_activation()
 //   gradient of the activation's input      dgate_up in layer_backward()
-// All other tensors are rounded to BF16 before they are quantized. (With --attention groups attention's
-// output is quantized from FP32, too: from the values of its groups.)
+// All other tensors are rounded to BF16 before they are quantized.
 //
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Forward
-// has computed with the same saved values, so backward takes each derivative at the values of forward.
-// Backward treats rounding as the identity.
+// has computed with the same saved values, so backward takes each derivative at the values of forward. The
+// derivative of rounding is taken as 1.
 
 namespace {
 
 // The sizes of a micro-batch: B sequences of T tokens.
-struct Batch {
+struct MicroBatch {
     int64_t B, T;
     int64_t N() const { return B * T; }
 };
@@ -83,13 +82,13 @@ public:
     // loss_weight = 1 / (targets of the step that count), all micro-batches of the step together give the
     // gradients of the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
-        const Batch batch{.B = settings.B, .T = settings.T};
-        const Tensor x = forward(batch, tokens);                // (N, C)
+        const MicroBatch micro_batch{.B = settings.B, .T = settings.T};
+        const Tensor x = forward(micro_batch, tokens);          // (N, C)
         const Tensor y = rounded(apply_norm("final_norm", x));  // (N, C)
         Tensor logits = head_forward(y);                        // (N, padded_V)
         // The gradients of the logits replace the logits. (Evaluation needs only the loss, but the gradients
         // cost little.)
-        const double loss = cross_entropy_forward_and_backward(batch.N(), config_.V, config_.padded_V(),
+        const double loss = cross_entropy_forward_and_backward(micro_batch.N(), config_.V, config_.padded_V(),
                                                                logits.data(), targets, Real(loss_weight));
         finite = finite && std::isfinite(loss);
         if (!backward) return loss;
@@ -97,8 +96,8 @@ public:
         const Tensor dlogits = rounded(logits);
         const Tensor dy = head_backward(y, dlogits);
         Tensor dresidual = rounded(apply_norm_backward("final_norm", x, dy));
-        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(batch, l, dresidual);
-        add_embedding_gradients(batch, tokens, dresidual);
+        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(micro_batch, l, dresidual);
+        add_embedding_gradients(micro_batch, tokens, dresidual);
         return loss;
     }
 
@@ -141,16 +140,16 @@ private:
     // tokens (B, T) -> input of the final norm (N, C). As in the paper, the embedding is not quantized:
     //   residual[n] = embedding[token n]                         with RoPE
     //   residual[n] = embedding[token n] + positions[n mod T]    with learned positions
-    Tensor forward(const Batch& batch, const int32_t* tokens) {
+    Tensor forward(const MicroBatch& micro_batch, const int32_t* tokens) {
         saved_layers_.clear();
         const int64_t C = config_.C;
-        Tensor residual(batch.N() * C);
-        for (int64_t n = 0; n < batch.N(); n++) {
+        Tensor residual(micro_batch.N() * C);
+        for (int64_t n = 0; n < micro_batch.N(); n++) {
             std::copy_n(&values_of("embedding")[tokens[n] * C], C, &residual[n * C]);
             if (!config_.arch.rope)
-                add_scaled(C, Real(1), &values_of("positions")[n % batch.T * C], &residual[n * C]);
+                add_scaled(C, Real(1), &values_of("positions")[n % micro_batch.T * C], &residual[n * C]);
         }
-        for (int64_t l = 0; l < config_.L; l++) residual = layer_forward(batch, l, residual);
+        for (int64_t l = 0; l < config_.L; l++) residual = layer_forward(micro_batch, l, residual);
         return rounded(residual);
     }
 
@@ -159,7 +158,7 @@ private:
     // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C). Both are FP32 sums.
     // (Before layer 0 the stream is the embedding.) A norm reads a residual sum from its groups, and the
     // next sum reads it rounded to BF16.
-    Tensor layer_forward(const Batch& batch, int64_t l, const Tensor& residual_sum) {
+    Tensor layer_forward(const MicroBatch& micro_batch, int64_t l, const Tensor& residual_sum) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         SavedLayer& saved = saved_layers_.emplace_back();
 
@@ -170,15 +169,16 @@ private:
         // Norm 1 -> q, k, v -> RoPE, which is in qkv_to_save()
         const Tensor norm1_output = apply_norm(prefix + "norm1", load_saved(saved.norm1_input));
         const Tensor projected = linear_forward(prefix + "qkv", norm1_output);
-        saved.qkv = save_for_backward(qkv_to_save(batch, projected), config_.qkv_cols(),
+        saved.qkv = save_for_backward(qkv_to_save(micro_batch, projected), config_.qkv_cols(),
                                       recipe_.saved_attention, ReportKind::Attention);
 
         // Attention reads q, k and v as backward will load them, because the log-sum-exp has to belong to the
-        // loaded values. (rounded() changes them only with --attention groups: values from groups are FP32.)
-        const Tensor qkv = qkv_for_attention(batch, prefix, rounded(load_saved(saved.qkv)));
-        Tensor attention_output(batch.N() * config_.q_cols());
-        saved.lse.resize(batch.N() * config_.NH);
-        attention_forward(config_, batch.B, batch.T, qkv.data(), attention_output.data(), saved.lse.data());
+        // loaded values.
+        const Tensor qkv = qkv_for_attention(micro_batch, prefix, load_saved_for_attention(saved.qkv));
+        Tensor attention_output(micro_batch.N() * config_.q_cols());
+        saved.lse.resize(micro_batch.N() * config_.NH);
+        attention_forward(config_, micro_batch.B, micro_batch.T, qkv.data(), attention_output.data(),
+                          saved.lse.data());
         saved.attention_output = save_for_backward(rounded(attention_output), config_.q_cols(),
                                                    recipe_.saved_attention, ReportKind::Attention);
 
@@ -202,7 +202,7 @@ private:
     // Layer l: the gradient of the residual stream after the layer (N, C) -> before the layer (N, C). Where a
     // branch leaves the stream, two gradients are added: one comes along the stream, one through the branch.
     // dX is the gradient of X. The operators come in the opposite order of forward.
-    Tensor layer_backward(const Batch& batch, int64_t l, Tensor dresidual) {
+    Tensor layer_backward(const MicroBatch& micro_batch, int64_t l, Tensor dresidual) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         const SavedLayer& saved = saved_layers_[l];
 
@@ -222,14 +222,14 @@ private:
         const Tensor dattention_output =
             linear_backward(prefix + "attention_out", load_saved(saved.attention_output), dresidual);
 
-        // Backward through attention and RoPE. (As in forward, rounded() is for --attention groups.)
-        const Tensor attention_output = rounded(load_saved(saved.attention_output));
-        const Tensor saved_qkv = rounded(load_saved(saved.qkv));
-        const Tensor qkv = qkv_for_attention(batch, prefix, saved_qkv);
+        // Backward through attention and RoPE
+        const Tensor attention_output = load_saved_for_attention(saved.attention_output);
+        const Tensor saved_qkv = load_saved_for_attention(saved.qkv);
+        const Tensor qkv = qkv_for_attention(micro_batch, prefix, saved_qkv);
         Tensor dqkv(qkv.size());
-        attention_backward(config_, batch.B, batch.T, qkv.data(), attention_output.data(), saved.lse.data(),
-                           dattention_output.data(), dqkv.data());
-        dqkv = qkv_backward(batch, prefix, saved_qkv, rounded(dqkv));
+        attention_backward(config_, micro_batch.B, micro_batch.T, qkv.data(), attention_output.data(),
+                           saved.lse.data(), dattention_output.data(), dqkv.data());
+        dqkv = qkv_backward(micro_batch, prefix, saved_qkv, rounded(dqkv));
 
         // Backward through the linear layer qkv, and norm 1
         const Tensor norm1_input = load_saved(saved.norm1_input);
@@ -253,10 +253,14 @@ private:
         if constexpr (!QUANTIZES) return saved;
         else return dequantize(saved);
     }
+    // What attention reads: values in the compute format. Values of the recipes are in it already. With the
+    // flag --attention groups load_saved() gives FP32 values of groups: they are rounded for attention, and
+    // the linear layer attention_out quantizes them as they are.
+    Tensor load_saved_for_attention(const SavedActivation& saved) const { return rounded(load_saved(saved)); }
 
     // FP8 codes saturate, which hides an infinity. So `finite` remembers whether the amax of each tensor
-    // that is quantized to FP8 was finite. (This is needed for scales per tensor: scale_of() says why. For
-    // smaller scale blocks it costs little.)
+    // that is quantized to FP8 was finite. (Only scales of whole tensors need this: scale_of() says why. For
+    // smaller scale blocks it does no harm.)
     void note_whether_finite(const Tensor& x, const TensorFormat& format) {
         if (format.fp8()) finite = finite && std::isfinite(compute_amax(x.data(), int64_t(x.size())));
     }
@@ -290,17 +294,18 @@ private:
         const Tensor g_operand = make_operand(OperandKind::G, weight_index, g, out, SumAlong::Row);
         // dgrad: dx = g w
         const Tensor dx = multiply(N, in, out, matrix_view(g_operand, out), matrix_view(w_operand, in));
-        // wgrad: dw = g^T x. In coat g_of_wgrad is g_operand.
-        const Tensor g_of_wgrad = g_for_wgrad(weight_index, g, g_operand);
-        const Tensor dw = multiply(out, in, N, transposed_view(g_of_wgrad, out), matrix_view(x_operand, in));
+        // wgrad: dw = g^T x. In coat it reads the same g_operand as dgrad.
+        const Tensor wgrad_g_operand = make_wgrad_g_operand(weight_index, g, g_operand);
+        const Tensor dw =
+            multiply(out, in, N, transposed_view(wgrad_g_operand, out), matrix_view(x_operand, in));
         add_gradient(name, dw);
         add_bias_gradient_if_any(name, g, g_operand);
         return rounded(dx);
     }
 
     // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. tensor: (rows, cols).
-    // weight_index: of the layer's weight in params. sum_along: how the GEMM sums. (It changes nothing in
-    // coat: see g_for_wgrad().)
+    // weight_index: of the layer's weight in params. sum_along: along what the GEMM sums. (In coat, with one
+    // scale for the whole tensor, this makes no difference.)
     Tensor make_operand(OperandKind kind, size_t weight_index, const Tensor& tensor, int64_t cols,
                         SumAlong sum_along) {
         if constexpr (!QUANTIZES) return tensor;
@@ -371,31 +376,32 @@ private:
     // the GPU: rope_at_projection(), attention_input() and core_attention_backward() of model.cu.)
 
     // q, k and v (N, qkv_cols) as the projection gives them -> as they are saved, in the compute format.
-    Tensor qkv_to_save(const Batch& batch, Tensor qkv) const {
+    Tensor qkv_to_save(const MicroBatch& micro_batch, Tensor qkv) const {
         const bool rotates = config_.arch.rope && !config_.arch.qk_norm;
-        if (rotates) rope(config_, batch.B, batch.T, qkv.data(), /*inverse=*/false);
+        if (rotates) rope(config_, micro_batch.B, micro_batch.T, qkv.data(), /*inverse=*/false);
         return rounded(qkv);
     }
     // q, k and v (N, qkv_cols) as they were saved -> as attention reads them.
-    Tensor qkv_for_attention(const Batch& batch, const std::string& prefix, Tensor qkv) const {
+    Tensor qkv_for_attention(const MicroBatch& micro_batch, const std::string& prefix, Tensor qkv) const {
         if (!config_.arch.qk_norm) return qkv;
-        qk_norm_forward(config_, batch.N(), values_of(prefix + "qk_norm.weight").data(), qkv.data());
+        qk_norm_forward(config_, micro_batch.N(), values_of(prefix + "qk_norm.weight").data(), qkv.data());
         qkv = rounded(qkv);
-        rope(config_, batch.B, batch.T, qkv.data(), /*inverse=*/false);
+        rope(config_, micro_batch.B, micro_batch.T, qkv.data(), /*inverse=*/false);
         return rounded(qkv);
     }
     // The backward pass of RoPE and of the norms of heads: dqkv (N, qkv_cols), the gradient of what attention
     // reads -> the gradient of what the projection gives. saved_qkv: q, k and v as they were saved. Adds to
     // the gradient of the weight of Qwen3's norms.
-    Tensor qkv_backward(const Batch& batch, const std::string& prefix, const Tensor& saved_qkv, Tensor dqkv) {
+    Tensor qkv_backward(const MicroBatch& micro_batch, const std::string& prefix, const Tensor& saved_qkv,
+                        Tensor dqkv) {
         if (config_.arch.rope) {
-            rope(config_, batch.B, batch.T, dqkv.data(), /*inverse=*/true);
+            rope(config_, micro_batch.B, micro_batch.T, dqkv.data(), /*inverse=*/true);
             dqkv = rounded(dqkv);
         }
         if (config_.arch.qk_norm) {
             const std::string name = prefix + "qk_norm.weight";
             Tensor dweight(2 * config_.HS());
-            qk_norm_backward(config_, batch.N(), saved_qkv.data(), values_of(name).data(), dqkv.data(),
+            qk_norm_backward(config_, micro_batch.N(), saved_qkv.data(), values_of(name).data(), dqkv.data(),
                              dweight.data());
             add_gradient(name, dweight);
             dqkv = rounded(dqkv);
@@ -424,13 +430,14 @@ private:
     // Adds to the gradients of the embedding and of the learned positions. dresidual: (N, C).
     //   dembedding[token] = sum of dresidual[n] over all n with this token
     //   dpositions[t]     = sum of dresidual[n] over all n with n mod T = t
-    void add_embedding_gradients(const Batch& batch, const int32_t* tokens, const Tensor& dresidual) {
+    void add_embedding_gradients(const MicroBatch& micro_batch, const int32_t* tokens,
+                                 const Tensor& dresidual) {
         const int64_t C = config_.C;
         const bool positions = !config_.arch.rope;
         Tensor dembedding(config_.padded_V() * C), dpositions(positions ? config_.max_T * C : 0);
-        for (int64_t n = 0; n < batch.N(); n++) {
+        for (int64_t n = 0; n < micro_batch.N(); n++) {
             add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
-            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % batch.T * C]);
+            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % micro_batch.T * C]);
         }
         add_gradient("embedding", dembedding);
         if (positions) add_gradient("positions", dpositions);
@@ -489,9 +496,9 @@ private:
         add_gradient(linear + ".bias", dbias);
     }
 
-    // SumAlong changes values in the recipes rowwise and deepseek. Each operand is read by two GEMMs.
-    // One of them sums along the operand's rows. The other one sums along its columns, and reads its
-    // transpose, because Hopper's FP8 GEMM needs the elements that it adds up to be neighbours in memory:
+    // Each operand is read by two GEMMs. One of them sums along the operand's rows. The other one sums along
+    // its columns; on a GPU it reads the transpose, because Hopper's FP8 GEMM needs the elements that it adds
+    // up to be neighbours in memory. In the recipes rowwise and deepseek the two need other codes:
     //
     //   operand   summed along   summed along  codes are made
     //             rows by        columns by
@@ -501,15 +508,10 @@ private:
     //   g         dgrad          wgrad         once, if g^T has the same scale blocks as g; else for each
     //                                          GEMM
     //
-    // An operand's granularity is that of the matrix that the GEMM reads. For example, a scale block of x
-    // with the granularity 1x128 is
-    //   in fprop, which reads x (N, in):      128 features of one token
-    //   in wgrad, which reads x^T (in, N):    128 tokens of one feature
-    //
-    // g_for_wgrad() returns g (N, out) as wgrad reads it. g_operand: as dgrad reads it. If g^T has the same
-    // scale blocks as g, the two are the same. Else g is quantized once more, in scale blocks along the
-    // tokens.
-    Tensor g_for_wgrad(size_t weight_index, const Tensor& g, const Tensor& g_operand) {
+    // make_wgrad_g_operand() returns g (N, out) as wgrad reads it. g_operand: as dgrad reads it. If g^T has
+    // the same scale blocks as g, the two are the same. Else g is quantized once more, in scale blocks along
+    // the tokens.
+    Tensor make_wgrad_g_operand(size_t weight_index, const Tensor& g, const Tensor& g_operand) {
         if (formats_.g.granularity.transpose_has_same_blocks()) return g_operand;
         return make_operand(OperandKind::G, weight_index, g, params[weight_index].rows, SumAlong::Column);
     }
@@ -534,9 +536,9 @@ private:
 // ===========================================================================================================
 // 6. The Model that program/train.cpp drives: weights, moments, and one training step
 //
-// Read this part for one rank first. Then owned() is the whole parameter, all_gather(x) is a list with x
-// alone, and `communicator` is null. What several ranks do comes last. Each of several ranks has all
-// weights and the sums of all gradients, and updates the part of the state that it owns.
+// With one rank owned() is the whole parameter, and the functions of the last section, "What ranks exchange",
+// return what this rank gives them, or do nothing. Each of several ranks has all weights and the sums of all
+// gradients, and updates the part of the state that it owns.
 
 class ReferenceModel : public Model {
     // The state of one parameter. `weight_bits` and `remainder` have all elements of the parameter, but only
@@ -551,7 +553,7 @@ class ReferenceModel : public Model {
     const RunSettings& settings_ = network_.settings;
     const std::vector<Param>& params_ = network_.params;
     std::vector<ParamState> states_;  // by parameter
-    // With several ranks, by parameter: see reduce_gradients().
+    // By parameter: of several ranks, the sums of gradients. With one rank nothing. See reduce_gradients().
     std::vector<Floats> sums_;
 
 public:
@@ -561,17 +563,17 @@ public:
             const Param& p = params_[i];
             const OptimizerFormats& o = settings_.optimizer;
             const int64_t used = used_elements(settings_.config, p), owned_count = owned(settings_, p).count;
-            ParamState& s = states_[i];
-            s.m.init(o, p.moment_format(o.m_format), owned_count);
-            s.v.init(o, p.moment_format(o.v_format), owned_count);
-            s.weight_bits.resize(p.size());
-            s.remainder.resize(p.size());
+            ParamState& state = states_[i];
+            state.m.init(o, p.moment_format(o.m_format), owned_count);
+            state.v.init(o, p.moment_format(o.v_format), owned_count);
+            state.weight_bits.resize(p.size());
+            state.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
                 const float initial =
                     initial_value(p.init_std, p.role.starts_at_one, used, settings_.seed, i, e);
-                split_master(initial, &s.weight_bits[e], &s.remainder[e]);
-                if (!settings_.keep_masters) s.remainder[e] = 0;
-                network_.param_values[i][e] = value_for_network(s, e);
+                split_master(initial, &state.weight_bits[e], &state.remainder[e]);
+                if (!settings_.keep_masters) state.remainder[e] = 0;
+                network_.param_values[i][e] = value_for_network(state, e);
             }
         }
     }
@@ -579,16 +581,13 @@ public:
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
         network_.reset_finite_and_amaxes();
         const int64_t tokens_of_rank = settings_.micro_batches_per_rank * settings_.B * settings_.T;
-        int64_t target_count = 0;  // targets of the step that count
-        for (int64_t count : all_gather(counted_targets(targets, tokens_of_rank))) target_count += count;
+        // The targets of the step that count.
+        const int64_t target_count = sum_over_ranks(counted_targets(targets, tokens_of_rank));
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
 
         const double loss = forward_and_backward(tokens, targets, target_count) / double(target_count);
         const double grad_norm = gradient_norm();
-        // No rank updates if one of them has met a value that is not finite. (Ranks send a char, because a
-        // vector<bool> does not store its elements as an array.)
-        bool finite = true;
-        for (char theirs : all_gather(char(network_.finite))) finite = finite && theirs;
+        const bool finite = true_on_all_ranks(network_.finite);
         // If the norm after clipping is below 2^62, the square of each gradient fits every format of v. A
         // norm that is NaN is not below 2^62, so the step is skipped, too.
         const double clipped_norm = grad_norm * clip_factor(options, grad_norm);
@@ -601,7 +600,7 @@ public:
         network_.reset_finite_and_amaxes();
         const double divisor = divisor_of_mean(targets, settings_.B * settings_.T);
         const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
-        // step() divides, too. A multiplication by 1 / divisor could give other bits.
+        // (A division, as in step(), so that equal losses have the same bits.)
         return network_.finite ? sum / divisor : NAN;
     }
 
@@ -622,13 +621,13 @@ public:
         // would be stored next: by an update with these gradients, with the default betas and without
         // clipping. This update is made on a copy of the state, with lr = 0.
         for (size_t i = 0; i < params_.size(); i++) {
-            ParamState s = states_[i];
-            report.k_m.insert(report.k_m.end(), s.m.k.begin(), s.m.k.end());
-            report.k_v.insert(report.k_v.end(), s.v.k.begin(), s.v.k.end());
+            ParamState state = states_[i];
+            report.k_m.insert(report.k_m.end(), state.m.k.begin(), state.m.k.end());
+            report.k_v.insert(report.k_v.end(), state.v.k.begin(), state.v.k.end());
             const AdamWOptions nothing_moves{.update_number = 1, .lr = 0};
             const AdamWConstants constants =
                 adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
-            update_parameter(s, i, constants, /*key=*/0);
+            update_parameter(state, i, constants, /*key=*/0);
         }
         network_.stats_by_kind = nullptr;
         return report;
@@ -650,43 +649,40 @@ private:
     // --- The parts of a step ---
 
     // Forward and backward of all micro-batches of the step. Afterwards the network has the gradients of the
-    // mean loss over the target_count targets that count. Returns the sum of the losses of all ranks, added
-    // in the order of the micro-batches: micro-batch i of rank r is number i * ranks + r of the step.
+    // mean loss over the target_count targets that count. Returns the sum of the losses.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
         const int64_t micro_batch_tokens = settings_.B * settings_.T;
         const int64_t micro_batches = settings_.micro_batches_per_rank;
         const double loss_weight = 1.0 / double(target_count);
         std::vector<double> losses;  // by micro-batch
+        clear_gradients();
         for (int64_t i = 0; i < micro_batches; i++) {
-            // With one rank, network_.gradients adds up all micro-batches. With several ranks it has the
-            // gradients of one micro-batch, and sums_ adds them up.
-            if (i == 0 || settings_.communicator) clear_gradients();
             const int64_t first = i * micro_batch_tokens;
             losses.push_back(network_.run_micro_batch(tokens + first, targets + first, loss_weight,
                                                       /*backward=*/true));
-            if (settings_.communicator) reduce_gradients(/*is_first_micro_batch=*/i == 0);
+            reduce_gradients(/*is_last_micro_batch=*/i == micro_batches - 1);
         }
-        if (settings_.communicator) network_.gradients.swap(sums_);  // where the update looks for gradients
-        const std::vector<std::vector<double>> losses_by_rank = all_gather(losses);
-        double loss = 0;
-        for (int64_t i = 0; i < micro_batches; i++)
-            for (const std::vector<double>& theirs : losses_by_rank) loss += theirs[i];
-        return loss;
+        return sum_losses(losses);
     }
 
-    // The norm of all gradients: sqrt(sum of g^2). The sum of each shard unit is taken first, then these sums
-    // are added. (On a GPU this makes the norm the same for any number of ranks, because each rank has whole
-    // shard units.)
+    // The norm of all gradients: sqrt(sum of g^2).
     double gradient_norm() const {
         double sum = 0;
         for (const Floats& gradient : network_.gradients)
-            for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
-                const size_t end = std::min<size_t>(gradient.size(), first + SHARD_UNIT);
-                double sum_of_unit = 0;
-                for (size_t e = first; e < end; e++) sum_of_unit += double(gradient[e]) * gradient[e];
-                sum += sum_of_unit;
-            }
+            for (double sum_of_unit : sums_of_squares(gradient)) sum += sum_of_unit;
         return std::sqrt(sum);
+    }
+    // The sum of g^2 of each shard unit (ranks.h) of a gradient. On a GPU this makes the norm the same for
+    // any number of ranks, because each rank has whole shard units.
+    static std::vector<double> sums_of_squares(const Floats& gradient) {
+        std::vector<double> sums;
+        for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
+            const size_t end = std::min<size_t>(gradient.size(), first + SHARD_UNIT);
+            double sum = 0;
+            for (size_t e = first; e < end; e++) sum += double(gradient[e]) * gradient[e];
+            sums.push_back(sum);
+        }
+        return sums;
     }
 
     // Updates all parameters. grad_norm: the norm of all gradients, before clipping.
@@ -700,22 +696,22 @@ private:
     }
 
     // Updates the elements of parameter i that this rank owns: dequantizes the moments, computes AdamW in
-    // FP32, and quantizes the moments again. s: states_[i]; in measure_quantization() a copy of it. key: of
-    // stochastic rounding, for weights without masters.
-    void update_parameter(ParamState& s, size_t i, const AdamWConstants& constants, uint64_t key) const {
+    // FP32, and quantizes the moments again. state: states_[i]; in measure_quantization() a copy of it. key:
+    // of stochastic rounding, for weights without masters.
+    void update_parameter(ParamState& state, size_t i, const AdamWConstants& constants, uint64_t key) const {
         const auto [first, n] = owned(settings_, params_[i]);
         Floats master(n), m(n), v(n);
         for (int64_t e = 0; e < n; e++)
-            master[e] = join_master(s.weight_bits[first + e], s.remainder[first + e]);
-        s.m.load(m.data());
-        s.v.load(v.data());
+            master[e] = join_master(state.weight_bits[first + e], state.remainder[first + e]);
+        state.m.load(m.data());
+        state.v.load(v.data());
         adamw(constants, n, network_.gradients[i].data() + first, master.data(), m.data(), v.data());
-        s.m.store(m.data(), /*is_second_moment=*/false, network_.stats_of(ReportKind::Moment1));
-        s.v.store(v.data(), /*is_second_moment=*/true, network_.stats_of(ReportKind::Moment2));
+        state.m.store(m.data(), /*is_second_moment=*/false, network_.stats_of(ReportKind::Moment1));
+        state.v.store(v.data(), /*is_second_moment=*/true, network_.stats_of(ReportKind::Moment2));
         for (int64_t e = 0; e < n; e++) {
             const int64_t at = first + e;  // in the parameter
-            if (settings_.keep_masters) split_master(master[e], &s.weight_bits[at], &s.remainder[at]);
-            else s.weight_bits[at] = round_stochastically(master[e], key, params_[i].flat_offset + at);
+            if (settings_.keep_masters) split_master(master[e], &state.weight_bits[at], &state.remainder[at]);
+            else state.weight_bits[at] = round_stochastically(master[e], key, params_[i].flat_offset + at);
         }
     }
 
@@ -728,7 +724,7 @@ private:
             for (OperandKind o : LINEAR_OPERANDS) {
                 DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
-                for (float theirs : all_gather(d.amax)) d.amax = std::max(d.amax, theirs);
+                d.amax = largest_of_ranks(d.amax);
                 d.update_history_and_scale(format_of(settings_.recipe, o).element_format);
             }
     }
@@ -736,13 +732,14 @@ private:
     // --- Weights and gradients ---
 
     void clear_gradients() {
-        for (size_t i = 0; i < params_.size(); i++) network_.gradients[i].assign(params_[i].size(), 0.0f);
+        for (Floats& gradient : network_.gradients) std::fill(gradient.begin(), gradient.end(), 0.0f);
+        for (Floats& sum : sums_) std::fill(sum.begin(), sum.end(), 0.0f);
     }
 
     // What the network computes with: the BF16 weight, or the master if the compute format is FP32.
-    float value_for_network(const ParamState& s, int64_t e) const {
+    float value_for_network(const ParamState& state, int64_t e) const {
         const bool bf16 = settings_.recipe.compute_format == Format::BF16;
-        return bf16 ? from_bf16(s.weight_bits[e]) : join_master(s.weight_bits[e], s.remainder[e]);
+        return bf16 ? from_bf16(state.weight_bits[e]) : join_master(state.weight_bits[e], state.remainder[e]);
     }
 
     // --- The state by name ---
@@ -763,15 +760,15 @@ private:
     Memory memory_of(const std::string& name, bool to_write = false) {
         const size_t i = param_index_of(params_, name);
         const Range own = owned(settings_, params_[i]);
-        ParamState& s = states_[i];
-        std::map<std::string, Memory> places = {{"", part_of(s.weight_bits, own)},
-                                                {".m", whole(s.m.elements)},
-                                                {".m.max", whole(s.m.max)},
-                                                {".m.k", whole(s.m.k)},
-                                                {".v", whole(s.v.elements)},
-                                                {".v.max", whole(s.v.max)},
-                                                {".v.k", whole(s.v.k)}};
-        if (settings_.keep_masters) places[".remainder"] = part_of(s.remainder, own);
+        ParamState& state = states_[i];
+        std::map<std::string, Memory> places = {{"", part_of(state.weight_bits, own)},
+                                                {".m", whole(state.m.elements)},
+                                                {".m.max", whole(state.m.max)},
+                                                {".m.k", whole(state.m.k)},
+                                                {".v", whole(state.v.elements)},
+                                                {".v.max", whole(state.v.max)},
+                                                {".v.k", whole(state.v.k)}};
+        if (settings_.keep_masters) places[".remainder"] = part_of(state.remainder, own);
         if (settings_.keep_gradients && !to_write) places[".gradient"] = part_of(network_.gradients[i], own);
         for (OperandKind o : LINEAR_OPERANDS) {
             DelayedScale& d = network_.delayed_scales[i][int(o)];
@@ -784,34 +781,65 @@ private:
         return place->second;
     }
 
-    // --- What ranks exchange ---
+    // --- What ranks exchange. (With one rank all_gather(x) is a list with x alone) ---
 
     // A value, or a vector of values, of each rank, in the order of the ranks.
     template <class Element> std::vector<Element> all_gather(const Element& mine) const {
         return settings_.communicator ? settings_.communicator->all_gather(mine) : std::vector<Element>{mine};
     }
 
-    // After every micro-batch: sum = round(sum + g_0 + g_1 + ...), where g_r is the gradient of rank r. The
-    // additions are in FP32 and in the order of the ranks.
-    void reduce_gradients(bool is_first_micro_batch) {
+    int64_t sum_over_ranks(int64_t mine) const {
+        int64_t sum = 0;
+        for (int64_t theirs : all_gather(mine)) sum += theirs;
+        return sum;
+    }
+    float largest_of_ranks(float mine) const {
+        for (float theirs : all_gather(mine)) mine = std::max(mine, theirs);
+        return mine;
+    }
+    // (Ranks send a char, because a vector<bool> does not store its elements as an array.)
+    bool true_on_all_ranks(bool mine) const {
+        for (char theirs : all_gather(char(mine))) mine = mine && theirs;
+        return mine;
+    }
+    // The sum of the losses of all ranks, added in the order of the micro-batches: micro-batch i of rank r is
+    // number i * ranks + r of the step. losses: of this rank, by micro-batch.
+    double sum_losses(const std::vector<double>& losses) const {
+        const std::vector<std::vector<double>> losses_by_rank = all_gather(losses);
+        double sum = 0;
+        for (size_t i = 0; i < losses.size(); i++)
+            for (const std::vector<double>& theirs : losses_by_rank) sum += theirs[i];
+        return sum;
+    }
+
+    // Called after every micro-batch. With one rank it does nothing, because network_.gradients adds up all
+    // micro-batches. With several ranks network_.gradients has the gradients of one micro-batch. They are
+    // added to sums_ and cleared:
+    //   sum = round(sum + g_0 + g_1 + ...)     g_r is the gradient of rank r
+    // The additions are in FP32 and in the order of the ranks. After the last micro-batch sums_ moves to
+    // network_.gradients, where the update looks for gradients.
+    void reduce_gradients(bool is_last_micro_batch) {
+        if (!settings_.communicator) return;
         for (size_t i = 0; i < params_.size(); i++) {
-            Floats& sum = sums_[i];
-            if (is_first_micro_batch) sum.assign(params_[i].size(), 0.0f);
-            const std::vector<Floats> gradients_by_rank = all_gather(network_.gradients[i]);
+            Floats &sum = sums_[i], &mine = network_.gradients[i];
+            sum.resize(mine.size());  // once: of zeros
+            const std::vector<Floats> gradients_by_rank = all_gather(mine);
             for (size_t e = 0; e < sum.size(); e++) {
                 for (const Floats& gradient : gradients_by_rank) sum[e] += gradient[e];
                 sum[e] = round_to(gradient_format(settings_), sum[e]);
             }
+            std::fill(mine.begin(), mine.end(), 0.0f);
         }
+        if (is_last_micro_batch) network_.gradients.swap(sums_);
     }
 
     // Renews network_.param_values[i] after an update or write() has changed states_[i]. Each rank sends the
     // weights that it owns to all ranks. A vector is not sent, because every rank owns the whole vector.
     void refresh_weight_on_all_ranks(size_t i) {
-        const ParamState& s = states_[i];
+        const ParamState& state = states_[i];
         const Range own = owned(settings_, params_[i]);
         Floats mine(own.count);
-        for (int64_t e = 0; e < own.count; e++) mine[e] = value_for_network(s, own.first + e);
+        for (int64_t e = 0; e < own.count; e++) mine[e] = value_for_network(state, own.first + e);
         const bool is_sharded = !params_[i].is_vector();
         auto to = network_.param_values[i].begin();
         for (const Floats& part : is_sharded ? all_gather(mine) : std::vector<Floats>{mine})

@@ -31,10 +31,10 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     constexpr double PI = 3.14159265358979323846;
     warmup = warmup_steps(warmup, steps);
     if (step < warmup) return float(peak * (step + 1) / warmup);
-    // n steps follow the warm-up, and the last of them is step n - 1 of the cosine. The usual cosine, as in
-    // nanoGPT and torchtitan, has the length n. If n is below 100, the cosine is shortened until the last
-    // step lies at 99% of it, where the rate is 0.1002 of the peak. (Otherwise a short run would end far
-    // above a tenth: with n = 3 at 0.33 of the peak.)
+    // n steps follow the warm-up; the last is step n - 1. The usual cosine, as in nanoGPT and torchtitan, has
+    // the length n, so the last step lies at (n - 1) / n of it. In a short run this is far from the end: with
+    // n = 3 the rate would end at 0.33 of the peak. So the last step is to lie at 0.99 of the cosine or
+    // beyond, where the rate is at most 0.1002 of the peak: if n is below 100, the length is (n - 1) / 0.99.
     const double n = double(steps - warmup);
     const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
     const double fraction = std::min(1.0, double(step - warmup) / length);  // of the cosine
@@ -138,10 +138,9 @@ void count_step(Run& run, const StepResult& result, Progress& progress) {
     } else if (result.target_count) {
         progress.skipped_in_a_row++;
     }
-    // A step that was not skipped is saved if a signal comes, or if the next micro-batches cannot be read.
-    // If the step was skipped, an earlier update may have made weights overflow. Such weights must not
-    // replace a good checkpoint. But if there is no checkpoint, they are better than nothing. (For the
-    // last step of a run there is a better check: see finish().)
+    // If a signal comes or the next micro-batches cannot be read, this step is saved if it is savable: it was
+    // not skipped, or there is no checkpoint that it would replace. (A skip may mean that an earlier update
+    // made weights overflow. For the last step of a run there is a better check: see finish().)
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
