@@ -253,9 +253,10 @@ private:
         if constexpr (!QUANTIZES) return saved;
         else return dequantize(saved);
     }
-    // What attention reads: values in the compute format. Values of the recipes are in it already. With the
-    // flag --attention groups load_saved() gives FP32 values of groups: they are rounded for attention, and
-    // the linear layer attention_out quantizes them as they are.
+    // What attention reads of saved tensors: their values, rounded to the compute format. In every recipe
+    // q, k, v and attention's output are saved in this format, so rounding changes nothing. With --attention
+    // groups the saved values are FP32: attention reads them rounded, the linear layer attention_out as they
+    // are.
     Tensor load_saved_for_attention(const SavedActivation& saved) const { return rounded(load_saved(saved)); }
 
     // FP8 codes saturate, which hides an infinity. So `finite` remembers whether the amax of each tensor
@@ -553,7 +554,8 @@ class ReferenceModel : public Model {
     const RunSettings& settings_ = network_.settings;
     const std::vector<Param>& params_ = network_.params;
     std::vector<ParamState> states_;  // by parameter
-    // By parameter: of several ranks, the sums of gradients. With one rank nothing. See reduce_gradients().
+    // By parameter: the sums of gradients of several ranks. With one rank they are empty. (reduce_gradients()
+    // says more.)
     std::vector<Floats> sums_;
 
 public:
@@ -600,7 +602,7 @@ public:
         network_.reset_finite_and_amaxes();
         const double divisor = divisor_of_mean(targets, settings_.B * settings_.T);
         const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
-        // (A division, as in step(), so that equal losses have the same bits.)
+        // (step() divides, too, so equal losses have the same bits.)
         return network_.finite ? sum / divisor : NAN;
     }
 
