@@ -39,8 +39,10 @@
 //   2           only read: the gradient in BF16
 // An H200 moves these bytes at 87% of its copy bandwidth.
 //
-// Why there are bundles, and loads ahead of their use (part 4). Together they save 15% of the time: on an
-// H200 this kernel updates Llama-2-7B in 26.0 ms, and the best kernel without them in 30.6 ms.
+// Why there are bundles, and loads ahead of their use (part 4). With bundles a lane moves one field for eight
+// spans by one load and one store. Loads ahead of their use hide the time that memory takes to answer.
+// Together they save 15%: on an H200 this kernel updates Llama-2-7B in 26.0 ms, and the best kernel without
+// them in 30.6 ms.
 //
 // dev/ladders/adamw.cu builds up a simpler kernel, idea by idea.
 #include "gpu/adamw.cuh"
@@ -57,9 +59,11 @@ static_assert(SPANS_PER_BUNDLE * FIELDS_PER_SPAN == 32, "each lane keeps one fie
 
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
-// A load by an instruction for global memory. Through a pointer from a table in memory the compiler would
-// use the generic one, because it does not know where such a pointer points to.
-template <class V> __device__ V load_global(const void* from) { return __ldca(static_cast<const V*>(from)); }
+// Loads with ld.global, the instruction for global memory. The compiler cannot know that a pointer which was
+// read from a table points to global memory, so it would use the slower generic instruction.
+template <class Value> __device__ Value load_global(const void* from) {
+    return __ldca(static_cast<const Value*>(from));
+}
 
 // ===========================================================================================================
 // 1. Dynamic range expansion of one moment (paper, section 4.2)
@@ -105,15 +109,15 @@ template <class Traits> __device__ float expansion_exponent(float max_magnitude,
 template <class Traits> __device__ float expand_magnitude(float k, float inverse_max, float x) {
     return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), Traits::LOG2_FMAX));
 }
-// 1 / max: the fast reciprocal, and one iteration of Newton's method. For a moment group of zeros the result
-// is 2^127, not infinity. Then |x| / max is 0, as it must be, and not NaN.
+// 1 / max: the fast reciprocal, and one iteration of Newton's method. For a moment group of zeros r is 2^126,
+// and the result is r + r (1 - 0 r) = 2^127, not infinity. Then |x| / max is 0, as it must be, and not NaN.
 __device__ float inverse_of_max(float max) {
     const float r = fast_reciprocal(fmaxf(max, 0x1p-126f));
     return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
 }
 
 // Contract: |x| / max = (|y| / FMAX)^(1/k). log2_ratio is log2(|y| / FMAX), from a table. (The CPU's
-// contract() returns x. Here max is the factor of FactoredMoments in gpu/adamw.cuh, and is multiplied later.)
+// contract() returns x. Here the multiplication by max is done later, together with that by beta.)
 __device__ float contract_to_ratio(float inverse_k, float log2_ratio) {
     return fast_exp2(log2_ratio * inverse_k);
 }
@@ -124,7 +128,8 @@ __device__ float contract_to_ratio(float inverse_k, float log2_ratio) {
 // no branch, and the compiler can interleave what m and v need. Then the careful path computes these few
 // again, and its results replace those of the fast path.
 //
-// The careful path is inlined, and its loop is unrolled. Otherwise the fast path would be up to 24% slower.
+// nvcc inlines the careful path by itself. It should stay so: in a __noinline__ function the careful path
+// makes the fast path up to 24% slower.
 enum class Path : uint8_t { Fast, Careful };
 
 // A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X) is
@@ -244,20 +249,24 @@ struct DecodedMoments {
     FactoredMoments m, v;
 };
 
-template <class M, class V>
+template <class MTraits, class VTraits>
 __device__ DecodedMoments decode_both(const SpanFields& fields, const Codes& codes, const Tables& tables) {
-    DecodedMoments decoded{.m = decode_moments<M, Path::Fast>(fields.m, codes.m, tables.m),
-                           .v = decode_moments<V, Path::Fast>(fields.v, codes.v, tables.v)};
-    if (is_wide<M>(fields.m)) decoded.m = decode_moments<M, Path::Careful>(fields.m, codes.m, tables.m);
-    if (is_wide<V>(fields.v)) decoded.v = decode_moments<V, Path::Careful>(fields.v, codes.v, tables.v);
+    DecodedMoments decoded{.m = decode_moments<MTraits, Path::Fast>(fields.m, codes.m, tables.m),
+                           .v = decode_moments<VTraits, Path::Fast>(fields.v, codes.v, tables.v)};
+    if (is_wide<MTraits>(fields.m))
+        decoded.m = decode_moments<MTraits, Path::Careful>(fields.m, codes.m, tables.m);
+    if (is_wide<VTraits>(fields.v))
+        decoded.v = decode_moments<VTraits, Path::Careful>(fields.v, codes.v, tables.v);
     return decoded;
 }
-template <class M, class V>
+template <class MTraits, class VTraits>
 __device__ Codes encode_both(const SpanFields& fields, const NewMoments& moments) {
-    Codes codes{.m = encode_moments<M, Path::Fast>(fields.m, moments.m),
-                .v = encode_moments<V, Path::Fast>(fields.v, moments.v)};
-    if (is_wide_or_small<M>(fields.m)) codes.m = encode_moments<M, Path::Careful>(fields.m, moments.m);
-    if (is_wide_or_small<V>(fields.v)) codes.v = encode_moments<V, Path::Careful>(fields.v, moments.v);
+    Codes codes{.m = encode_moments<MTraits, Path::Fast>(fields.m, moments.m),
+                .v = encode_moments<VTraits, Path::Fast>(fields.v, moments.v)};
+    if (is_wide_or_small<MTraits>(fields.m))
+        codes.m = encode_moments<MTraits, Path::Careful>(fields.m, moments.m);
+    if (is_wide_or_small<VTraits>(fields.v))
+        codes.v = encode_moments<VTraits, Path::Careful>(fields.v, moments.v);
     return codes;
 }
 
@@ -285,7 +294,8 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Ch
             .k = Traits::EXPANDS ? expansion_exponent<Traits>(max_magnitude, min_magnitude) : 1.0f};
 }
 
-// Which field of a bundle this lane keeps (the second drawing), and where this field is in memory. Spans are
+// Which field of a bundle this lane keeps (the drawing of lanes, fields and spans at the top of this file),
+// and where this field is in memory. Spans are
 // numbered from the beginning of the shard. bundle_begin is the number of a bundle's first span.
 struct FieldOfLane {
     bool is_of_v, is_k;
@@ -334,8 +344,8 @@ __device__ SpanFields fields_from_lanes(float kept, int pair) {
 // ===========================================================================================================
 // 4. The kernel
 //
-// It is compiled for each kind of weights W (gpu/adamw.cuh), and for the MomentTraits M and V of each
-// optimizer's first and second moments.
+// It is compiled for each kind of weights W (gpu/adamw.cuh), and for the MomentTraits of each optimizer's
+// first and second moments.
 
 constexpr int WARPS_PER_BLOCK = 8;
 constexpr int BLOCKS_PER_SM = 2;  // on a multiprocessor at once: a thread may then have 128 registers
@@ -371,8 +381,8 @@ template <class W> struct ElementsOfThread {
           codes_m(static_cast<uint8_t*>(s.m.data) + start - s.rank_offset),
           codes_v(static_cast<uint8_t*>(s.v.data) + start - s.rank_offset) {}
 
-    // How many elements it is from the thread's elements in the shard's first span to those in `span`. A span
-    // past the last one counts as the last span.
+    // span * 128: the distance, in elements, from the thread's elements in the shard's first span to those in
+    // `span`. A span past the last one counts as the last span.
     __device__ int64_t clamped_offset(int span) const {
         return static_cast<int64_t>(min(span, shard_spans - 1)) * MOMENT_GROUP_SIZE;
     }
@@ -398,7 +408,7 @@ template <class W> struct ElementsOfThread {
 //   loaded         what was loaded of these elements
 //   old_fields     of the span
 //   largest_bits   is raised: the bits of the largest magnitude of the thread's new weights
-template <class W, class M, class V>
+template <class W, class MTraits, class VTraits>
 __device__ SpanFields update_span(const ElementsOfThread<W>& elements, int span,
                                   const LoadedElements<W>& loaded, const SpanFields& old_fields,
                                   const Tables& tables, uint32_t& largest_bits) {
@@ -406,12 +416,12 @@ __device__ SpanFields update_span(const ElementsOfThread<W>& elements, int span,
     ChunkValues w, g;
     elements.weights.unpack(loaded.w, w);
     a.gradients.unpack(loaded.g, g);
-    const DecodedMoments old = decode_both<M, V>(old_fields, loaded.codes, tables);
+    const DecodedMoments old = decode_both<MTraits, VTraits>(old_fields, loaded.codes, tables);
     const NewMoments moments =
         adamw_of_chunk(a.constants, elements.clip_factor, elements.decay, g, old.m, old.v, w);
-    const SpanFields new_fields{.m = scaling_of_new_moments<M>(moments.m),
-                                .v = scaling_of_new_moments<V>(moments.v)};
-    const Codes codes = encode_both<M, V>(new_fields, moments);
+    const SpanFields new_fields{.m = scaling_of_new_moments<MTraits>(moments.m),
+                                .v = scaling_of_new_moments<VTraits>(moments.v)};
+    const Codes codes = encode_both<MTraits, VTraits>(new_fields, moments);
     elements.store(span, w, codes, largest_bits);
     return new_fields;
 }
@@ -429,7 +439,7 @@ __device__ SpanFields update_span(const ElementsOfThread<W>& elements, int span,
 //   load      fields, pair 0 | next bundle's fields, pair 1 | pair 2 | pair 3 | next bundle's pair 0
 //   update                   | pair 0                       | pair 1 | pair 2 | pair 3
 //   store                    | pair 0                       | pair 1 | pair 2 | pair 3, then the fields
-template <class W, class M, class V>
+template <class W, class MTraits, class VTraits>
 __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int begin, int end,
                                    const Tables& tables) {
     constexpr int STRIDE = WARPS_PER_BLOCK * SPANS_PER_BUNDLE;  // spans from a warp's bundle to its next one
@@ -456,7 +466,7 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
                 elements.load(pair + 1 < pairs ? span + SPANS_PER_PAIR : bundle_begin + STRIDE + half);
             const SpanFields old_fields = fields_from_lanes(old_lane_field, pair);
             const SpanFields new_fields =
-                update_span<W, M, V>(elements, span, loaded, old_fields, tables, largest_bits);
+                update_span<W, MTraits, VTraits>(elements, span, loaded, old_fields, tables, largest_bits);
             if (pair == lane_field.pair_in_bundle) new_lane_field = lane_field.choose_from(new_fields);
         }
         lane_field.store(bundle_begin, new_lane_field);
@@ -494,12 +504,12 @@ __device__ SpanRange spans_of_shard(const Shard& shard) {
 // A block goes through the shards to which its spans belong. In each shard warp 0 takes the first bundle,
 // warp 1 the second, and so on; after the last warp, warp 0 takes the next bundle. If some spans of a bundle
 // belong to one block and some to the next, the first block updates the bundle.
-template <class W, class M, class V>
+template <class W, class MTraits, class VTraits>
 __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_kernel(const AdamWArguments a) {
     __shared__ Tables tables;
     if (a.state->skip) return;
-    fill_table<M>(tables.m);
-    fill_table<V>(tables.v);
+    fill_table<MTraits>(tables.m);
+    fill_table<VTraits>(tables.v);
     __syncthreads();
     const int warp = threadIdx.x / 32;
     const SpanRange spans_in_block = spans_of_block(a.elements);
@@ -513,9 +523,9 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_ker
         const int64_t begin = max(spans_in_block.begin, spans_in_shard.begin) - spans_in_shard.begin;
         const int64_t end = min(spans_in_block.end, spans_in_shard.end) - spans_in_shard.begin;
         const int64_t first_span_of_warp = (ceil_div(begin, SPANS_PER_BUNDLE) + warp) * SPANS_PER_BUNDLE;
-        const uint32_t largest_bits = update_bundles<W, M, V>(a, shard, static_cast<int>(first_span_of_warp),
-                                                              static_cast<int>(end), tables);
-        if (shard.weight_amax_out) update_amax_by_warp(&shard.weight_amax_out->amax, largest_bits);
+        const uint32_t largest_bits = update_bundles<W, MTraits, VTraits>(
+            a, shard, static_cast<int>(first_span_of_warp), static_cast<int>(end), tables);
+        if (shard.weight_amax_out) update_amax_by_warp(shard.weight_amax_out, largest_bits);
     }
 }
 
@@ -561,11 +571,12 @@ AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
             .scaled_eps = static_cast<float>(bias1 * options.eps)};
 }
 
-// Calls f<M, V>() with the MomentTraits of first moments in the format OF_M and second moments in OF_V.
+// Calls f<MTraits, VTraits>() with the MomentTraits of first moments in the format OF_M and of second moments
+// in OF_V.
 template <Format OF_M, Format OF_V, bool EXPANSION, class F> void call_with_traits(F f) {
-    using M = MomentTraits<MomentKind::First, OF_M, EXPANSION>;
-    using V = MomentTraits<MomentKind::Second, OF_V, EXPANSION>;
-    f.template operator()<M, V>();
+    using MTraits = MomentTraits<MomentKind::First, OF_M, EXPANSION>;
+    using VTraits = MomentTraits<MomentKind::Second, OF_V, EXPANSION>;
+    f.template operator()<MTraits, VTraits>();
 }
 // The same for an optimizer whose moments are in FP8 moment groups.
 template <class F> void with_moment_traits(const OptimizerFormats& o, F f) {
@@ -582,33 +593,34 @@ template <class F> void with_moment_traits(const OptimizerFormats& o, F f) {
 __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
-    TensorScale* const weight_amax_out = a.shards[i].weight_amax_out;
-    if (weight_amax_out) weight_amax_out->amax = 0;
+    float* const weight_amax_out = a.shards[i].weight_amax_out;
+    if (weight_amax_out) *weight_amax_out = 0;
 }
 
 }  // namespace
 
-void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& g,
+void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& update,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
     const AdamWArguments arguments{.constants = kernel_constants(options),
                                    .moment_scales = moment_scales(optimizer),
                                    .fmax_m = info(optimizer.m_format).fmax,
                                    .fmax_v = info(optimizer.v_format).fmax,
-                                   .shards = g.shards,
-                                   .shard_count = g.count,
-                                   .elements = g.elements,
+                                   .shards = update.shards,
+                                   .shard_count = update.count,
+                                   .elements = update.elements,
                                    .weights = weights,
                                    .rounding_key = rounding_key,
-                                   .gradients = bf16_or_fp32(g.gradients, g.format),
+                                   .gradients = bf16_or_fp32(update.gradients, update.format),
                                    .state = state};
-    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(g.count, 128), 128,
+    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(update.count, 128), 128,
            /*shared_bytes=*/0, stream, arguments);
     update_shards_without_moment_groups(arguments, stream);
-    if (arguments.moment_scales != MomentScales::PerMomentGroup || g.elements.count == 0) return;
+    if (arguments.moment_scales != MomentScales::PerMomentGroup || update.elements.count == 0) return;
     with_weights(weights, [&]<class W>() {
-        with_moment_traits(optimizer, [&]<class M, class V>() {
-            launch("adamw", adamw_kernel<W, M, V>, adamw_blocks(g.elements.count / MOMENT_GROUP_SIZE),
-                   32 * WARPS_PER_BLOCK, /*shared_bytes=*/0, stream, arguments);
+        with_moment_traits(optimizer, [&]<class MTraits, class VTraits>() {
+            launch("adamw", adamw_kernel<W, MTraits, VTraits>,
+                   adamw_blocks(update.elements.count / MOMENT_GROUP_SIZE), 32 * WARPS_PER_BLOCK,
+                   /*shared_bytes=*/0, stream, arguments);
         });
     });
 }

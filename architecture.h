@@ -18,7 +18,7 @@ struct Architecture {
     bool gated = false;              // the activation function is SiLU(gate) * up; else GELU in its tanh form
     bool qkv_bias = false;           // the linear layer of q, k and v has a bias
     bool other_biases = false;       // the other linear layers have a bias
-    bool qk_norm = false;            // each head of q and of k passes an RMSNorm before RoPE
+    bool qk_norms = false;           // each head of q and of k passes an RMSNorm before RoPE
 };
 // clang-format off
 inline constexpr Architecture LLAMA{
@@ -30,7 +30,7 @@ inline constexpr Architecture QWEN2{
     .qkv_bias = true};
 inline constexpr Architecture QWEN3{
     .name = "qwen3", .transformers_class = "Qwen3ForCausalLM", .rms = true, .rope = true, .gated = true,
-    .qk_norm = true};
+    .qk_norms = true};
 inline constexpr Architecture GPT2{
     .name = "gpt2", .transformers_class = "GPT2LMHeadModel", .qkv_bias = true, .other_biases = true};
 // clang-format on
@@ -192,11 +192,11 @@ inline std::vector<Param> parameters(const ModelConfig& config) {
         table.layer = layer;
         const std::string prefix = concat("layers.", layer, ".");
         // Each of the four buckets of a layer has a linear layer. The buckets of qkv and of gate_up also have
-        // the norm before it, and that of qkv has Qwen3's norms of heads, qk_norm, too.
+        // the norm before it, and that of qkv has Qwen3's norms of heads, qk_norms, too.
         table.bucket++;
         table.add_norm(prefix + "norm1");
         table.add_linear(prefix + "qkv", config.qkv_cols(), config.C, init_std, config.arch.qkv_bias);
-        if (config.arch.qk_norm)  // [of q | of k]
+        if (config.arch.qk_norms)  // [of q | of k]
             table.add(prefix + "qk_norm.weight", NORM_WEIGHT, 1, 2 * config.HS(), 0);
         table.bucket++;
         // The output projection, which reads attention's output. (In Hugging Face's Llama it is o_proj.)

@@ -8,8 +8,8 @@
 //   operands of GEMMs                    E4M3 or E5M2 codes, with one scale for the tensor (part 3). They are
 //                                        stored row-major, transposed, or both
 //
-// The scale of an operand follows from its amax, its largest magnitude. Usually the kernel that writes the
-// input of a norm or of an activation has found it already (part 2).
+// The scale of an operand follows from its amax, its largest magnitude. Usually an earlier kernel, which had
+// the values at hand, has found the amax (part 2; which kernel this is: the two tables in model.cu).
 //
 // Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 x 8 elements of
 // it: in each of 8 rows a chunk, which is 8 neighbouring columns. (Of [gate | up] a block owns two tiles, at
@@ -31,7 +31,7 @@
 // Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //
 //   write_operand()                        part 4            chooses: codes, or values without codes
-//     quantize()                           part 4            chooses: the function for this granularity
+//     quantize_operand()                 part 4            chooses: the function for this granularity
 //       quantize_per_tensor()              part 3            chooses: with or without transposed codes
 //         with_producer_for_quantizer()    lazy_tensor.cuh   chooses: the producer that computes x
 //           launch()                       device.cuh        starts quantize_kernel()
@@ -65,7 +65,7 @@ namespace coat::gpu {
 //   code    x / scale, rounded to E4M3; what is larger than 448 becomes 448
 //   value   code * scale. Forward and backward both compute with it
 //
-// The code is in gpu/device.cuh: Groups::group_scale(), and Groups::round_in_place_and_store().
+// The code is in gpu/device.cuh: GroupsView::group_scale(), and GroupsView::round_in_place_and_store().
 //
 //   - Rounding the scale may make it smaller. Then amax / scale is larger than 448, at most 448 (1 + 2^-8) =
 //     449.75. It becomes 448: an error of less than 2, where any value above 256 may have an error of 16.
@@ -97,7 +97,7 @@ enum class ExtraTask : uint8_t {
 
 template <class Producer, ExtraTask TASK>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_groups_kernel(Producer producer, int64_t rows, Groups groups, TensorScale* activation_amax_out) {
+    quantize_groups_kernel(Producer producer, int64_t rows, GroupsView groups, float* activation_amax_out) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace place;
     // A thread outside the tensor ends here. Nobody would use its values, but reading what another thread
@@ -119,22 +119,20 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
         }
         if (TASK == ExtraTask::ActivationAmax) largest = amax_of_activation(largest, v);
     });
-    if (TASK == ExtraTask::ActivationAmax)
-        update_amax_by_warp(&activation_amax_out->amax, magnitude_bits(largest));
+    if (TASK == ExtraTask::ActivationAmax) update_amax_by_warp(activation_amax_out, magnitude_bits(largest));
 }
 
 // x is in one plane, or (GATED) in the two planes of [gate | up].
 template <ExtraTask TASK, bool GATED = false>
-static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
-                                   TensorScale* activation_amax_out, QuantStats* quant_stats,
-                                   cudaStream_t stream) {
+static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups, float* activation_amax_out,
+                                   QuantStats* quant_stats, cudaStream_t stream) {
     require(x.format.element_format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
     measure_quant_errors(lazy_stored(x), {groups}, quant_stats, stream);
-    using P = LazyProducer<LazyOp::Stored, Plain<bf16>, GATED>;
-    const P producer{plain<bf16>(x.data), GATED ? x.cols / 2 : x.cols, lazy_stored(x)};
+    using P = LazyProducer<LazyOp::Stored, PlainView<bf16>, GATED>;
+    const P producer{plain_view<bf16>(x.data), GATED ? x.cols / 2 : x.cols, lazy_stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(x.rows, producer.width),
-           TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, groups_of(groups),
+           TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, groups_view(groups),
            activation_amax_out);
 }
 
@@ -145,8 +143,7 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 }
 
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               TensorScale* activation_amax_out, QuantStats* quant_stats,
-                               cudaStream_t stream) {
+                               float* activation_amax_out, QuantStats* quant_stats, cudaStream_t stream) {
     // If no amax is needed, it does not matter what is gate and what is up: F is a multiple of 16, so that no
     // group has elements of both, and the groups are those of any tensor (N, 2F).
     if (!activation_amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
@@ -168,25 +165,28 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 //                                   update_amax_by_warp() (gpu/device.cuh)
 //   stage 2                         the atomicMax with which update_amax_by_warp() ends
 //
-// Usually no kernel of its own is needed. A kernel that writes the input of a norm or of an activation also
-// computes what the norm or the activation will put out, and keeps only the amax of that. The kernel below is
-// for what no other kernel has at hand, for instance the gradient of gate and up.
+// Usually no kernel of its own is needed:
+//   - A kernel that writes the input of a norm or of an activation also computes what the norm or the
+//     activation will put out, and keeps only the amax of that.
+//   - A kernel that writes a tensor which is quantized next (attention forward and backward, the backward
+//     pass of norms, AdamW) finds the amax of what it writes.
+// The kernel below is for what no other kernel has at hand, for instance the gradient of gate and up.
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    compute_amax_kernel(Producer producer, int64_t rows, TensorScale* x_amax_out) {
+    compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_out) {
     float largest = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
     for_each_row(producer, TilePlace(), rows,
                  [&](int /*row*/, const ChunkValues(&v)[Producer::PLANES], bool /*live*/) {
                      for (int p = 0; p < Producer::PLANES; p++) largest = larger_magnitude(largest, v[p]);
                  });
-    update_amax_by_warp(&x_amax_out->amax, magnitude_bits(largest));
+    update_amax_by_warp(x_amax_out, magnitude_bits(largest));
 }
 
 // x says which tensor is meant, and from what it is computed (gpu/operators.h). with_producer_for_quantizer()
 // calls the function below with the producer that computes x.
-void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t stream) {
+void compute_amax(const LazyTensor& x, float* x_amax_out, cudaStream_t stream) {
     with_producer_for_quantizer(x, [&](auto producer) {
         launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, x_amax_out);
@@ -254,10 +254,10 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
     });
 }
 
-void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
+void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     const TensorFormat& format = out.tensor.format;
     require(format.fp8() && format != E4M3_1x16,
-            "quantize() makes the FP8 codes of a GEMM's operand, not groups");
+            "quantize_operand() makes the FP8 codes of a GEMM's operand, not groups");
     // Both of these are in gpu/other_scaling.cu.
     if (format.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, stream);
     if (out.delayed) return quantize_delayed(x, out, quant_stats, stream);
@@ -267,7 +267,7 @@ void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, 
 }
 
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
-    if (out.tensor.format.fp8()) quantize(x, out, quant_stats, stream);
+    if (out.tensor.format.fp8()) quantize_operand(x, out, quant_stats, stream);
     else store_values(x, out.tensor, stream);
 }
 
@@ -312,12 +312,12 @@ void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, 
         return write_operand(x, out, quant_stats, stream);
     }
     measure_quant_errors(x, out, quant_stats, stream);
-    using P = LazyProducer<LazyOp::Stored, Plain<bf16>>;
+    using P = LazyProducer<LazyOp::Stored, PlainView<bf16>>;
     auto kernel = write_operand_and_add_column_sums_kernel<P, Format::E4M3>;
     if (format.element_format == Format::E5M2)
         kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;
     launch("write_operand_and_add_column_sums", kernel, column_grid(x.cols), TILE_THREADS, /*shared_bytes=*/0,
-           stream, P{plain<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.tensor_scale,
+           stream, P{plain_view<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.tensor_scale,
            info(format.element_format).fmax, static_cast<uint8_t*>(out.tensor.data),
            static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);

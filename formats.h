@@ -135,11 +135,11 @@ struct TensorFormat {
 inline constexpr TensorFormat PLAIN_FP32{.element_format = Format::FP32};
 inline constexpr TensorFormat PLAIN_BF16{.element_format = Format::BF16};
 // With scales, by granularity:
-inline constexpr TensorFormat E4M3_TENSOR{.element_format = Format::E4M3};
-inline constexpr TensorFormat E5M2_TENSOR{.element_format = Format::E5M2};
+inline constexpr TensorFormat E4M3_PER_TENSOR{.element_format = Format::E4M3};
+inline constexpr TensorFormat E5M2_PER_TENSOR{.element_format = Format::E5M2};
 inline constexpr TensorFormat E4M3_1x16{
     .element_format = Format::E4M3, .granularity = PER_1x16, .scale_format = Format::BF16};
-inline constexpr TensorFormat E4M3_ROW{.element_format = Format::E4M3, .granularity = PER_ROW};
+inline constexpr TensorFormat E4M3_PER_ROW{.element_format = Format::E4M3, .granularity = PER_ROW};
 inline constexpr TensorFormat E4M3_1x128{.element_format = Format::E4M3, .granularity = PER_1x128};
 inline constexpr TensorFormat E4M3_128x128{.element_format = Format::E4M3, .granularity = PER_128x128};
 

@@ -1,6 +1,6 @@
-// model.cu - one training step on the GPU, from the first token to the last update, of any model and recipe
-// of formats.h, with the kernels of coat.cu, adamw.cu and gpu/. It mirrors the reference in
-// reference_model.cpp. There are two classes:
+// model.cu - one training step on the GPU, from the first token to the last update, of any model
+// (known_models.h) in any recipe (recipes.h), with the kernels of coat.cu, adamw.cu and gpu/. It mirrors the
+// reference in reference_model.cpp. There are two classes:
 //
 //   1. Network    forward and backward of a micro-batch
 //   2. GpuModel   a step, and what else one asks of a model
@@ -49,8 +49,8 @@ using namespace gpu;
 struct Layer {
     // The weights of the norms, as indices into ParameterState::params (gpu/parameter_state.h).
     size_t norm1_weight_index, norm2_weight_index;
-    std::optional<size_t> qk_norm_weight_index;  // only Qwen3 has norms of the heads of q and k
-    LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;  // named after the weight, + _proj
+    std::optional<size_t> qk_norms_weight_index;  // only Qwen3 has norms of the heads of q and k: qk_norms
+    LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;  // the name of the weight, and _proj
     std::vector<TensorRef> saved_tensors;  // by SavedKind (architecture.h), with the rows of a micro-batch
 };
 
@@ -62,18 +62,19 @@ struct ResidualNorm {
     LinearLayer* reader;
 
     bool saves_groups() const { return norm.in.format.fp8(); }
-    TensorScale* place_for_output_amax() const { return reader ? reader->place_for_x_amax() : nullptr; }
+    float* place_for_output_amax() const { return reader ? reader->place_for_x_amax() : nullptr; }
 };
 
-// The residual stream (N, C) in forward. Each residual sum is stored twice: in groups, as the saved input of
-// the norm that reads the stream next; and in the compute format, in a buffer, for the next sum.
+// The residual stream (N, C) in forward. In coat each residual sum is stored twice: in groups, as the saved
+// input of the norm that reads the stream next; and in BF16, in a buffer, for the next sum. Only the last
+// sum, the input of the final norm, is stored once, in BF16.
 //
 // Recipes that save no groups store each sum once, as the saved input of that norm. They have no buffer.
 struct ResidualStream {
     TensorRef buffer;  // (N, C), or no tensor
 
-    // Where a residual sum goes that the norm `next` is to read.
-    ResidualSum sum_for(const ResidualNorm& next) const {
+    // Where a residual sum is stored that the norm `next` is to read.
+    ResidualSumOutputs outputs_for(const ResidualNorm& next) const {
         return {.x_out = next.saves_groups() ? buffer : TensorRef{},
                 .next_norm = next.norm,
                 .norm_output_amax_out = next.place_for_output_amax()};
@@ -82,20 +83,20 @@ struct ResidualStream {
     TensorRef before(const ResidualNorm& n) const { return n.saves_groups() ? buffer : n.norm.in; }
 };
 
-// What runs: B sequences of T tokens, which are a micro-batch of a step or of an evaluation, or a prompt. A
-// MicroBatchPass is given to every function that depends on it.
-struct MicroBatchPass {
+// B sequences of T tokens: a micro-batch of a step or of an evaluation, or a prompt. Every function that
+// depends on these numbers is given the MicroBatch.
+struct MicroBatch {
     int64_t B, T;
     int64_t N = B * T;  // tokens
 
     // The rest is for backward.
-    bool first_micro_batch = true;  // of the step, on this rank
+    bool is_first = true;  // of the step, on this rank
     // Whether GEMMs overwrite gradients: in the first micro-batch. In later ones they add to the gradients.
     // With several ranks they always overwrite: backward writes to a buffer, from which the gradients are
     // sent, and the sums of the step lie elsewhere.
     bool overwrites_gradients = true;
     // The settings of the update, if finish_bucket() does it (--gradients none). Otherwise null.
-    const AdamWOptions* update_in_backward = nullptr;
+    const AdamWOptions* options_of_update_in_backward = nullptr;
 };
 
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
@@ -149,9 +150,9 @@ class Network {
     const size_t head_index_ = parameter_state_.index(config_.tied ? "embedding" : "head");
 
     // What kind of model it is.
-    const bool rotary_ = config_.arch.rope;       // RoPE; GPT-2 has learned positions
-    const bool gated_ = config_.arch.gated;       // SiLU(gate) x up; GPT-2 has GELU
-    const bool qk_norms_ = config_.arch.qk_norm;  // norms of the heads of q and k; only Qwen3
+    const bool rotary_ = config_.arch.rope;        // RoPE; GPT-2 has learned positions
+    const bool gated_ = config_.arch.gated;        // SiLU(gate) x up; GPT-2 has GELU
+    const bool qk_norms_ = config_.arch.qk_norms;  // norms of the heads of q and k; only Qwen3
 
     // Whether the row-major codes of dgate_up overwrite the saved gate and up: true for coat. This is
     // possible under two conditions:
@@ -190,13 +191,14 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // A micro-batch
 
-    // Adds the losses to memory_.outcome()->loss, and computes all gradients but the embedding's.
-    void forward_and_backward(const MicroBatchPass& pass) {
-        forward(pass);
-        head_forward_and_backward(pass);
+    // Adds the losses to memory_.outcome()->loss, and computes all gradients but those that follow in
+    // add_embedding_gradients().
+    void forward_and_backward(const MicroBatch& micro_batch) {
+        forward(micro_batch);
+        head_forward_and_backward(micro_batch);
         for (int64_t l = config_.L - 1; l >= 0; l--) {
-            mlp_block_backward(pass, layers_[l]);
-            attention_block_backward(pass, layers_[l],
+            mlp_block_backward(micro_batch, layers_[l]);
+            attention_block_backward(micro_batch, layers_[l],
                                      l > 0 ? layers_[l - 1].down_proj.place_for_g_amax() : nullptr);
         }
     }
@@ -207,7 +209,7 @@ public:
     //
     //   operand               what it is            who computes its amax
     //   qkv_proj.x            output of norm 1      embed(), or add_branch_and_save() of the layer before
-    //   attention_out_proj.x  output of attention   attention_forward()
+    //   attention_out_proj.x  output of attention   attention_forward() in core_attention_forward()
     //   gate_up_proj.x        output of norm 2      add_branch_and_save() in attention_block_forward()
     //   down_proj.x           output of the         quantize_activation_input(), which saves gate and up in
     //                         activation            groups
@@ -220,62 +222,70 @@ public:
     // Delayed scaling (te) needs amaxes before the operands only while a history of amaxes is empty.
 
     // The embedding and all layers, up to the input of the final norm.
-    void forward(const MicroBatchPass& pass) {
+    void forward(const MicroBatch& micro_batch) {
         const Arena::Scope scope(arena_);
         ResidualStream residual{};
-        if (recipe_.saved_inputs.fp8()) residual.buffer = allocate_tensor(pass.N, config_.C);
+        if (recipe_.saved_inputs.fp8()) residual.buffer = allocate_tensor(micro_batch.N, config_.C);
         // Each micro-batch has its own amaxes. (Delayed scaling: begin_delayed_scaling() clears them)
         if (!amax_table_.delayed()) amax_table_.clear_operand_amaxes();
-        embed_and_save(pass, residual, norm1_of(pass, layers_[0]));
+        embed_and_save(micro_batch, residual, norm1_of(micro_batch, layers_[0]));
         for (int64_t l = 0; l < config_.L; l++) {
             const bool last = l + 1 == config_.L;
-            attention_block_forward(pass, layers_[l], residual);
-            mlp_block_forward(pass, layers_[l], residual,
-                              last ? final_norm(pass) : norm1_of(pass, layers_[l + 1]));
+            attention_block_forward(micro_batch, layers_[l], residual);
+            mlp_block_forward(micro_batch, layers_[l], residual,
+                              last ? final_norm(micro_batch) : norm1_of(micro_batch, layers_[l + 1]));
         }
     }
 
 private:
     // The embedding: a row of the weight for each token, and in GPT-2 a row for its position. The sum is
     // saved as the input of the first norm 1.
-    void embed_and_save(const MicroBatchPass& pass, const ResidualStream& residual,
+    void embed_and_save(const MicroBatch& micro_batch, const ResidualStream& residual,
                         const ResidualNorm& first_norm) {
         sharding_.gather_weights(Sharding::EMBEDDING_GATHER_UNIT, Direction::Forward);
         const TensorRef positions =
             rotary_ ? TensorRef{} : sharding_.weight(parameter_state_.index("positions"));
-        embed(sharding_.weight(embedding_index_), positions, memory_.tokens, pass.T,
-              residual.sum_for(first_norm), stream_);
+        embed(sharding_.weight(embedding_index_), positions, memory_.tokens, micro_batch.T,
+              residual.outputs_for(first_norm), stream_);
         measure_norm_input_errors(residual, first_norm);
     }
 
     // The first half of a layer.
-    void attention_block_forward(const MicroBatchPass& pass, Layer& layer, const ResidualStream& residual) {
+    void attention_block_forward(const MicroBatch& micro_batch, Layer& layer,
+                                 const ResidualStream& residual) {
         const Arena::Scope scope(arena_);
-        const ResidualNorm norm1 = norm1_of(pass, layer);
-        const TensorRef saved_qkv = saved_tensor(pass, layer, SavedKind::Qkv);
-        const TensorRef saved_attention_output = saved_tensor(pass, layer, SavedKind::AttentionOutput);
-        // The saved tensors themselves. (With --attention groups: buffers)
-        const TensorRef qkv = attention_buffer(saved_qkv);
-        const TensorRef attention_output = attention_buffer(saved_attention_output);
+        const ResidualNorm norm1 = norm1_of(micro_batch, layer);
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). lazy_norm() computes nothing yet:
         // fprop() computes x while it makes the codes of x
         const LazyTensor x = lazy_norm(norm1.norm);
+        const TensorRef qkv = allocate_buffer_if_needed(saved_tensor(micro_batch, layer, SavedKind::Qkv));
         layer.qkv_proj.fprop(x, qkv);
-        // rotary positions. (Qwen3: in attention_input())
-        if (rope_at_projection())
-            rope(rope_args(pass), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
-        save_and_reload(qkv, saved_qkv);
-        // attention: causal, within each sequence of T tokens -> (N, q_cols)
-        const TensorRef attention_qkv = attention_input(pass, layer, qkv);
-        attention_forward(attention_shape_args(pass), attention_qkv.data, attention_output.data,
-                          saved_log_sum_exp(pass, layer),
-                          place_for_attention_output_amax(layer, saved_attention_output), stream_);
-        save_attention_output(layer, attention_output, saved_attention_output);
+        // attention with rotary positions -> (N, q_cols)
+        core_attention_forward(micro_batch, layer, qkv);
         // attention output projection: (N, q_cols) -> (N, C)
-        const TensorRef branch = allocate_tensor(pass.N, config_.C);
-        layer.attention_out_proj.fprop(lazy_stored(saved_attention_output), branch);
+        const TensorRef branch = allocate_tensor(micro_batch.N, config_.C);
+        const TensorRef attention_output = saved_tensor(micro_batch, layer, SavedKind::AttentionOutput);
+        layer.attention_out_proj.fprop(lazy_stored(attention_output), branch);
         // residual sum, which saves the input of norm 2
-        add_branch_and_save(residual, norm1, branch, norm2_of(pass, layer));
+        add_branch_and_save(residual, norm1, branch, norm2_of(micro_batch, layer));
+    }
+    // Attention, causal, within each sequence of T tokens. Saves q, k and v, and the output of attention
+    // (N, q_cols), whose amax it finds.
+    //
+    // In most runs only rope() and attention_forward() do something. The other calls are for Qwen3 and for
+    // --attention groups. Without these they do nothing, or return the tensor that they are given: see the
+    // section "q, k, v and the output of attention".
+    void core_attention_forward(const MicroBatch& micro_batch, const Layer& layer, const TensorRef& qkv) {
+        const TensorRef saved_output = saved_tensor(micro_batch, layer, SavedKind::AttentionOutput);
+        const TensorRef output = allocate_buffer_if_needed(saved_output);
+        if (rope_at_projection())
+            rope(rope_args(micro_batch), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
+        save_and_reload(qkv, saved_tensor(micro_batch, layer, SavedKind::Qkv));
+        const TensorRef attention_qkv = make_attention_input(micro_batch, layer, qkv);
+        attention_forward(attention_shape_args(micro_batch), attention_qkv.data, output.data,
+                          saved_log_sum_exp(micro_batch, layer),
+                          place_for_attention_output_amax(layer, saved_output), stream_);
+        save_attention_output(layer, output, saved_output);
     }
 
     // The second half of a layer. next: the norm that reads the residual stream after this layer. For a first
@@ -284,21 +294,21 @@ private:
     //   TensorRef            refers to a tensor on the GPU, as a pointer does
     //   LazyTensor           says how a tensor is to be computed; lazy_norm() and lazy_activation() make one
     //   place_for_x_amax()   where an amax is stored for the linear layer that will quantize its input x
-    void mlp_block_forward(const MicroBatchPass& pass, Layer& layer, const ResidualStream& residual,
+    void mlp_block_forward(const MicroBatch& micro_batch, Layer& layer, const ResidualStream& residual,
                            const ResidualNorm& next) {
         const Arena::Scope scope(arena_);
-        const ResidualNorm norm2 = norm2_of(pass, layer);
-        const TensorRef gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
+        const ResidualNorm norm2 = norm2_of(micro_batch, layer);
+        const TensorRef gate_up = saved_tensor(micro_batch, layer, SavedKind::GateUp);
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. lazy_norm() computes
         // nothing yet: fprop() computes x while it makes the codes of x
         const LazyTensor x = lazy_norm(norm2.norm);
-        // Both cases save gate and up. If down_proj needs the amax of its x, the output of the activation,
-        // they compute it, too
+        // Each branch of the `if` saves gate and up. It also finds the amax of down_proj's x, the output of
+        // the activation, if down_proj needs this amax
         if (gate_up.format.fp8()) {
             // coat: the projection's output is the widest tensor of a layer. It exists only until its groups
             // are saved
             const Arena::Scope until_saved(arena_);
-            const TensorRef before_groups = allocate_tensor(pass.N, gate_up.cols);
+            const TensorRef before_groups = allocate_tensor(micro_batch.N, gate_up.cols);
             layer.gate_up_proj.fprop(x, before_groups);
             quantize_activation_input(gated_, before_groups, gate_up, layer.down_proj.place_for_x_amax(),
                                       context_.quant_stats_of(ReportKind::ActivationInput), stream_);
@@ -308,7 +318,7 @@ private:
             layer.down_proj.compute_x_amax_if_needed(lazy_activation(gated_, gate_up));
         }
         // activation, which fprop() computes, and down projection: (N, F) -> (N, C)
-        const TensorRef branch = allocate_tensor(pass.N, config_.C);
+        const TensorRef branch = allocate_tensor(micro_batch.N, config_.C);
         layer.down_proj.fprop(lazy_activation(gated_, gate_up), branch);
         // residual sum, which saves the input of the next norm
         add_branch_and_save(residual, norm2, branch, next);
@@ -319,7 +329,7 @@ private:
     // half, which has read the residual stream before.
     void add_branch_and_save(const ResidualStream& residual, const ResidualNorm& own_norm,
                              const TensorRef& branch, const ResidualNorm& next) {
-        residual_add(residual.before(own_norm), branch, residual.sum_for(next), stream_);
+        residual_add(residual.before(own_norm), branch, residual.outputs_for(next), stream_);
         measure_norm_input_errors(residual, next);
     }
 
@@ -328,35 +338,35 @@ private:
     // a slice of HEAD_SLICE_TOKENS tokens at a time.
 
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
-    void head_forward_and_backward(const MicroBatchPass& pass) {
+    void head_forward_and_backward(const MicroBatch& micro_batch) {
         const Arena::Scope scope(arena_);
-        const TensorRef dy = allocate_tensor(pass.N, config_.C);  // y: the final norm's output
+        const TensorRef dy = allocate_tensor(micro_batch.N, config_.C);  // y: the final norm's output
         // With several ranks: gathers the head, and begins to gather the last layer, where backward goes next
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Backward);
-        const TensorRef dweight = begin_head_gradient(pass);
-        for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS)
-            head_slice_forward_and_backward(pass, first, dy, dweight);
-        add_up_losses(pass);
+        const TensorRef dweight = begin_head_gradient(micro_batch);
+        for (int64_t first = 0; first < micro_batch.N; first += HEAD_SLICE_TOKENS)
+            head_slice_forward_and_backward(micro_batch, first, dy, dweight);
+        add_up_losses(micro_batch);
         finish_head_gradient(dweight);
         // final norm: the gradient of the residual stream begins here. An untied head is in the final norm's
         // bucket, too, and its gradient is complete
         const int64_t bucket = parameter_state_.params[final_norm_weight_index_].bucket;
-        begin_bucket(pass, bucket);
-        residual_norm_backward(pass, final_norm(pass), dy, /*dresidual_in=*/TensorRef{},
+        begin_bucket(micro_batch, bucket);
+        residual_norm_backward(micro_batch, final_norm(micro_batch), dy, /*dresidual_in=*/TensorRef{},
                                layers_.back().down_proj.place_for_g_amax());
-        finish_bucket(pass, bucket);
+        finish_bucket(micro_batch, bucket);
     }
     // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
-    // gradient of the head's weight. (If the pass overwrites gradients, the first slice overwrites dweight.)
-    void head_slice_forward_and_backward(const MicroBatchPass& pass, int64_t first, const TensorRef& dy,
+    // gradient of the head's weight. (If gradients are overwritten, the first slice overwrites dweight.)
+    void head_slice_forward_and_backward(const MicroBatch& micro_batch, int64_t first, const TensorRef& dy,
                                          const TensorRef& dweight) {
         const Arena::Scope scope(arena_);
-        const auto [y, logits] = compute_logits(pass, first, slice_tokens(pass, first));
+        const auto [y, logits] = compute_logits(micro_batch, first, slice_tokens(micro_batch, first));
         cross_entropy_forward_and_backward(logits, config_.V, memory_.targets + first,
                                            &memory_.step_exchange->loss_weight, memory_.losses + first,
                                            stream_);
         const TensorRef& dlogits = logits;  // the gradients have taken the place of the logits
-        const bool overwrites = pass.overwrites_gradients && first == 0;
+        const bool overwrites = micro_batch.overwrites_gradients && first == 0;
         gemms_.run(GemmKind::Wgrad, {dlogits}, {y}, dweight, stream_, {.overwrite = overwrites});
         gemms_.run(GemmKind::Dgrad, {dlogits}, {sharding_.weight(head_index_)}, row_slice(dy, first, y.rows),
                    stream_);
@@ -368,10 +378,10 @@ private:
     };
     // Computes the output of the final norm and the logits of n tokens, from number `first` on, in memory of
     // the caller's scope.
-    HeadOutput compute_logits(const MicroBatchPass& pass, int64_t first, int64_t n) {
+    HeadOutput compute_logits(const MicroBatch& micro_batch, int64_t first, int64_t n) {
         const HeadOutput out{.y = allocate_tensor(n, config_.C),
                              .logits = allocate_tensor(n, config_.padded_V())};
-        Norm norm_of_slice = final_norm(pass).norm;
+        Norm norm_of_slice = final_norm(micro_batch).norm;
         norm_of_slice.in = row_slice(norm_of_slice.in, first, n);
         norm_of_slice.row_statistics += first;
         // y is in the compute format: no recipe quantizes the head
@@ -379,20 +389,20 @@ private:
         gemms_.run(GemmKind::Fprop, {out.y}, {sharding_.weight(head_index_)}, out.logits, stream_);
         return out;
     }
-    int64_t slice_tokens(const MicroBatchPass& pass, int64_t first) const {
-        return std::min(HEAD_SLICE_TOKENS, pass.N - first);
+    int64_t slice_tokens(const MicroBatch& micro_batch, int64_t first) const {
+        return std::min(HEAD_SLICE_TOKENS, micro_batch.N - first);
     }
 
     // memory_.outcome()->loss += the sum of the losses * StepExchange::loss_weight.
-    void add_up_losses(const MicroBatchPass& pass) {
-        add_loss_sum(memory_.losses, pass.N, &memory_.step_exchange->loss_weight, &memory_.outcome()->loss,
-                     stream_);
+    void add_up_losses(const MicroBatch& micro_batch) {
+        add_loss_sum(memory_.losses, micro_batch.N, &memory_.step_exchange->loss_weight,
+                     &memory_.outcome()->loss, stream_);
     }
 
     // Returns where the slices add up the gradient of the head's weight. This is the place of the gradient.
     // But if a gradient in BF16 would be rounded too often (head_sum_in_fp32()), it is an FP32 sum in memory
     // of the caller's scope.
-    TensorRef begin_head_gradient(const MicroBatchPass& pass) {
+    TensorRef begin_head_gradient(const MicroBatch& micro_batch) {
         const TensorRef dweight = sharding_.gradient_to_write(head_index_);
         // The bucket of the head begins here, before begin_bucket(): the GEMMs of the slices write to it
         sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
@@ -402,7 +412,7 @@ private:
                                  .cols = dweight.cols,
                                  .format = PLAIN_FP32};
         // A later micro-batch begins the sum with the gradient of the earlier ones
-        if (!pass.overwrites_gradients) store_values(lazy_stored(dweight), fp32_sum, stream_);
+        if (!micro_batch.overwrites_gradients) store_values(lazy_stored(dweight), fp32_sum, stream_);
         return fp32_sum;
     }
     // Rounds an FP32 sum, and stores it at the place of the gradient.
@@ -433,120 +443,122 @@ private:
     //   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
     //   qkv_proj.g            dqkv                       attention_backward()
     //
-    // That holds for coat. Qwen3: qk_norm_backward() changes dqkv after attention_backward(), so the amax of
+    // That holds for coat. Qwen3: qk_norms_backward() changes dqkv after attention_backward(), so the amax of
     // dqkv takes a pass in make_g_operand_and_add_dbias().
 
     // From the gradient of the residual stream after a layer to that before norm 2.
-    void mlp_block_backward(const MicroBatchPass& pass, Layer& layer) {
+    void mlp_block_backward(const MicroBatch& micro_batch, Layer& layer) {
         const Arena::Scope scope(arena_);
-        const TensorRef gate_up = saved_tensor(pass, layer, SavedKind::GateUp);
+        const TensorRef gate_up = saved_tensor(micro_batch, layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. This operand is computed
         // from dact and outlives dact, so its memory is allocated first. In coat its row-major codes
         // overwrite the saved gate and up
         const Operand dgate_up_operand =
-            layer.gate_up_proj.allocate_g_operand(pass.N, dgate_up_in_place_ ? gate_up.data : nullptr);
+            layer.gate_up_proj.allocate_g_operand(micro_batch.N, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
-        begin_bucket(pass, layer.down_proj.bucket());
-        const TensorRef dact = down_proj_backward(pass, layer, gate_up);
-        finish_bucket(pass, layer.down_proj.bucket());
+        begin_bucket(micro_batch, layer.down_proj.bucket());
+        const TensorRef dact = down_proj_backward(micro_batch, layer, gate_up);
+        finish_bucket(micro_batch, layer.down_proj.bucket());
 
-        begin_bucket(pass, layer.gate_up_proj.bucket());
+        begin_bucket(micro_batch, layer.gate_up_proj.bucket());
         // activation
         layer.gate_up_proj.write_g_operand_and_add_dbias(lazy_activation_backward(gated_, gate_up, dact),
                                                          LinearLayer::AmaxFrom::OwnPass, dgate_up_operand);
         until_dgate_up.end();
         // gate and up projection, norm 2
-        linear_and_norm_backward(pass, norm2_of(pass, layer), dgate_up_operand,
+        linear_and_norm_backward(micro_batch, norm2_of(micro_batch, layer), dgate_up_operand,
                                  layer.attention_out_proj.place_for_g_amax());
-        finish_bucket(pass, layer.gate_up_proj.bucket());
+        finish_bucket(micro_batch, layer.gate_up_proj.bucket());
     }
     // Returns dact, in memory of the caller's scope.
-    TensorRef down_proj_backward(const MicroBatchPass& pass, Layer& layer, const TensorRef& gate_up) {
+    TensorRef down_proj_backward(const MicroBatch& micro_batch, Layer& layer, const TensorRef& gate_up) {
         const Operand g_operand = layer.down_proj.make_g_operand_and_add_dbias(
-            lazy_stored(dresidual(pass)), LinearLayer::AmaxFrom::EarlierKernel);
-        layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), pass.overwrites_gradients);
-        const TensorRef dact = allocate_tensor(pass.N, config_.F);
+            lazy_stored(dresidual(micro_batch)), LinearLayer::AmaxFrom::EarlierKernel);
+        layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), micro_batch.overwrites_gradients);
+        const TensorRef dact = allocate_tensor(micro_batch.N, config_.F);
         layer.down_proj.dgrad(g_operand, dact);
         return dact;
     }
 
     // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax_out: for
     // the down projection of the layer before; null at the first layer.
-    void attention_block_backward(const MicroBatchPass& pass, Layer& layer, TensorScale* dresidual_amax_out) {
+    void attention_block_backward(const MicroBatch& micro_batch, Layer& layer, float* dresidual_amax_out) {
         const Arena::Scope scope(arena_);
-        void* const place_of_gate_up = saved_tensor(pass, layer, SavedKind::GateUp).data;
+        void* const place_of_gate_up = saved_tensor(micro_batch, layer, SavedKind::GateUp).data;
         // dqkv takes the place of the layer's gate and up, which nobody needs any more, if it fits there
-        const TensorRef dqkv = dqkv_in_place_ ? tensor_at(place_of_gate_up, pass.N, config_.qkv_cols())
-                                              : allocate_tensor(pass.N, config_.qkv_cols());
+        const TensorRef dqkv = dqkv_in_place_ ? tensor_at(place_of_gate_up, micro_batch.N, config_.qkv_cols())
+                                              : allocate_tensor(micro_batch.N, config_.qkv_cols());
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from
         // attention output projection: wgrad and dgrad -> dattention_output (N, q_cols)
-        const TensorRef dattention_output = allocate_tensor(pass.N, config_.q_cols());
-        begin_bucket(pass, layer.attention_out_proj.bucket());
-        attention_out_proj_backward(pass, layer, dattention_output);
-        finish_bucket(pass, layer.attention_out_proj.bucket());
+        const TensorRef dattention_output = allocate_tensor(micro_batch.N, config_.q_cols());
+        begin_bucket(micro_batch, layer.attention_out_proj.bucket());
+        attention_out_proj_backward(micro_batch, layer, dattention_output);
+        finish_bucket(micro_batch, layer.attention_out_proj.bucket());
 
-        begin_bucket(pass, layer.qkv_proj.bucket());
-        // attention with rotary positions, norms of heads
-        core_attention_backward(pass, layer, dattention_output, dqkv);
+        begin_bucket(micro_batch, layer.qkv_proj.bucket());
+        // attention with rotary positions
+        core_attention_backward(micro_batch, layer, dattention_output, dqkv);
         until_dqkv.end();
         // q, k, v projection, norm 1
         const auto g_amax_from =
             qk_norms_ ? LinearLayer::AmaxFrom::OwnPass : LinearLayer::AmaxFrom::EarlierKernel;
         const Operand g_operand = layer.qkv_proj.make_g_operand_and_add_dbias(lazy_stored(dqkv), g_amax_from);
-        linear_and_norm_backward(pass, norm1_of(pass, layer), g_operand, dresidual_amax_out);
-        finish_bucket(pass, layer.qkv_proj.bucket());
+        linear_and_norm_backward(micro_batch, norm1_of(micro_batch, layer), g_operand, dresidual_amax_out);
+        finish_bucket(micro_batch, layer.qkv_proj.bucket());
     }
-    void attention_out_proj_backward(const MicroBatchPass& pass, Layer& layer,
+    void attention_out_proj_backward(const MicroBatch& micro_batch, Layer& layer,
                                      const TensorRef& dattention_output) {
         const Arena::Scope scope(arena_);
         const Operand g_operand = layer.attention_out_proj.make_g_operand_and_add_dbias(
-            lazy_stored(dresidual(pass)), LinearLayer::AmaxFrom::EarlierKernel);
-        layer.attention_out_proj.wgrad(g_operand,
-                                       lazy_stored(saved_tensor(pass, layer, SavedKind::AttentionOutput)),
-                                       pass.overwrites_gradients);
+            lazy_stored(dresidual(micro_batch)), LinearLayer::AmaxFrom::EarlierKernel);
+        layer.attention_out_proj.wgrad(
+            g_operand, lazy_stored(saved_tensor(micro_batch, layer, SavedKind::AttentionOutput)),
+            micro_batch.overwrites_gradients);
         layer.attention_out_proj.dgrad(g_operand, dattention_output);
     }
     // dattention_output -> dqkv, the gradient of what the q, k, v projection has written; and the amax of
-    // dqkv. (Qwen3: without the amax, because norms of heads follow, which change dqkv.)
-    void core_attention_backward(const MicroBatchPass& pass, Layer& layer, const TensorRef& dattention_output,
-                                 const TensorRef& dqkv) {
-        const TensorRef qkv = load_saved(saved_tensor(pass, layer, SavedKind::Qkv));
-        const TensorRef attention_output = load_saved(saved_tensor(pass, layer, SavedKind::AttentionOutput));
+    // dqkv. (Qwen3: without the amax, because the backward pass of qk_norms follows, which changes dqkv.)
+    void core_attention_backward(const MicroBatch& micro_batch, Layer& layer,
+                                 const TensorRef& dattention_output, const TensorRef& dqkv) {
+        const TensorRef qkv = allocate_and_load_if_needed(saved_tensor(micro_batch, layer, SavedKind::Qkv));
+        const TensorRef attention_output =
+            allocate_and_load_if_needed(saved_tensor(micro_batch, layer, SavedKind::AttentionOutput));
         void* const workspace =
-            arena_.allocate(static_cast<int64_t>(attention_workspace(attention_shape_args(pass))));
-        const TensorRef attention_qkv = attention_input(pass, layer, qkv);
-        attention_backward(attention_shape_args(pass),
+            arena_.allocate(static_cast<int64_t>(attention_workspace(attention_shape_args(micro_batch))));
+        const TensorRef attention_qkv = make_attention_input(micro_batch, layer, qkv);
+        attention_backward(attention_shape_args(micro_batch),
                            {.qkv = attention_qkv.data,
                             .out = attention_output.data,
-                            .lse = saved_log_sum_exp(pass, layer),
+                            .lse = saved_log_sum_exp(micro_batch, layer),
                             .dout = dattention_output.data,
                             .dqkv = dqkv.data,
                             .workspace = workspace,
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
                             .dqkv_amax_out = qk_norms_ ? nullptr : layer.qkv_proj.place_for_g_amax()},
                            stream_);
-        if (qk_norms_) head_norms_backward(layer, qkv, dqkv);
+        if (qk_norms_) qk_norms_backward(layer, qkv, dqkv);
     }
 
     // A norm and the linear layer that reads its output. dgrad computes dy, the gradient of the norm's
     // output; the norm's backward pass reads dy; wgrad reads the norm's output.
-    void linear_and_norm_backward(const MicroBatchPass& pass, const ResidualNorm& n, const Operand& g_operand,
-                                  TensorScale* dresidual_amax_out) {
+    void linear_and_norm_backward(const MicroBatch& micro_batch, const ResidualNorm& n,
+                                  const Operand& g_operand, float* dresidual_amax_out) {
         Arena::Scope until_dresidual(arena_);  // for dy
-        const TensorRef dy = allocate_tensor(pass.N, config_.C);
+        const TensorRef dy = allocate_tensor(micro_batch.N, config_.C);
         n.reader->dgrad(g_operand, dy);
-        residual_norm_backward(pass, n, dy, /*dresidual_in=*/dresidual(pass), dresidual_amax_out);
+        residual_norm_backward(micro_batch, n, dy, /*dresidual_in=*/dresidual(micro_batch),
+                               dresidual_amax_out);
         until_dresidual.end();
         // lazy_norm() reads the row statistics that the norm's backward pass has just written.
-        n.reader->wgrad(g_operand, lazy_norm(n.norm), pass.overwrites_gradients);
+        n.reader->wgrad(g_operand, lazy_norm(n.norm), micro_batch.overwrites_gradients);
     }
     // The backward pass of a norm of the residual stream: dresidual() = dresidual_in + the gradient of the
     // norm's input.
     //   dy             the gradient of the norm's output
     //   dresidual_in   dresidual(); no tensor at the head, where the residual stream ends
-    void residual_norm_backward(const MicroBatchPass& pass, const ResidualNorm& n, const TensorRef& dy,
-                                const TensorRef& dresidual_in, TensorScale* dresidual_amax_out) {
+    void residual_norm_backward(const MicroBatch& micro_batch, const ResidualNorm& n, const TensorRef& dy,
+                                const TensorRef& dresidual_in, float* dresidual_amax_out) {
         const TensorRef dweight = sharding_.gradient_to_write(n.weight_index);
         TensorRef dbias{};
         if (const std::optional<size_t> bias_index = parameter_state_.bias_index(n.weight_index))
@@ -554,7 +566,7 @@ private:
         norm_backward(n.norm,
                       {.dy = dy,
                        .dresidual_in = dresidual_in,
-                       .dresidual_out = dresidual(pass),
+                       .dresidual_out = dresidual(micro_batch),
                        .dresidual_amax_out = dresidual_amax_out,
                        .dweight = dweight,
                        .dbias = dbias},
@@ -564,25 +576,25 @@ private:
 public:
     // The gradient of the embedding, and in GPT-2 of the positions. Rows of dresidual() that belong to the
     // same token are added in a fixed order, for which the host sorts the tokens while the GPU computes.
-    void add_embedding_gradients(const MicroBatchPass& pass, const int32_t* tokens) {
-        embedding_order_ = embedding_order(tokens, pass.N);
+    void add_embedding_gradients(const MicroBatch& micro_batch, const int32_t* tokens) {
+        embedding_order_ = embedding_order(tokens, micro_batch.N);
         const int64_t distinct_tokens = static_cast<int64_t>(embedding_order_.tokens.size());
         context_.wait_then_start_copy_to_gpu(memory_.token_order, embedding_order_.order.data(),
-                                             pass.N * INT32_BYTES);
+                                             micro_batch.N * INT32_BYTES);
         context_.wait_then_start_copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
                                              distinct_tokens * static_cast<int64_t>(sizeof(TokenRows)));
         const int64_t bucket = parameter_state_.params[embedding_index_].bucket;
-        begin_bucket(pass, bucket);
-        embedding_backward(dresidual(pass),
+        begin_bucket(micro_batch, bucket);
+        embedding_backward(dresidual(micro_batch),
                            {.order = memory_.token_order,
                             .tokens = memory_.token_rows,
                             .count = distinct_tokens,
                             .frequent_count = embedding_order_.frequent_count},
                            sharding_.gradient_to_write(embedding_index_), stream_);
         if (!rotary_)
-            positions_backward(dresidual(pass), pass.T,
+            positions_backward(dresidual(micro_batch), micro_batch.T,
                                sharding_.gradient_to_write(parameter_state_.index("positions")), stream_);
-        finish_bucket(pass, bucket);
+        finish_bucket(micro_batch, bucket);
     }
 
 private:
@@ -599,68 +611,73 @@ private:
         return {.data = data, .rows = n, .cols = cols, .format = {recipe_.compute_format}};
     }
 
-    // What a layer has saved, or is to save: the rows of this pass.
-    TensorRef saved_tensor(const MicroBatchPass& pass, const Layer& layer, SavedKind kind) const {
+    // What a layer has saved, or is to save: the rows of this micro-batch.
+    TensorRef saved_tensor(const MicroBatch& micro_batch, const Layer& layer, SavedKind kind) const {
         TensorRef tensor = layer.saved_tensors[static_cast<size_t>(kind)];
-        tensor.rows = pass.N;
+        tensor.rows = micro_batch.N;
         return tensor;
     }
-    float* saved_log_sum_exp(const MicroBatchPass& pass, const Layer& layer) const {
-        return static_cast<float*>(saved_tensor(pass, layer, SavedKind::LogSumExp).data);
+    float* saved_log_sum_exp(const MicroBatch& micro_batch, const Layer& layer) const {
+        return static_cast<float*>(saved_tensor(micro_batch, layer, SavedKind::LogSumExp).data);
     }
 
-    ResidualNorm norm1_of(const MicroBatchPass& pass, Layer& layer) const {
-        return {.norm = norm_args(layer.norm1_weight_index, saved_tensor(pass, layer, SavedKind::Norm1Input)),
+    ResidualNorm norm1_of(const MicroBatch& micro_batch, Layer& layer) const {
+        return {.norm = norm_args(layer.norm1_weight_index,
+                                  saved_tensor(micro_batch, layer, SavedKind::Norm1Input)),
                 .weight_index = layer.norm1_weight_index,
                 .reader = &layer.qkv_proj};
     }
-    ResidualNorm norm2_of(const MicroBatchPass& pass, Layer& layer) const {
-        return {.norm = norm_args(layer.norm2_weight_index, saved_tensor(pass, layer, SavedKind::Norm2Input)),
+    ResidualNorm norm2_of(const MicroBatch& micro_batch, Layer& layer) const {
+        return {.norm = norm_args(layer.norm2_weight_index,
+                                  saved_tensor(micro_batch, layer, SavedKind::Norm2Input)),
                 .weight_index = layer.norm2_weight_index,
                 .reader = &layer.gate_up_proj};
     }
-    ResidualNorm final_norm(const MicroBatchPass& pass) const {
-        return {.norm = norm_args(final_norm_weight_index_, final_norm_input(pass)),
+    ResidualNorm final_norm(const MicroBatch& micro_batch) const {
+        return {.norm = norm_args(final_norm_weight_index_, final_norm_input(micro_batch)),
                 .weight_index = final_norm_weight_index_,
                 .reader = nullptr};
     }
 
     // The saved input of the final norm (N, C): the residual stream after the last layer.
-    TensorRef final_norm_input(const MicroBatchPass& pass) const {
-        return tensor_at(memory_.dresidual, pass.N, config_.C);
+    TensorRef final_norm_input(const MicroBatch& micro_batch) const {
+        return tensor_at(memory_.dresidual, micro_batch.N, config_.C);
     }
     // The gradient of the residual stream (N, C) in the compute format, in backward. It begins in the memory
     // of final_norm_input(), which norm_backward() of the final norm overwrites.
-    TensorRef dresidual(const MicroBatchPass& pass) const {
-        return tensor_at(memory_.dresidual, pass.N, config_.C);
+    TensorRef dresidual(const MicroBatch& micro_batch) const {
+        return tensor_at(memory_.dresidual, micro_batch.N, config_.C);
     }
 
     // -------------------------------------------------------------------------------------------------------
     // q, k, v and the output of attention
 
-    // Attention reads and writes the saved q, k, v and output themselves, which are in the compute format.
-    // Most functions of this section then have nothing to do, or return what they are given.
+    // In most runs q, k, v and the output are saved in the compute format, and attention reads and writes the
+    // saved tensors themselves. Most functions of this section then have nothing to do, or return what they
+    // are given.
     //
-    // With --attention groups, they are saved in groups, and attention has a buffer for each. Before
-    // attention reads a buffer, save_and_reload() writes to it what the groups hold. So forward reads what
-    // backward will read, and the saved log-sum-exp fits both.
-    TensorRef attention_buffer(const TensorRef& saved) {
+    // With --attention groups q, k, v and the output are saved in groups, and attention has a buffer for
+    // each. Before attention reads a buffer, save_and_reload() writes to it what the groups hold. So forward
+    // reads what backward will read, and the saved log-sum-exp fits both.
+    //
+    // What a function of this section allocates lies in memory of the caller's scope.
+    TensorRef allocate_buffer_if_needed(const TensorRef& saved) {
         return saved.format.fp8() ? allocate_tensor(saved.rows, saved.cols) : saved;
     }
-    // Saves what is in a buffer, and reloads the buffer.
+    // Saves what is in a buffer, and reloads the buffer. (Without a buffer there is nothing to do.)
     void save_and_reload(const TensorRef& buffer, const TensorRef& saved) {
         if (!saved.format.fp8()) return;
         quantize_groups(buffer, saved, /*write_back=*/true, context_.quant_stats_of(ReportKind::Attention),
                         stream_);
     }
-    TensorRef load_saved(const TensorRef& saved) {
-        const TensorRef buffer = attention_buffer(saved);
+    TensorRef allocate_and_load_if_needed(const TensorRef& saved) {
+        const TensorRef buffer = allocate_buffer_if_needed(saved);
         if (saved.format.fp8()) store_values(lazy_stored(saved), buffer, stream_);
         return buffer;
     }
     // The output of attention is the x of attention_out_proj. Its amax comes from attention_forward(). With
     // --attention groups x is what the groups hold, and its amax takes a pass of its own.
-    TensorScale* place_for_attention_output_amax(const Layer& layer, const TensorRef& saved) const {
+    float* place_for_attention_output_amax(const Layer& layer, const TensorRef& saved) const {
         return saved.format.fp8() ? nullptr : layer.attention_out_proj.place_for_x_amax();
     }
     void save_attention_output(const Layer& layer, const TensorRef& buffer, const TensorRef& saved) {
@@ -672,21 +689,22 @@ private:
     // v projection. (In reference_model.cpp this is qkv_for_attention(), and rope_at_projection() belongs to
     // qkv_to_save().)
     //
-    // Qwen3: before RoPE come norms of the heads, whose backward pass needs their inputs. So q, k, v are
-    // saved as the projection writes them. The norms and RoPE follow here, in forward and again in backward.
-    TensorRef attention_input(const MicroBatchPass& pass, const Layer& layer, const TensorRef& qkv) {
+    // Qwen3: before RoPE come qk_norms, norms of the heads of q and k. Their backward pass needs their
+    // inputs, so q, k, v are saved as the projection writes them. qk_norms and RoPE follow here, in forward
+    // and again in backward.
+    TensorRef make_attention_input(const MicroBatch& micro_batch, const Layer& layer, const TensorRef& qkv) {
         if (!qk_norms_) return qkv;
-        const TensorRef normed_and_rotated = allocate_tensor(pass.N, qkv.cols);
-        qk_norm_and_rope(qk_norm_args(layer), rope_args(pass), qkv, normed_and_rotated, stream_);
+        const TensorRef normed_and_rotated = allocate_tensor(micro_batch.N, qkv.cols);
+        qk_norms_and_rope(qk_norms_args(layer), rope_args(micro_batch), qkv, normed_and_rotated, stream_);
         return normed_and_rotated;
     }
     bool rope_at_projection() const { return rotary_ && !qk_norms_; }
-    // Qwen3: dqkv, on entry the gradient of the outputs of the norms of heads, becomes that of their inputs.
-    void head_norms_backward(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
-        const QkNorm norms = qk_norm_args(layer);
+    // Qwen3: dqkv, on entry the gradient of the outputs of qk_norms, becomes that of their inputs.
+    void qk_norms_backward(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
+        const QkNorms norms = qk_norms_args(layer);
         float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
-        qk_norm_backward(norms, qkv, dqkv, sharding_.gradient_to_write(*layer.qk_norm_weight_index), partials,
-                         stream_);
+        gpu::qk_norms_backward(norms, qkv, dqkv, sharding_.gradient_to_write(*layer.qk_norms_weight_index),
+                               partials, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -701,21 +719,21 @@ private:
                 .rms = config_.arch.rms,
                 .eps = config_.norm_eps};
     }
-    QkNorm qk_norm_args(const Layer& layer) const {
-        return {.weight = sharding_.weight(*layer.qk_norm_weight_index).data,
+    QkNorms qk_norms_args(const Layer& layer) const {
+        return {.weight = sharding_.weight(*layer.qk_norms_weight_index).data,
                 .eps = config_.norm_eps,
                 .HS = config_.HS(),
                 .q_cols = config_.q_cols(),
                 .k_cols = config_.kv_cols()};
     }
-    Rope rope_args(const MicroBatchPass& pass) const {
+    Rope rope_args(const MicroBatch& micro_batch) const {
         return {.table = memory_.rope_table,
-                .T = pass.T,
+                .T = micro_batch.T,
                 .HS = config_.HS(),
                 .rotated_cols = config_.q_cols() + config_.kv_cols()};
     }
-    AttentionShape attention_shape_args(const MicroBatchPass& pass) const {
-        return attention_shape(config_, pass.B, pass.T, recipe_.compute_format);
+    AttentionShape attention_shape_args(const MicroBatch& micro_batch) const {
+        return attention_shape(config_, micro_batch.B, micro_batch.T, recipe_.compute_format);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -723,9 +741,9 @@ private:
 
     // To be called before the first kernel that adds to the gradients of a bucket. (The GEMMs of the head run
     // earlier: head_forward_and_backward().)
-    void begin_bucket(const MicroBatchPass& pass, int64_t bucket) {
+    void begin_bucket(const MicroBatch& micro_batch, int64_t bucket) {
         sharding_.wait_for_gradient_buffer(bucket);
-        if (pass.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
+        if (micro_batch.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
     }
     // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to gradients, so
     // these gradients begin at zero. The gradient of the head's weight is left out: a GEMM has written it
@@ -745,17 +763,18 @@ private:
     //   - With several ranks, each rank sends the gradients to those that own them, where they are added.
     //   - With --gradients none, the weights of the bucket are updated.
     //   - In measure_quantization(), what storing the moments would lose is measured.
-    void finish_bucket(const MicroBatchPass& pass, int64_t bucket) {
+    void finish_bucket(const MicroBatch& micro_batch, int64_t bucket) {
         if (context_.quant_report) {
             parameter_state_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
             return;
         }
-        sharding_.reduce_gradients(bucket, pass.first_micro_batch);
-        if (pass.update_in_backward) update_bucket(bucket, *pass.update_in_backward);
+        sharding_.reduce_gradients(bucket, micro_batch.is_first);
+        if (micro_batch.options_of_update_in_backward)
+            update_bucket(bucket, *micro_batch.options_of_update_in_backward);
     }
-    void update_bucket(int64_t bucket, const AdamWOptions& adamw) {
+    void update_bucket(int64_t bucket, const AdamWOptions& options) {
         write_loss_or_nan(&memory_.outcome()->loss_or_nan);
-        parameter_state_.update(adamw, bucket, bucket + 1, sharding_);
+        parameter_state_.update(options, bucket, bucket + 1, sharding_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -770,13 +789,13 @@ private:
         auto linear_layer = [&](const char* weight) { return LinearLayer(linear_context_, index(weight)); };
         Layer layer{.norm1_weight_index = index("norm1.weight"),
                     .norm2_weight_index = index("norm2.weight"),
-                    .qk_norm_weight_index = {},
+                    .qk_norms_weight_index = {},
                     .qkv_proj = linear_layer("qkv"),
                     .attention_out_proj = linear_layer("attention_out"),
                     .gate_up_proj = linear_layer("gate_up"),
                     .down_proj = linear_layer("down"),
                     .saved_tensors = {}};
-        if (qk_norms_) layer.qk_norm_weight_index = index("qk_norm.weight");
+        if (qk_norms_) layer.qk_norms_weight_index = index("qk_norm.weight");
         uint8_t* data = memory_.saved_activations + l * saved_layer_bytes(settings_);
         for (const SavedTensor& saved : saved_per_layer(config_, recipe_)) {
             TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .format = saved.format};
@@ -803,23 +822,24 @@ public:
     // What follows forward() where no gradients are wanted: in an evaluation, and after a prompt
 
     // The loss.
-    void loss_without_gradients(const MicroBatchPass& pass) {
+    void loss_without_gradients(const MicroBatch& micro_batch) {
         const Arena::Scope scope(arena_);
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Forward);
-        for (int64_t first = 0; first < pass.N; first += HEAD_SLICE_TOKENS) {
+        for (int64_t first = 0; first < micro_batch.N; first += HEAD_SLICE_TOKENS) {
             const Arena::Scope slice_scope(arena_);
-            const TensorRef logits = compute_logits(pass, first, slice_tokens(pass, first)).logits;
+            const TensorRef logits =
+                compute_logits(micro_batch, first, slice_tokens(micro_batch, first)).logits;
             cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
                                   stream_);
         }
-        add_up_losses(pass);
+        add_up_losses(micro_batch);
     }
     // The logits (V) of the last token, in FP32, on the GPU. They are in the scratch memory of GEMMs, which
     // is free between GEMMs.
-    const float* last_logits(const MicroBatchPass& pass) {
+    const float* last_logits(const MicroBatch& micro_batch) {
         const Arena::Scope scope(arena_);
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Forward);
-        const TensorRef logits = compute_logits(pass, /*first=*/pass.N - 1, /*n=*/1).logits;
+        const TensorRef logits = compute_logits(micro_batch, /*first=*/micro_batch.N - 1, /*n=*/1).logits;
         const TensorRef fp32_logits{
             .data = gemms_.scratch, .rows = 1, .cols = logits.cols, .format = PLAIN_FP32};
         store_values(lazy_stored(logits), fp32_logits, stream_);
@@ -854,14 +874,14 @@ public:
 // 2. A step, and what else one asks of a model
 
 class GpuModel final : public Model {
-    // The first members of Network have comments on most of these.
+    // Comments on these: the members of Network.
     GpuContext context_;
     const RunSettings& settings_ = context_.settings;
     const cudaStream_t stream_ = context_.stream;
     const MemoryMap memory_ = allocate_memory(context_);
     AmaxTable amax_table_{context_, memory_};
     ParameterState parameter_state_{context_, memory_, amax_table_};
-    // All of these, for checkpoints.
+    // The tensors of all these members by name, for checkpoints.
     NamedMemory named_memory_{context_, memory_, parameter_state_, amax_table_};
     const std::unique_ptr<Sharding> sharding_;
     Network network_;
@@ -888,22 +908,23 @@ public:
     // A step
 
     // Forward and backward of each micro-batch, then the update.
-    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& adamw) override {
+    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
         const int64_t target_count = sum_of_ranks(counted_targets(targets, tokens_of_rank()));
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
         begin_step_or_evaluation(static_cast<double>(target_count));
         for (int64_t i = 0; i < settings_.micro_batches_per_rank; i++) {
-            const MicroBatchPass pass{.B = settings_.B,
-                                      .T = settings_.T,
-                                      .first_micro_batch = i == 0,
-                                      .overwrites_gradients = i == 0 || sharding_->sends_gradients(),
-                                      .update_in_backward = settings_.keep_gradients ? nullptr : &adamw};
-            run_micro_batch(pass, tokens + i * pass.N, targets + i * pass.N);
+            const MicroBatch micro_batch{
+                .B = settings_.B,
+                .T = settings_.T,
+                .is_first = i == 0,
+                .overwrites_gradients = i == 0 || sharding_->sends_gradients(),
+                .options_of_update_in_backward = settings_.keep_gradients ? nullptr : &options};
+            run_micro_batch(micro_batch, tokens + i * micro_batch.N, targets + i * micro_batch.N);
             // Only the amaxes show whether FP8 codes hide infinity or NaN, and the next micro-batch clears
             // the amaxes. So look now
             if (settings_.keep_gradients) network_.write_loss_or_nan(&memory_.outcome()->loss_or_nan);
         }
-        update_parameters(adamw);
+        update_parameters(options);
         return fetch_result(target_count);
     }
 
@@ -925,27 +946,28 @@ private:
 
     // Forward and backward of one micro-batch. The gradient of the embedding is outside of what a CUDA graph
     // replays, because its launch depends on the tokens.
-    void run_micro_batch(const MicroBatchPass& pass, const int32_t* tokens, const int32_t* targets) {
-        load_tokens(pass, tokens);
-        load_targets(pass, targets);
-        CudaGraph& graph = pass.first_micro_batch ? first_micro_batch_graph_ : later_micro_batch_graph_;
-        if (repeats_launches(pass)) graph.run(stream_, [&] { network_.forward_and_backward(pass); });
-        else network_.forward_and_backward(pass);
-        network_.add_embedding_gradients(pass, tokens);
+    void run_micro_batch(const MicroBatch& micro_batch, const int32_t* tokens, const int32_t* targets) {
+        load_tokens(micro_batch, tokens);
+        load_targets(micro_batch, targets);
+        CudaGraph& graph = micro_batch.is_first ? first_micro_batch_graph_ : later_micro_batch_graph_;
+        if (repeats_launches(micro_batch))
+            graph.run(stream_, [&] { network_.forward_and_backward(micro_batch); });
+        else network_.forward_and_backward(micro_batch);
+        network_.add_embedding_gradients(micro_batch, tokens);
     }
-    // Copy tokens and targets (B, T) to the GPU, when the pass before has run.
-    void load_tokens(const MicroBatchPass& pass, const int32_t* tokens) {
-        context_.wait_then_start_copy_to_gpu(memory_.tokens, tokens, pass.N * INT32_BYTES);
+    // Copy tokens and targets (B, T) to the GPU, when the micro-batch before has run.
+    void load_tokens(const MicroBatch& micro_batch, const int32_t* tokens) {
+        context_.wait_then_start_copy_to_gpu(memory_.tokens, tokens, micro_batch.N * INT32_BYTES);
     }
-    void load_targets(const MicroBatchPass& pass, const int32_t* targets) {
-        context_.wait_then_start_copy_to_gpu(memory_.targets, targets, pass.N * INT32_BYTES);
+    void load_targets(const MicroBatch& micro_batch, const int32_t* targets) {
+        context_.wait_then_start_copy_to_gpu(memory_.targets, targets, micro_batch.N * INT32_BYTES);
     }
 
     // AdamW, of all parameters. (With --gradients none backward has updated them: Network::finish_bucket())
-    void update_parameters(const AdamWOptions& adamw) {
+    void update_parameters(const AdamWOptions& options) {
         sharding_->wait_for_transfers();
         if (settings_.keep_gradients)
-            parameter_state_.update(adamw, 0, static_cast<int64_t>(parameter_state_.buckets.size()),
+            parameter_state_.update(options, 0, static_cast<int64_t>(parameter_state_.buckets.size()),
                                     *sharding_);
         after_weight_change();
         amax_table_.update_histories(memory_.outcome());  // for delayed scaling
@@ -979,13 +1001,13 @@ private:
 
     // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
     // can replay them.
-    bool repeats_launches(const MicroBatchPass& pass) const {
+    bool repeats_launches(const MicroBatch& micro_batch) const {
         // The first step loads kernels and chooses the algorithms of GEMMs
         if (!first_step_done_) return false;
         // Errors of quantizing are measured by other kernels
         if (context_.quant_report) return false;
         // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
-        if (sharding_->sends_gradients() || pass.update_in_backward) return false;
+        if (sharding_->sends_gradients() || micro_batch.options_of_update_in_backward) return false;
         // Delayed scaling: as long as a history may be empty, amaxes are computed that are not needed later
         return !amax_table_.any_empty_history;
     }
@@ -1009,32 +1031,32 @@ private:
 
 public:
     double validation_loss(const int32_t* tokens, const int32_t* targets) override {
-        const MicroBatchPass pass{.B = settings_.B, .T = settings_.T};
-        begin_step_or_evaluation(divisor_of_mean(targets, pass.N));
-        load_tokens(pass, tokens);
-        load_targets(pass, targets);
-        network_.forward(pass);
-        network_.loss_without_gradients(pass);
+        const MicroBatch micro_batch{.B = settings_.B, .T = settings_.T};
+        begin_step_or_evaluation(divisor_of_mean(targets, micro_batch.N));
+        load_tokens(micro_batch, tokens);
+        load_targets(micro_batch, targets);
+        network_.forward(micro_batch);
+        network_.loss_without_gradients(micro_batch);
         network_.write_loss_or_nan(&memory_.outcome()->loss);
         return fetch_outcome().loss;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        const MicroBatchPass pass{.B = 1, .T = n};
+        const MicroBatch micro_batch{.B = 1, .T = n};
         begin_step_or_evaluation(1);
-        load_tokens(pass, tokens);
-        network_.forward(pass);
-        context_.copy_to_host(logits, network_.last_logits(pass),
+        load_tokens(micro_batch, tokens);
+        network_.forward(micro_batch);
+        context_.copy_to_host(logits, network_.last_logits(micro_batch),
                               settings_.config.V * info(Format::FP32).bytes);
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
         QuantStats* const quant_stats = memory_.step_exchange->quant_stats;
         QuantReport report{};
-        const MicroBatchPass pass{.B = settings_.B, .T = settings_.T};
+        const MicroBatch micro_batch{.B = settings_.B, .T = settings_.T};
         clear_async(quant_stats, sizeof(StepExchange::quant_stats), stream_);
-        begin_step_or_evaluation(divisor_of_mean(targets, pass.N), &report);
-        run_micro_batch(pass, tokens, targets);
+        begin_step_or_evaluation(divisor_of_mean(targets, micro_batch.N), &report);
+        run_micro_batch(micro_batch, tokens, targets);
         sharding_->wait_for_transfers();
         context_.copy_to_host(report.stats_by_kind, quant_stats, sizeof(StepExchange::quant_stats));
         report.k_m = parameter_state_.expansion_exponents(memory_.first_moments);

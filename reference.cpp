@@ -555,7 +555,7 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
 
 // RMSNorm of each head of q and of k (Qwen3). A head is a row of norm_forward(), with HS columns.
 template <class Real>
-void qk_norm_forward(const ModelConfig& config, int64_t N, const Real* weight, Real* qkv) {
+void qk_norms_forward(const ModelConfig& config, int64_t N, const Real* weight, Real* qkv) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
         Real* const queries = qkv + n * config.qkv_cols();
@@ -567,10 +567,10 @@ void qk_norm_forward(const ModelConfig& config, int64_t N, const Real* weight, R
     }
 }
 
-// The backward pass of qk_norm_forward(): dqkv is overwritten, and dweight is added to.
+// The backward pass of qk_norms_forward(): dqkv is overwritten, and dweight is added to.
 template <class Real>
-void qk_norm_backward(const ModelConfig& config, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
-                      Real* dweight) {
+void qk_norms_backward(const ModelConfig& config, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
+                       Real* dweight) {
     // The query heads or the key heads of one token. heads_at: where they begin in qkv and dqkv. weight_at:
     // where their norm's weight begins in weight and dweight.
     auto backward_of_heads = [&](int64_t heads, int64_t heads_at, int64_t weight_at) {
@@ -836,8 +836,8 @@ void DelayedScale::update_history_and_scale(Format f) {
     template void norm_forward(bool, Real, int64_t, int64_t, const Real*, const Real*, const Real*, Real*); \
     template void norm_backward(bool, Real, int64_t, int64_t, const Real*, const Real*, const Real*, Real*, \
                                 Real*, Real*);                                                              \
-    template void qk_norm_forward(const ModelConfig&, int64_t, const Real*, Real*);                         \
-    template void qk_norm_backward(const ModelConfig&, int64_t, const Real*, const Real*, Real*, Real*);    \
+    template void qk_norms_forward(const ModelConfig&, int64_t, const Real*, Real*);                         \
+    template void qk_norms_backward(const ModelConfig&, int64_t, const Real*, const Real*, Real*, Real*);    \
     template void activation_forward(bool, int64_t, int64_t, const Real*, Real*);                           \
     template void activation_backward(bool, int64_t, int64_t, const Real*, const Real*, Real*);             \
     template void rope(const ModelConfig&, int64_t, int64_t, Real*, bool);                                  \

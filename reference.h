@@ -158,10 +158,10 @@ void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, cons
 // Backward: qkv are the inputs of the norms; dqkv, the gradient of their outputs, becomes the gradient of
 // their inputs.
 template <class Real>
-void qk_norm_forward(const ModelConfig& config, int64_t N, const Real* weight, Real* qkv);
+void qk_norms_forward(const ModelConfig& config, int64_t N, const Real* weight, Real* qkv);
 template <class Real>
-void qk_norm_backward(const ModelConfig& config, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
-                      Real* dweight);
+void qk_norms_backward(const ModelConfig& config, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
+                       Real* dweight);
 
 // gate_up, dgate_up: (N, 2F) = [gate | up] if gated, else (N, F). act, dact: (N, F).
 template <class Real>

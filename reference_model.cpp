@@ -378,19 +378,19 @@ private:
 
     // q, k and v (N, qkv_cols) as the projection gives them -> as they are saved, in the compute format.
     Tensor qkv_to_save(const MicroBatch& micro_batch, Tensor qkv) const {
-        const bool rotates = config_.arch.rope && !config_.arch.qk_norm;
+        const bool rotates = config_.arch.rope && !config_.arch.qk_norms;
         if (rotates) rope(config_, micro_batch.B, micro_batch.T, qkv.data(), /*inverse=*/false);
         return rounded(qkv);
     }
     // q, k and v (N, qkv_cols) as they were saved -> as attention reads them.
     Tensor qkv_for_attention(const MicroBatch& micro_batch, const std::string& prefix, Tensor qkv) const {
-        if (!config_.arch.qk_norm) return qkv;
-        qk_norm_forward(config_, micro_batch.N(), values_of(prefix + "qk_norm.weight").data(), qkv.data());
+        if (!config_.arch.qk_norms) return qkv;
+        qk_norms_forward(config_, micro_batch.N(), values_of(prefix + "qk_norm.weight").data(), qkv.data());
         qkv = rounded(qkv);
         rope(config_, micro_batch.B, micro_batch.T, qkv.data(), /*inverse=*/false);
         return rounded(qkv);
     }
-    // The backward pass of RoPE and of the norms of heads: dqkv (N, qkv_cols), the gradient of what attention
+    // The backward pass of RoPE and of qk_norms: dqkv (N, qkv_cols), the gradient of what attention
     // reads -> the gradient of what the projection gives. saved_qkv: q, k and v as they were saved. Adds to
     // the gradient of the weight of Qwen3's norms.
     Tensor qkv_backward(const MicroBatch& micro_batch, const std::string& prefix, const Tensor& saved_qkv,
@@ -399,11 +399,11 @@ private:
             rope(config_, micro_batch.B, micro_batch.T, dqkv.data(), /*inverse=*/true);
             dqkv = rounded(dqkv);
         }
-        if (config_.arch.qk_norm) {
+        if (config_.arch.qk_norms) {
             const std::string name = prefix + "qk_norm.weight";
             Tensor dweight(2 * config_.HS());
-            qk_norm_backward(config_, micro_batch.N(), saved_qkv.data(), values_of(name).data(), dqkv.data(),
-                             dweight.data());
+            qk_norms_backward(config_, micro_batch.N(), saved_qkv.data(), values_of(name).data(), dqkv.data(),
+                              dweight.data());
             add_gradient(name, dweight);
             dqkv = rounded(dqkv);
         }

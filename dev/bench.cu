@@ -111,17 +111,17 @@ private:
 class Clock {
 public:
     // Zero at the beginning of every timed operation.
-    TensorScale* amax_out() const { return amax_out_.get(); }
+    float* amax_out() const { return amax_out_.get(); }
 
     // The median time of an operation that does not wait for the GPU.
     double seconds(const std::function<void()>& run) const {
         // A GPU is slower after long GEMMs: all operations start after the same light work.
         for (int i = 0; i < REST; i++) dev::flush_cache();
-        return dev::median_seconds(run, [&] { clear_async(amax_out(), sizeof(TensorScale), nullptr); });
+        return dev::median_seconds(run, [&] { clear_async(amax_out(), sizeof(float), nullptr); });
     }
 
 private:
-    dev::Buffer<TensorScale> amax_out_{1};
+    dev::Buffer<float> amax_out_{1};
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -140,8 +140,8 @@ Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const TensorF
         quantize_groups(x, out.tensor, /*write_back=*/false, nullptr, nullptr);
         return out;
     }
-    if (q.granularity == PER_TENSOR) compute_amax(lazy_stored(x), out.tensor.tensor_scale, nullptr);
-    quantize(lazy_stored(x), out, nullptr, nullptr);
+    if (q.granularity == PER_TENSOR) compute_amax(lazy_stored(x), &out.tensor.tensor_scale->amax, nullptr);
+    quantize_operand(lazy_stored(x), out, nullptr, nullptr);
     return out;
 }
 
@@ -161,9 +161,11 @@ double gemm_rate(Clock& clock, const std::string& name) {
     Memory memory;
     CublasGemms gemms(memory.take(CublasGemms::SCRATCH), {true, false, false});  // fast sums in fprop alone
     const Format compute = name == "fp32 GEMM" ? Format::FP32 : Format::BF16;
-    const TensorFormat a = name == FAST ? E4M3_TENSOR : name == EXACT ? E5M2_TENSOR : TensorFormat{compute};
+    const TensorFormat a = name == FAST    ? E4M3_PER_TENSOR
+                           : name == EXACT ? E5M2_PER_TENSOR
+                                           : TensorFormat{compute};
     const Operand x = random_operand(memory, SIDE, SIDE, a, compute),
-                  w = random_operand(memory, SIDE, SIDE, a.fp8() ? E4M3_TENSOR : a, compute);
+                  w = random_operand(memory, SIDE, SIDE, a.fp8() ? E4M3_PER_TENSOR : a, compute);
     const TensorRef out = memory.random(SIDE, SIDE, compute);
     const GemmKind kind = name == EXACT ? GemmKind::Dgrad : GemmKind::Fprop;
     return 2.0 * SIDE * SIDE * SIDE / clock.seconds([&] { gemms.run(kind, x, w, out, nullptr); });
@@ -188,11 +190,11 @@ ordered_json measure_sizes(Clock& clock) {
         const TensorRef x = memory.random(side, side, Format::BF16),
                         w = memory.random(side, side, Format::BF16),
                         out = memory.random(side, side, Format::BF16);
-        const Operand x8 = memory.allocate_operand(side, side, E4M3_TENSOR, true, false),
-                      w8 = memory.allocate_operand(side, side, E4M3_TENSOR, true, false);
+        const Operand x8 = memory.allocate_operand(side, side, E4M3_PER_TENSOR, true, false),
+                      w8 = memory.allocate_operand(side, side, E4M3_PER_TENSOR, true, false);
         auto quantized = [&](const TensorRef& from, const Operand& to) {
-            compute_amax(lazy_stored(from), to.tensor.tensor_scale, nullptr);
-            quantize(lazy_stored(from), to, nullptr, nullptr);
+            compute_amax(lazy_stored(from), &to.tensor.tensor_scale->amax, nullptr);
+            quantize_operand(lazy_stored(from), to, nullptr, nullptr);
         };
         auto gemm = [&](const Operand& a, const Operand& b) {
             gemms.run(GemmKind::Fprop, a, b, out, nullptr);
@@ -254,7 +256,7 @@ private:
     const double layers_ = batches_ * double(c_.L);                    // layer passes per step
     const bool needs_amax_ =
         fp8_ && r_.x.granularity == PER_TENSOR && r_.scale_source == ScaleSource::JustInTime;
-    TensorScale* const amax_out_ = needs_amax_ ? clock_.amax_out() : nullptr;
+    float* const amax_out_ = needs_amax_ ? clock_.amax_out() : nullptr;
     Memory scratch_, memory_;
     CublasGemms gemms_{scratch_.take(CublasGemms::SCRATCH), r_.fast_accumulation};
 
@@ -292,7 +294,7 @@ private:
         if (!bias) return amax ? amax_pass(name, count, x) : void();
         const TensorRef gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
-        TensorScale* amax_out = amax ? amax_out_ : nullptr;
+        float* amax_out = amax ? amax_out_ : nullptr;
         pass(BETWEEN, name + (amax_out ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
              [&] { add_column_sums(x, gradient, workspace, amax_out, nullptr); });
     }
@@ -300,8 +302,8 @@ private:
     void find_scale(const LazyTensor& x, const Operand& out) const {
         if (!out.tensor.format.fp8() || out.tensor.format.granularity != PER_TENSOR) return;
         TensorScale* tensor_scale = out.tensor.tensor_scale;
-        compute_amax(x, tensor_scale, nullptr);
-        quantize(x, out, nullptr, nullptr);
+        compute_amax(x, &tensor_scale->amax, nullptr);
+        quantize_operand(x, out, nullptr, nullptr);
         if (r_.scale_source == ScaleSource::Delayed)
             check(cudaMemcpyAsync(&tensor_scale->delayed_scale, &tensor_scale->scale, sizeof(float),
                                   cudaMemcpyDeviceToDevice),
@@ -381,8 +383,7 @@ private:
         const double flops = 2.0 * double(N_ * settings_.T * c_.q_cols());
         const double logs = 4.0 * double(N_ * c_.NH);
         const char* ceiling = gemm_ceiling(GemmKind::Fprop, TensorFormat{compute_}, r_);
-        auto both_passes = [&](const char* group, double count, const float2* rope_table,
-                               TensorScale* amax_out) {
+        auto both_passes = [&](const char* group, double count, const float2* rope_table, float* amax_out) {
             add(group, "attention forward", count, size(qkv) + size(out) + logs, flops, ceiling,
                 [&] { attention_forward(shape, qkv.data, out.data, lse, amax_out, nullptr); });
             const AttentionBackward tensors{.qkv = qkv.data,
@@ -446,7 +447,7 @@ private:
     }
     void attention_operands() {
         const TensorRef qkv = random(N_, c_.qkv_cols());
-        if (c_.arch.qk_norm) {
+        if (c_.arch.qk_norms) {
             qk_norms(qkv);
         } else if (c_.arch.rope) {
             const Rope angles = rope_of_model();
@@ -456,7 +457,7 @@ private:
         const LazyTensor o = lazy_stored(random(N_, c_.q_cols())), dqkv = lazy_stored(qkv);
         quantize_pass("attention out", layers_, o, r_.x, Use::Fprop);
         quantize_pass("attention out", layers_, o, r_.x, Use::Wgrad);
-        bias_pass("q, k, v backward", layers_, dqkv, c_.arch.qkv_bias, c_.arch.qk_norm);
+        bias_pass("q, k, v backward", layers_, dqkv, c_.arch.qkv_bias, c_.arch.qk_norms);
         quantize_pass("q, k, v backward", layers_, dqkv, r_.g, Use::Both);
     }
     // Of Qwen3. Backward computes the norms' results again.
@@ -464,13 +465,13 @@ private:
         const Rope angles = rope_of_model();
         const TensorRef weight = random(2, c_.HS()), dweight = random(2, c_.HS());
         const TensorRef out = random(N_, qkv.cols), dqkv = random(N_, qkv.cols);
-        const QkNorm norms{weight.data, c_.norm_eps, c_.HS(), c_.q_cols(), c_.kv_cols()};
+        const QkNorms norms{weight.data, c_.norm_eps, c_.HS(), c_.q_cols(), c_.kv_cols()};
         float* partials = floats(COLUMN_PARTIALS * angles.rotated_cols);
         const double normed = size(qkv) * double(angles.rotated_cols) / double(qkv.cols);
-        pass(BETWEEN, "norms of heads, and RoPE", 2 * layers_, 2 * size(qkv),
-             [&] { qk_norm_and_rope(norms, angles, qkv, out, nullptr); });
-        pass(BETWEEN, "norms of heads, backward", layers_, 3 * normed,
-             [&] { qk_norm_backward(norms, qkv, dqkv, dweight, partials, nullptr); });
+        pass(BETWEEN, "qk_norms, and RoPE", 2 * layers_, 2 * size(qkv),
+             [&] { qk_norms_and_rope(norms, angles, qkv, out, nullptr); });
+        pass(BETWEEN, "qk_norms, backward", layers_, 3 * normed,
+             [&] { qk_norms_backward(norms, qkv, dqkv, dweight, partials, nullptr); });
     }
     void feed_forward() {
         const std::string name = c_.arch.gated ? "SiLU x up" : "GELU";
@@ -518,7 +519,7 @@ private:
             pass(BETWEEN, "a layer's weights: to " + r_.w.text() + what, double(c_.L) * (keep ? 1 : batches_),
                  bytes, [&] {
                      for (size_t i = 0; i < w.size(); i++)
-                         quantize(lazy_stored(w[i]), to[i], nullptr, nullptr);
+                         quantize_operand(lazy_stored(w[i]), to[i], nullptr, nullptr);
                  });
         }
     }

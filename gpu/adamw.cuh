@@ -84,7 +84,7 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
 //                      nearest would lose every update below half the distance to the next BF16 value
 template <bool MASTER> struct Bf16Weights {
     struct LoadedChunk {
-        Plain<bf16>::LoadedChunk weights, remainders;  // 16 bits each
+        PlainView<bf16>::LoadedChunk weights, remainders;  // 16 bits each
     };
     bf16* weights;
     int16_t* remainders;  // null without a master
@@ -104,13 +104,14 @@ template <bool MASTER> struct Bf16Weights {
 
     __device__ LoadedChunk load(int64_t i) const {
         LoadedChunk loaded{};
-        loaded.weights = *reinterpret_cast<const Plain<bf16>::LoadedChunk*>(weights + i);
-        if (MASTER) loaded.remainders = *reinterpret_cast<const Plain<bf16>::LoadedChunk*>(remainders + i);
+        loaded.weights = *reinterpret_cast<const PlainView<bf16>::LoadedChunk*>(weights + i);
+        if (MASTER)
+            loaded.remainders = *reinterpret_cast<const PlainView<bf16>::LoadedChunk*>(remainders + i);
         return loaded;
     }
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
         if constexpr (!MASTER) {
-            Plain<bf16>::unpack(loaded.weights.words, v);
+            PlainView<bf16>::unpack(loaded.weights.words, v);
         } else {
             // The flipped remainder is the lower half of the sum, and the bits are the sum minus 0x8000.
             for (int j = 0; j < CHUNK; j++) {
@@ -142,8 +143,8 @@ template <bool MASTER> struct Bf16Weights {
 
 // FP32 weights, which are their own masters: the fp32 recipe.
 struct Fp32Weights {
-    using LoadedChunk = Plain<float>::LoadedChunk;
-    Plain<float> weights;
+    using LoadedChunk = PlainView<float>::LoadedChunk;
+    PlainView<float> weights;
 
     __device__ Fp32Weights(const Weights& w, int64_t first)
         : weights{static_cast<float*>(w.values) + first} {}

@@ -23,7 +23,7 @@ void AmaxTable::clear() {
     expect_empty_histories();
 }
 
-// The entries are cleared as rows of a matrix, of which `amax` is a column: the scales beside it stay.
+// Strided: of each entry, which has 16 bytes, only `amax` is cleared.
 void AmaxTable::clear_operand_amaxes() const {
     enqueue(stream_, [&] {
         check(cudaMemset2DAsync(&entries_[param_count].amax, sizeof(TensorScale), 0, sizeof(float),

@@ -40,7 +40,7 @@ template <class Real> struct Head {
 template <class Real> struct Heads : Dims {
     using Dims::Dims;
     __device__ Head<Real> of(const void* x, int heads, int b, int h) const {
-        return {plain<Real>(x).data + (int64_t(b) * T * heads + h) * HS, int64_t(heads) * HS};
+        return {plain_view<Real>(x).data + (int64_t(b) * T * heads + h) * HS, int64_t(heads) * HS};
     }
     __device__ Head<Real> q(const void* x, int b, int h) const { return of(x, NH + 2 * NKV, b, h); }
     __device__ Head<Real> k(const void* x, int b, int kv) const { return q(x, b, NH + kv); }
@@ -349,7 +349,7 @@ __global__ void __launch_bounds__(TileT::THREADS)
 }
 
 template <class TileT>
-void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* amax_out,
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* amax_out,
              cudaStream_t stream) {
     const dim3 grid(unsigned(s.NH), unsigned(s.B), block_count(s.T, TileT::ROWS));
     launch("attention_forward", attention_forward_kernel<TileT>, grid, TileT::THREADS, 3 * TileT::BYTES,
@@ -407,7 +407,7 @@ AttentionKernels any_gpu_attention(const AttentionShape& s) {
     return s.HS <= 64 ? ANY_GPU<bf16, 64> : ANY_GPU<bf16, 128>;
 }
 
-void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* amax_out,
+void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* amax_out,
                        cudaStream_t stream) {
     enqueue(stream, [&] { fastest(s).forward(s, qkv, out, lse, amax_out, stream); });
 }

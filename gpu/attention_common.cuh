@@ -99,20 +99,20 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
     const int64_t b = blockIdx.z, head = b * d.NH + h, tile = head * statistics.tiles + blockIdx.y;
     const int64_t number = tile * PREPARE_THREADS + threadIdx.x;
     if (number < counters) counter[number] = 0;
-    typename Plain<Real>::LoadedChunk o[ROWS], g[ROWS];
+    typename PlainView<Real>::LoadedChunk o[ROWS], g[ROWS];
     for (int i = 0; i < ROWS; i++) {
         const int t = blockIdx.y * QUERIES + first + i * STEP;
         const int64_t element = ((b * d.T + t) * d.NH + h) * d.HS + lane * CHUNK;
         const bool live = t < d.T && lane * CHUNK < d.HS;
-        o[i] = live ? plain<Real>(out).load(element) : typename Plain<Real>::LoadedChunk{};
-        g[i] = live ? plain<Real>(dout).load(element) : typename Plain<Real>::LoadedChunk{};
+        o[i] = live ? plain_view<Real>(out).load(element) : typename PlainView<Real>::LoadedChunk{};
+        g[i] = live ? plain_view<Real>(dout).load(element) : typename PlainView<Real>::LoadedChunk{};
     }
     float* const stats = statistics.data + tile * 2 * QUERIES;
     for (int i = 0; i < ROWS; i++) {
         const int row = first + i * STEP, t = blockIdx.y * QUERIES + row;
         ChunkValues x, y;
-        Plain<Real>::unpack(o[i].words, x);
-        Plain<Real>::unpack(g[i].words, y);
+        PlainView<Real>::unpack(o[i].words, x);
+        PlainView<Real>::unpack(g[i].words, y);
         float delta = 0;
         for (int j = 0; j < CHUNK; j++) delta += x[j] * y[j];
         for (int j = LANES / 2; j > 0; j /= 2) delta += __shfl_xor_sync(~0u, delta, j);

@@ -146,10 +146,10 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
     return map;
 }
 
-// Raises amax_out->amax to the largest magnitude of the warp's values, rounded to BF16. `largest` is that of
+// Raises *amax_out to the largest magnitude of the warp's values, rounded to BF16. `largest` is that of
 // this thread's values. Rounding is monotone, so a thread needs to round only that, and not each value.
-__device__ void update_bf16_amax(TensorScale* amax_out, float largest) {
-    update_amax_by_warp(&amax_out->amax, magnitude_bits(round_to_bf16(largest)));
+__device__ void update_bf16_amax(float* amax_out, float largest) {
+    update_amax_by_warp(amax_out, magnitude_bits(round_to_bf16(largest)));
 }
 
 // Says that the warp no longer needs the buffer that the barrier guards. All lanes call it.
@@ -265,7 +265,7 @@ template <class F> struct ForwardConsumer {
     const F& smem;
     const Dims& d;
     float* const lse;
-    TensorScale* const amax_out;
+    float* const amax_out;
     const int warpgroup = this_warpgroup();
     const bool leader = threadIdx.x % WARPGROUP == 0;
     // Named barriers: one for the turn of each warpgroup, then one for each warpgroup by itself.
@@ -397,7 +397,7 @@ template <class F> struct ForwardConsumer {
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     attention_forward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap out,
-                             Dims d, Work work, int counter, float* lse, TensorScale* amax_out) {
+                             Dims d, Work work, int counter, float* lse, float* amax_out) {
     if (!HOPPER) return __trap();
     const F smem{dynamic_shared_memory(1024)};  // the period of the swizzle
     if (threadIdx.x == 0) smem.init_barriers();
@@ -413,7 +413,7 @@ __global__ void __launch_bounds__(F::THREADS, 1)
 }
 
 template <class F>
-void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, TensorScale* amax_out,
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* amax_out,
              cudaStream_t stream) {
     constexpr int64_t CACHED = 16 << 20;  // bytes of keys and values that stay in the L2 cache
     const int64_t heads = s.B * s.NH, head_bytes = std::max<int64_t>(1, 2 * s.T * F::HS * 2 * s.NKV / s.NH);
@@ -464,7 +464,7 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, Te
 // What is done to dqkv in registers, before it is written: see AttentionBackward in gpu/attention.h.
 struct Epilogue {
     const float2* rope_table;  // (T, HS / 2) {cos, sin}; null if there is no RoPE
-    TensorScale* amax_out;     // gets the amax of dqkv; may be null
+    float* amax_out;           // gets the amax of dqkv; may be null
 
     // {cos, sin} of row t of N neighbouring columns of the first half of a head, from the even column `col`
     // on. A row past T, which is not written, gets those of the last row.

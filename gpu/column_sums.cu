@@ -9,7 +9,7 @@ namespace coat::gpu {
 // of the threads. The block also finds the amax.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    add_column_sums_kernel(Producer producer, int64_t rows, float* partials, TensorScale* x_amax_out) {
+    add_column_sums_kernel(Producer producer, int64_t rows, float* partials, float* x_amax_out) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ ColumnSums columns;
     ChunkValues sum[PLANES] = {};
@@ -22,7 +22,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
                     largest = larger_magnitude(largest, v[p][j]);
                 }
         });
-    if (x_amax_out) update_amax_by_warp(&x_amax_out->amax, magnitude_bits(largest));
+    if (x_amax_out) update_amax_by_warp(x_amax_out, magnitude_bits(largest));
     store_column_sums(producer, sum, columns, partials);
 }
 
@@ -59,8 +59,8 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
            bf16_or_fp32(second));
 }
 
-void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace,
-                     TensorScale* x_amax_out, cudaStream_t stream) {
+void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, float* x_amax_out,
+                     cudaStream_t stream) {
     with_producer(x, [&](auto producer) {
         launch("add_column_sums", add_column_sums_kernel<decltype(producer)>, column_grid(producer.width),
                TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, workspace, x_amax_out);

@@ -24,7 +24,7 @@
 // For example, this kernel stores half of every element of x in y. It uses all three parts of this file. (It
 // is not in the program.)
 //
-//   __global__ void halve_kernel(Plain<bf16> x, Plain<bf16> y, int64_t n) {
+//   __global__ void halve_kernel(PlainView<bf16> x, PlainView<bf16> y, int64_t n) {
 //       const int64_t i = thread_of_grid() * CHUNK;    // the first of the thread's eight elements
 //       const bool live = i < n;
 //       ChunkValues v;                                 // eight FP32 values in registers
@@ -36,7 +36,7 @@
 //   void halve(const TensorRef& x, const TensorRef& y, cudaStream_t stream) {
 //       const int64_t n = x.rows * x.cols;             // a multiple of eight
 //       launch("halve", halve_kernel, /*grid=*/block_count(n, 256 * CHUNK), /*block=*/256,
-//              /*shared_bytes=*/0, stream, plain<bf16>(x.data), plain<bf16>(y.data), n);
+//              /*shared_bytes=*/0, stream, plain_view<bf16>(x.data), plain_view<bf16>(y.data), n);
 //   }
 #pragma once
 #include <cuda_bf16.h>
@@ -212,12 +212,13 @@ inline __device__ void rotate(float& x, float& y, float cosine, float sine) {
 }
 
 // ===========================================================================================================
-// 3. Layouts
+// 3. Views of stored tensors
 //
-// A Layout says how the elements of a tensor lie in memory, as TensorFormat does in formats.h. But it is a
-// type: a kernel is compiled for each Layout that it reads. There are three Layouts: Plain<bf16> and
-// Plain<float> have no scales, and Groups has E4M3 codes with one BF16 scale for 16 elements. Each Layout has
-// two types and four functions:
+// Through a StoredView a kernel loads, converts and stores the elements of a tensor. It has the tensor's
+// pointers, and its type says what the elements are: a kernel is compiled for each type of view that it
+// reads. StoredView is the name of a template parameter. It stands for one of three types: PlainView<bf16>
+// and PlainView<float> have no scales, and GroupsView has E4M3 codes with one BF16 scale for 16 elements.
+// Each of them has two types and four functions:
 //
 //   ComputeElement                a type: the compute format that goes with it
 //   LoadedChunk                   a type, which load() returns: a chunk in registers, as it is stored
@@ -226,7 +227,6 @@ inline __device__ void rotate(float& x, float& y, float cosine, float sine) {
 //   unpack(loaded, v)             converts a loaded chunk to FP32
 //   round_in_place_and_store(i, v, live)
 //                                 rounds v, in the caller's registers, and stores it at element i, if live
-//
 
 inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in 32 bits
     const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
@@ -244,7 +244,7 @@ template <class Value> __device__ void store_at_once(void* to, Value value) {
 
 // Values in BF16 or FP32, without scales. N of them are loaded and stored at once: a chunk, or (layers.cu)
 // half a chunk.
-template <class Element, int N = CHUNK> struct Plain {
+template <class Element, int N = CHUNK> struct PlainView {
     static constexpr bool IS_FP32 = sizeof(Element) == 4;
     static constexpr int WORDS = IS_FP32 ? N : N / 2;
     using ComputeElement = Element;
@@ -254,7 +254,7 @@ template <class Element, int N = CHUNK> struct Plain {
     };
     Element* data;
 
-    __device__ Plain starting_at(int64_t i) const { return {data + i}; }
+    __device__ PlainView starting_at(int64_t i) const { return {data + i}; }
     __device__ LoadedChunk load(int64_t i) const { return *reinterpret_cast<const LoadedChunk*>(data + i); }
     static __device__ void unpack(const uint32_t* words, float (&v)[N]) {
         for (int j = 0; j < WORDS; j++) {
@@ -280,13 +280,18 @@ template <class Element, int N = CHUNK> struct Plain {
     }
 };
 
-// E4M3 codes in groups of 1 x 16 with BF16 scales. The comment at the beginning of part 1 of coat.cu has the
-// formulas, and the reasons for them. The number of columns is a multiple of the group size, so the group of
+// E4M3 codes in groups of 1 x 16 with BF16 scales. For each group:
+//
+//   scale   amax / 448, at least 2^-126, rounded to BF16. It is 1 if amax is 0, and NaN if a value is not
+//           finite
+//   code    x / scale, rounded to E4M3
+//
+// (Part 1 of coat.cu has the reasons.) The number of columns is a multiple of the group size, so the group of
 // element i is i / GROUP_SIZE. Two neighbouring lanes have one group: both must call
 // round_in_place_and_store(), and the lane with the even number writes the scale.
 constexpr int GROUP_SIZE = PER_1x16.cols;
 static_assert(GROUP_SIZE == 2 * CHUNK);
-struct Groups {
+struct GroupsView {
     using ComputeElement = bf16;
     struct LoadedChunk {
         uint2 codes;
@@ -295,15 +300,14 @@ struct Groups {
     uint8_t* codes;
     uint16_t* scales;
 
-    __device__ Groups starting_at(int64_t i) const { return {codes + i, scales + i / GROUP_SIZE}; }
+    __device__ GroupsView starting_at(int64_t i) const { return {codes + i, scales + i / GROUP_SIZE}; }
     __device__ LoadedChunk load(int64_t i) const {
         return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP_SIZE]};
     }
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
         decode(/*e5m2=*/false, loaded.codes, __uint_as_float(static_cast<uint32_t>(loaded.scale) << 16), v);
     }
-    // The scale of the group that this lane and its neighbour have: amax / 448, rounded to BF16; 1 where amax
-    // is 0, and NaN where a value is not finite.
+    // The scale of the group that this lane and its neighbour have.
     static __device__ float group_scale(const ChunkValues& v) {
         float amax = larger_magnitude(0, v);
         amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
@@ -328,44 +332,44 @@ struct Groups {
     }
 };
 
-// The Layout of a tensor in BF16 or FP32, and that of a tensor in groups. (A Layout can load and store, so
-// its pointers are not const, even where a kernel only loads.)
-template <class Element> __host__ __device__ Plain<Element> plain(const void* p) {
+// The view of a tensor in BF16 or FP32, and that of a tensor in groups. (A view can load and store, so its
+// pointers are not const, even where a kernel only loads.)
+template <class Element> __host__ __device__ PlainView<Element> plain_view(const void* p) {
     return {static_cast<Element*>(const_cast<void*>(p))};
 }
-inline Groups groups_of(const TensorRef& t) { return {static_cast<uint8_t*>(t.data), t.group_scales}; }
+inline GroupsView groups_view(const TensorRef& t) { return {static_cast<uint8_t*>(t.data), t.group_scales}; }
 
-// Calls f with the Layout of a tensor in BF16 or FP32.
-template <class F> void with_plain(const TensorRef& t, F f) {
-    if (t.format.element_format == Format::FP32) return f(plain<float>(t.data));
-    f(plain<bf16>(t.data));
+// Calls f with the view of a tensor in BF16 or FP32.
+template <class F> void with_plain_view(const TensorRef& t, F f) {
+    if (t.format.element_format == Format::FP32) return f(plain_view<float>(t.data));
+    f(plain_view<bf16>(t.data));
 }
 // The same for a tensor that may also be in groups.
-template <class F> void with_layout(const TensorRef& t, F f) {
-    if (t.format != E4M3_1x16) return with_plain(t, f);
-    f(groups_of(t));
+template <class F> void with_view(const TensorRef& t, F f) {
+    if (t.format != E4M3_1x16) return with_plain_view(t, f);
+    f(groups_view(t));
 }
 
-// A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). It is no Layout: the kernel
-// learns at run time which of the two formats the tensor has. All threads take the same branch, and the
-// kernel is compiled once, not twice.
+// A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). It is no StoredView: the
+// kernel learns at run time which of the two formats the tensor has. All threads take the same branch, and
+// the kernel is compiled once, not twice.
 struct Bf16OrFp32 {
     void* data;
     bool is_fp32;
 
     template <class F> __device__ void with(F f) const {
-        if (is_fp32) f(plain<float>(data));
-        else f(plain<bf16>(data));
+        if (is_fp32) f(plain_view<float>(data));
+        else f(plain_view<bf16>(data));
     }
-    using LoadedChunk = Plain<float>::LoadedChunk;  // BF16 elements fill its first half
+    using LoadedChunk = PlainView<float>::LoadedChunk;  // BF16 elements fill its first half
     __device__ LoadedChunk load(int64_t i) const {
-        if (is_fp32) return plain<float>(data).load(i);
-        const auto bf16_chunk = plain<bf16>(data).load(i);
+        if (is_fp32) return plain_view<float>(data).load(i);
+        const auto bf16_chunk = plain_view<bf16>(data).load(i);
         return {bf16_chunk.words[0], bf16_chunk.words[1], bf16_chunk.words[2], bf16_chunk.words[3]};
     }
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
-        if (is_fp32) Plain<float>::unpack(loaded.words, v);
-        else Plain<bf16>::unpack(loaded.words, v);
+        if (is_fp32) PlainView<float>::unpack(loaded.words, v);
+        else PlainView<bf16>::unpack(loaded.words, v);
     }
     __device__ void load_values(int64_t i, ChunkValues& v) const { unpack(load(i), v); }
     __device__ void round_in_place_and_store(int64_t i, ChunkValues& v, bool live) const {

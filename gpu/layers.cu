@@ -1,5 +1,5 @@
 // gpu/layers.cu - what any transformer has around its GEMMs, attention and norms: RoPE, the loss, the
-// embedding's backward pass, and norms of heads. (The embedding's forward pass is embed() in gpu/norm.cu,
+// embedding's backward pass, and qk_norms. (The embedding's forward pass is embed() in gpu/norm.cu,
 // because the first norm follows it.)
 #include <cuda_pipeline.h>
 
@@ -47,16 +47,16 @@ static __global__ void fill_rope_table_kernel(int64_t n, int half, double theta,
 constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class Element>
 static __global__ void __launch_bounds__(ROPE_THREADS)
-    rope_kernel(Plain<Element, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
-                TensorScale* amax_out) {
+    rope_kernel(PlainView<Element, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
+                float* amax_out) {
     const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
     const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, pair = i % quads * 4;
     const uint32_t first_head = blockIdx.y * ROPE_HEADS;
     float largest = 0;
     if (row < rows) {
-        const Plain<Element, 4> pairs = qkv.starting_at(row * cols + first_head * rope.HS + pair);
-        typename Plain<Element, 4>::LoadedChunk loaded[ROPE_HEADS][2] = {};
+        const PlainView<Element, 4> pairs = qkv.starting_at(row * cols + first_head * rope.HS + pair);
+        typename PlainView<Element, 4>::LoadedChunk loaded[ROPE_HEADS][2] = {};
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first_head + h >= heads) continue;
             loaded[h][0] = pairs.load(h * rope.HS);
@@ -84,16 +84,16 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
             if (amax_out) largest = larger_magnitude(larger_magnitude(largest, x), y);
         }
     }
-    if (amax_out) update_amax_by_warp(&amax_out->amax, magnitude_bits(largest));
+    if (amax_out) update_amax_by_warp(amax_out, magnitude_bits(largest));
 }
 
-void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t stream) {
+void rope(const Rope& r, const TensorRef& qkv, bool inverse, float* amax_out, cudaStream_t stream) {
     const int64_t quads = qkv.rows * r.HS / 8, heads = (amax_out ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(block_count(quads, ROPE_THREADS), block_count(heads, ROPE_HEADS));
-    with_plain(qkv, [&](auto x) {
+    with_plain_view(qkv, [&](auto x) {
         using Element = typename decltype(x)::ComputeElement;
         launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, /*shared_bytes=*/0, stream,
-               Plain<Element, 4>{x.data}, r, static_cast<uint32_t>(qkv.rows), qkv.cols,
+               PlainView<Element, 4>{x.data}, r, static_cast<uint32_t>(qkv.rows), qkv.cols,
                static_cast<uint32_t>(heads), inverse ? -1 : 1, amax_out);
     });
 }
@@ -156,9 +156,9 @@ constexpr int loss_blocks_per_sm(int cached_rows, size_t element_bytes) {
 }
 template <class Element, int CACHED_ROWS>
 static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED_ROWS, sizeof(Element)))
-    cross_entropy_kernel(Plain<Element> logits, int64_t rows, int stride, int V, const int32_t* targets,
+    cross_entropy_kernel(PlainView<Element> logits, int64_t rows, int stride, int V, const int32_t* targets,
                          bool gradients, const double* loss_weight, float* losses) {
-    using LoadedChunk = typename Plain<Element>::LoadedChunk;
+    using LoadedChunk = typename PlainView<Element>::LoadedChunk;
     constexpr int COLS_OF_BLOCK = LOSS_THREADS * CHUNK, IN_FLIGHT = 4;
     extern __shared__ __align__(16) unsigned char shared[];  // (CACHED_ROWS, stride) Element
     __shared__ Softmax parts[2][LOSS_THREADS / 32];
@@ -178,9 +178,10 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
     start_copy(blockIdx.x, cached);
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
         const int slot = CACHED_ROWS == 2 ? static_cast<uint32_t>(row) / gridDim.x % 2 : 0;
-        const Plain<Element> in_memory = logits.starting_at(row * stride), in_cache{cached + slot * stride};
-        const Plain<Element> for_loss = CACHED_ROWS == 2 ? in_cache : in_memory;
-        const Plain<Element> for_gradients = CACHED_ROWS == 0 ? in_memory : in_cache;
+        const PlainView<Element> in_memory = logits.starting_at(row * stride),
+                                 in_cache{cached + slot * stride};
+        const PlainView<Element> for_loss = CACHED_ROWS == 2 ? in_cache : in_memory;
+        const PlainView<Element> for_gradients = CACHED_ROWS == 0 ? in_memory : in_cache;
         const int32_t target = targets[row];
         const float correct = in_memory.data[max(target, 0)];
         // The number of columns that count: none in a row without a target, whose loss and gradients are 0.
@@ -243,7 +244,7 @@ static __global__ void __launch_bounds__(SUM_THREADS)
 
 static void launch_cross_entropy(const TensorRef& logits, int64_t V, const int32_t* targets, bool gradients,
                                  const double* loss_weight, float* losses, cudaStream_t stream) {
-    with_plain(logits, [&](auto x) {
+    with_plain_view(logits, [&](auto x) {
         using Element = typename decltype(x)::ComputeElement;
         const int64_t row_bytes = logits.cols * static_cast<int64_t>(sizeof(Element));
         const int64_t shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10) - 1024;
@@ -431,12 +432,13 @@ static __device__ float sum_of_head(float (&sums)[QUAD]) {
         for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, distance);
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
-static __device__ float inverse_rms(float sum_of_squares, const QkNorm& n) {
+static __device__ float inverse_rms(float sum_of_squares, const QkNorms& n) {
     return 1 / sqrtf(sum_of_squares / static_cast<float>(n.HS) + n.eps);
 }
 // The weight of the norm of the head that begins at column `col` of qkv.
-template <class Element> static __device__ Plain<Element, QUAD> weight_of_head(const QkNorm& n, int64_t col) {
-    return {plain<Element>(n.weight).data + (col < n.q_cols ? 0 : n.HS)};
+template <class Element>
+static __device__ PlainView<Element, QUAD> weight_of_head(const QkNorms& n, int64_t col) {
+    return {plain_view<Element>(n.weight).data + (col < n.q_cols ? 0 : n.HS)};
 }
 
 // out = [rope(norm(q)) | rope(norm(k)) | v], where qkv is [q | k | v]. The output of the norm is rounded
@@ -444,16 +446,16 @@ template <class Element> static __device__ Plain<Element, QUAD> weight_of_head(c
 // the two columns of a pair, so they exchange them in shared memory.
 template <class Element>
 static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
-    qk_norm_and_rope_kernel(QkNorm n, Rope rope, Plain<Element, QUAD> qkv, Plain<Element, QUAD> out,
-                            uint32_t rows, uint32_t heads) {
+    qk_norms_and_rope_kernel(QkNorms n, Rope rope, PlainView<Element, QUAD> qkv, PlainView<Element, QUAD> out,
+                             uint32_t rows, uint32_t heads) {
     __shared__ __align__(16) float normed[HEADS_PER_BLOCK][LONGEST_HEAD];
     const uint32_t head = blockIdx.x * HEADS_PER_BLOCK + head_of_block(), row = head / heads;
     const int HS = static_cast<int>(n.HS), half = HS / 2;
     const int64_t col = head % heads * n.HS;
     const bool is_v = col >= n.q_cols + n.k_cols;
     auto live = [&](int i) { return row < rows && quad_column(i) < HS; };
-    const Plain<Element, QUAD> from = qkv.starting_at(head * n.HS), to = out.starting_at(head * n.HS);
-    typename Plain<Element, QUAD>::LoadedChunk loaded[HEAD_QUADS] = {};
+    const PlainView<Element, QUAD> from = qkv.starting_at(head * n.HS), to = out.starting_at(head * n.HS);
+    typename PlainView<Element, QUAD>::LoadedChunk loaded[HEAD_QUADS] = {};
     for (int i = 0; i < HEAD_QUADS; i++)
         if (live(i)) loaded[i] = from.load(quad_column(i));
 
@@ -464,7 +466,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         for (int j = 0; j < QUAD; j++) squares[j] = __fmaf_rn(x[i][j], x[i][j], squares[j]);
     }
     const float r = inverse_rms(sum_of_head(squares), n);
-    const Plain<Element, QUAD> weights = weight_of_head<Element>(n, is_v ? 0 : col);
+    const PlainView<Element, QUAD> weights = weight_of_head<Element>(n, is_v ? 0 : col);
     for (int i = 0; i < HEAD_QUADS; i++) {
         if (!live(i) || is_v) continue;
         float weight[QUAD];
@@ -494,14 +496,14 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
 // they compute one. dqkv holds dy, which becomes dx.
 template <class Element>
 static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
-    qk_norm_backward_kernel(QkNorm n, Plain<Element, QUAD> qkv, Plain<Element, QUAD> dqkv, int64_t rows,
-                            int64_t cols, float* partials) {
+    qk_norms_backward_kernel(QkNorms n, PlainView<Element, QUAD> qkv, PlainView<Element, QUAD> dqkv,
+                             int64_t rows, int64_t cols, float* partials) {
     const int64_t first_part = static_cast<int64_t>(blockIdx.x) * HEADS_PER_BLOCK;
     const int64_t part = first_part + head_of_block();
     const int64_t col = blockIdx.y * n.HS;
     const int HS = static_cast<int>(n.HS);
     auto live = [&](int i) { return quad_column(i) < HS; };
-    typename Plain<Element, QUAD>::LoadedChunk loaded_x[HEAD_QUADS] = {}, loaded_dy[HEAD_QUADS] = {};
+    typename PlainView<Element, QUAD>::LoadedChunk loaded_x[HEAD_QUADS] = {}, loaded_dy[HEAD_QUADS] = {};
     auto fetch_row = [&](int64_t row) {
         for (int i = 0; i < HEAD_QUADS; i++) {
             if (row >= rows || !live(i)) continue;
@@ -509,7 +511,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
             loaded_dy[i] = dqkv.starting_at(row * cols + col).load(quad_column(i));
         }
     };
-    const Plain<Element, QUAD> weights = weight_of_head<Element>(n, col);
+    const PlainView<Element, QUAD> weights = weight_of_head<Element>(n, col);
     Quads weight = {}, dweight = {};
     for (int i = 0; i < HEAD_QUADS; i++)
         if (live(i)) weights.unpack(weights.load(quad_column(i)), weight[i]);
@@ -548,26 +550,26 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         for (int j = 0; j < QUAD && live(i); j++) sums[quad_column(i) + j] = dweight[i][j];
 }
 
-void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
-                      cudaStream_t stream) {
+void qk_norms_and_rope(const QkNorms& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
+                       cudaStream_t stream) {
     const int64_t heads = qkv.cols / n.HS;
-    with_plain(qkv, [&](auto x) {
+    with_plain_view(qkv, [&](auto x) {
         using Element = typename decltype(x)::ComputeElement;
-        launch("qk_norm_and_rope", qk_norm_and_rope_kernel<Element>,
+        launch("qk_norms_and_rope", qk_norms_and_rope_kernel<Element>,
                block_count(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS,
-               /*shared_bytes=*/0, stream, n, rope, Plain<Element, QUAD>{x.data},
-               Plain<Element, QUAD>{static_cast<Element*>(out.data)}, static_cast<uint32_t>(qkv.rows),
+               /*shared_bytes=*/0, stream, n, rope, PlainView<Element, QUAD>{x.data},
+               PlainView<Element, QUAD>{static_cast<Element*>(out.data)}, static_cast<uint32_t>(qkv.rows),
                static_cast<uint32_t>(heads));
     });
 }
-void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
-                      float* workspace, cudaStream_t stream) {
+void qk_norms_backward(const QkNorms& n, const TensorRef& qkv, const TensorRef& dqkv,
+                       const TensorRef& dweight, float* workspace, cudaStream_t stream) {
     const dim3 grid(COLUMN_PARTIALS / HEADS_PER_BLOCK, block_count(n.q_cols + n.k_cols, n.HS));
-    with_plain(qkv, [&](auto x) {
+    with_plain_view(qkv, [&](auto x) {
         using Element = typename decltype(x)::ComputeElement;
-        launch("qk_norm_backward", qk_norm_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS,
-               /*shared_bytes=*/0, stream, n, Plain<Element, QUAD>{x.data},
-               Plain<Element, QUAD>{static_cast<Element*>(dqkv.data)}, qkv.rows, qkv.cols, workspace);
+        launch("qk_norms_backward", qk_norms_backward_kernel<Element>, grid, HEADS_PER_BLOCK * HEAD_THREADS,
+               /*shared_bytes=*/0, stream, n, PlainView<Element, QUAD>{x.data},
+               PlainView<Element, QUAD>{static_cast<Element*>(dqkv.data)}, qkv.rows, qkv.cols, workspace);
     });
     const TensorRef of_q_and_k{.data = dweight.data, .rows = 2, .cols = n.HS, .format = dweight.format};
     reduce_partials(workspace, n.q_cols / n.HS * COLUMN_PARTIALS, row_slice(of_q_and_k, 0, 1), stream);

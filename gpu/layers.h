@@ -1,5 +1,5 @@
 // gpu/layers.h - what any transformer has around its GEMMs, attention and norms: RoPE, the loss, the
-// embedding's backward pass, and norms of heads (kernels: gpu/layers.cu). The rules of gpu/operators.h hold
+// embedding's backward pass, and qk_norms (kernels: gpu/layers.cu). The rules of gpu/operators.h hold
 // here, too.
 #pragma once
 #include <vector>
@@ -19,7 +19,7 @@ struct Rope {
 void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream);
 // Rotates qkv (B*T, qkv_cols) in place. With `inverse` qkv is the gradient, which is rotated by the opposite
 // angles. amax_out gets the amax of all columns.
-void rope(const Rope& r, const TensorRef& qkv, bool inverse, TensorScale* amax_out, cudaStream_t stream);
+void rope(const Rope& r, const TensorRef& qkv, bool inverse, float* amax_out, cudaStream_t stream);
 
 // ===========================================================================================================
 // 2. Loss
@@ -66,23 +66,23 @@ void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, cons
 void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream);
 
 // ===========================================================================================================
-// 4. Norms of heads (Qwen3)
+// 4. Qwen3's norms of heads: qk_norms
 
 // Qwen3 has an RMSNorm of each head of q and of k.
-struct QkNorm {
+struct QkNorms {
     const void* weight;  // [of q | of k], (2 HS), compute format
     float eps;
     int64_t HS, q_cols, k_cols;
 };
 // Writes to `out` what attention reads: qkv = [q | k | v] (N, qkv_cols), with q and k normed and then
 // rotated.
-void qk_norm_and_rope(const QkNorm& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
-                      cudaStream_t stream);
+void qk_norms_and_rope(const QkNorms& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,
+                       cudaStream_t stream);
 // The backward pass of the norms alone, without that of RoPE.
 //   dqkv        on entry the gradient of the norms' outputs; on return that of their inputs, qkv
 //   dweight     (2 HS), is added to
 //   workspace   (COLUMN_PARTIALS, q_cols + k_cols) floats
-void qk_norm_backward(const QkNorm& n, const TensorRef& qkv, const TensorRef& dqkv, const TensorRef& dweight,
-                      float* workspace, cudaStream_t stream);
+void qk_norms_backward(const QkNorms& n, const TensorRef& qkv, const TensorRef& dqkv,
+                       const TensorRef& dweight, float* workspace, cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -22,9 +22,9 @@ inline __device__ float norm_output(float x, RowStatistics statistics, float wei
 }
 template <class Element>
 __device__ void load_weight_and_bias(const Norm& n, int64_t col, ChunkValues& weight, ChunkValues& bias) {
-    Plain<Element>::unpack(plain<Element>(n.weight).load(col).words, weight);
+    PlainView<Element>::unpack(plain_view<Element>(n.weight).load(col).words, weight);
     for (int j = 0; j < CHUNK; j++) bias[j] = 0;
-    if (n.bias) Plain<Element>::unpack(plain<Element>(n.bias).load(col).words, bias);
+    if (n.bias) PlainView<Element>::unpack(plain_view<Element>(n.bias).load(col).words, bias);
 }
 
 // GELU in its tanh form is u sigmoid(2z) with z = A (u + B u^3), A = sqrt(2 / pi) and B = 0.044715, since
@@ -36,8 +36,8 @@ inline __device__ float gelu_sigmoid(float u) {
 }
 inline __device__ float gelu(float u) { return __fmul_rn(u, gelu_sigmoid(u)); }
 // The gradient of u, from d, the gradient of gelu(u). gelu'(u) = s + u s (1 - s) 2z'(u). u^2 is limited to
-// 128, so that the product of an infinite slope and a zero is no NaN. This changes no result: from |u| = 11
-// on, s or 1 - s is zero.
+// 128, so that the product of an infinite slope and a zero does not become NaN. This changes no result: from
+// |u| = 11 on, s or 1 - s is zero.
 inline __device__ float gelu_backward(float u, float d) {
     const float s = gelu_sigmoid(u);
     const float slope = __fmaf_rn(3 * GELU_2AB, fminf(__fmul_rn(u, u), 128.0f), GELU_2A);
@@ -74,29 +74,29 @@ inline __device__ uint32_t row_offset(int i, int64_t width) {
     return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
 }
 
-// The producer of the LazyTensors whose op is OP, and whose input is stored in the given Layout: in two
-// planes if GATED, else in one.
-template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
+// The producer of the LazyTensors whose op is OP, and whose input is read through a StoredView (device.cuh).
+// The input has two planes if GATED, else one.
+template <LazyOp OP, class StoredView, bool GATED = false> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           ACTIVATION_BACKWARD = OP == LazyOp::ActivationBackward;
     static constexpr int INPUT_PLANES = GATED ? 2 : 1;
     static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // how many planes the result has
-    using ComputeElement = typename Layout::ComputeElement;
+    using ComputeElement = typename StoredView::ComputeElement;
     struct Cursor {
-        Layout in[INPUT_PLANES];
-        Plain<ComputeElement> dact;
+        StoredView in[INPUT_PLANES];
+        PlainView<ComputeElement> dact;
         const RowStatistics* statistics;
         ChunkValues weight, bias;
     };
     // What load() returns. A producer uses some of the fields, which have BYTES bytes together.
     struct Loaded {
-        typename Layout::LoadedChunk in[INPUT_PLANES];
-        typename Plain<ComputeElement>::LoadedChunk dact;
+        typename StoredView::LoadedChunk in[INPUT_PLANES];
+        typename PlainView<ComputeElement>::LoadedChunk dact;
         RowStatistics statistics;
     };
     static constexpr int BYTES =
         sizeof(Loaded::in) + ACTIVATION_BACKWARD * sizeof(Loaded::dact) + NORM * sizeof(Loaded::statistics);
-    Layout in;        // lazy.input, (N, INPUT_PLANES * width)
+    StoredView in;    // lazy.input, (N, INPUT_PLANES * width)
     int64_t width;    // the columns of a plane
     LazyTensor lazy;  // what is computed
 
@@ -105,7 +105,7 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
         for (int p = 0; p < INPUT_PLANES; p++)
             cursor.in[p] = in.starting_at((row * INPUT_PLANES + p) * width + col);
         if (ACTIVATION_BACKWARD)
-            cursor.dact = plain<ComputeElement>(lazy.dact.data).starting_at(row * width + col);
+            cursor.dact = plain_view<ComputeElement>(lazy.dact.data).starting_at(row * width + col);
         if (NORM) {
             cursor.statistics = lazy.norm.row_statistics + row;
             load_weight_and_bias<ComputeElement>(lazy.norm, col, cursor.weight, cursor.bias);
@@ -143,27 +143,28 @@ template <LazyOp OP, class Layout, bool GATED = false> struct LazyProducer {
     }
 };
 
-// Calls f with the producer of x. `in` is the Layout of x.input.
-template <class Layout, class F> void with_producer_of_layout(const LazyTensor& x, Layout in, F f) {
+// Calls f with the producer of x. `in` is the view of x.input.
+template <class StoredView, class F> void with_producer_of_view(const LazyTensor& x, StoredView in, F f) {
     const int64_t cols = x.input.cols;
-    if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, Layout>{in, cols, x});
-    else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, Layout>{in, cols, x});
+    if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, StoredView>{in, cols, x});
+    else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, StoredView>{in, cols, x});
     else if (x.op == LazyOp::Activation && x.gated)
-        f(LazyProducer<LazyOp::Activation, Layout, /*GATED=*/true>{in, cols / 2, x});
-    else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, Layout>{in, cols, x});
-    else if (x.gated) f(LazyProducer<LazyOp::ActivationBackward, Layout, /*GATED=*/true>{in, cols / 2, x});
-    else f(LazyProducer<LazyOp::ActivationBackward, Layout>{in, cols, x});
+        f(LazyProducer<LazyOp::Activation, StoredView, /*GATED=*/true>{in, cols / 2, x});
+    else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, StoredView>{in, cols, x});
+    else if (x.gated)
+        f(LazyProducer<LazyOp::ActivationBackward, StoredView, /*GATED=*/true>{in, cols / 2, x});
+    else f(LazyProducer<LazyOp::ActivationBackward, StoredView>{in, cols, x});
 }
-// The same; the Layout follows from x.input.
+// The same; the view follows from x.input.
 template <class F> void with_producer(const LazyTensor& x, F f) {
-    with_layout(x.input, [&](auto in) { with_producer_of_layout(x, in, f); });
+    with_view(x.input, [&](auto in) { with_producer_of_view(x, in, f); });
 }
 // The same for quantizers, whose inputs are in BF16 or in groups. An input in FP32 is an Error.
 template <class F> void with_producer_for_quantizer(const LazyTensor& x, F f) {
     require(x.input.format.element_format != Format::FP32,
             "FP8 goes with the compute format BF16, not with FP32");
-    if (x.input.format == E4M3_1x16) with_producer_of_layout(x, groups_of(x.input), f);
-    else with_producer_of_layout(x, plain<bf16>(x.input.data), f);
+    if (x.input.format == E4M3_1x16) with_producer_of_view(x, groups_view(x.input), f);
+    else with_producer_of_view(x, plain_view<bf16>(x.input.data), f);
 }
 
 // ===========================================================================================================
@@ -226,17 +227,19 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 //
 // So a kernel that writes over what it reads must not call this function for a thread that lies outside the
 // tensor (TilePlace::inside()). Such a thread would load the row or the chunk of another thread, which may be
-// writing it: a race. A thread that lies inside with its first row only loads its own last row again. It may
-// have overwritten this row already. Then `values` are wrong, but they are not live.
+// writing it: a race. A thread whose first row is inside never loads another thread's row: past the last row
+// it loads its own last row again. It may have overwritten that row already. Then `values` are wrong, but
+// they are not live.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& producer, const TilePlace& place, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
     const int64_t clamped_row = place.row < rows ? place.row : rows - 1;
     const int64_t clamped_col = place.col < producer.width ? place.col : producer.width - CHUNK;
     const auto cursor = producer.cursor_at(clamped_row, clamped_col);
-    // How many of the thread's 8 rows lie above the tensor's lower edge, and in how many its chunk is live.
+    // How many of the thread's 8 rows are rows of the tensor.
     const int64_t rows_left = max(rows - place.row, static_cast<int64_t>(0));
     const int rows_inside = static_cast<int>(min(rows_left, static_cast<int64_t>(THREAD_ROWS)));
+    // In how many of them the thread's chunk is live: in none if its columns lie past the last column.
     const int live_rows = place.col < producer.width ? rows_inside : 0;
 #pragma unroll
     for (int first = 0; first < THREAD_ROWS; first += IN_FLIGHT) {

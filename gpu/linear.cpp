@@ -120,14 +120,14 @@ Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom 
 // amax.
 void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from,
                                                 const Operand& g_operand) {
-    TensorScale* const missing_amax = g_amax_from == AmaxFrom::OwnPass ? place_for_g_amax() : nullptr;
+    float* const missing_amax = g_amax_from == AmaxFrom::OwnPass ? place_for_g_amax() : nullptr;
     if (bias_index_) return write_g_operand_with_dbias(g, missing_amax, g_operand);
     if (missing_amax) compute_amax(g, missing_amax, stream());
     write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
 }
 
 void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
-    if (TensorScale* const place = place_for_x_amax()) compute_amax(x, place, stream());
+    if (float* const place = place_for_x_amax()) compute_amax(x, place, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 // In BF16 the operand is made first, and then dbias, as the sum of the values that were stored.
 //
 // missing_amax: where the amax of g goes, if it is to be computed; else null.
-void LinearLayer::write_g_operand_with_dbias(const LazyTensor& g, TensorScale* missing_amax,
+void LinearLayer::write_g_operand_with_dbias(const LazyTensor& g, float* missing_amax,
                                              const Operand& g_operand) {
     QuantStats* const quant_stats = quant_stats_of(OperandKind::G);
     if (!context_.formats.g.fp8()) {
@@ -163,7 +163,7 @@ void LinearLayer::write_g_operand_with_dbias(const LazyTensor& g, TensorScale* m
 }
 
 // Adds the column sums of g to dbias. g_amax_out: where the amax of g goes, or null.
-void LinearLayer::add_dbias(const LazyTensor& g, TensorScale* g_amax_out) const {
+void LinearLayer::add_dbias(const LazyTensor& g, float* g_amax_out) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
     add_column_sums(g, context_.sharding.gradient_to_write(*bias_index_), workspace, g_amax_out, stream());
@@ -190,7 +190,7 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
 // amaxes is empty, this amax is computed here.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (context_.amax_table.delayed() && context_.needs_amax_before_codes())
-        compute_amax(lazy_stored(context_.sharding.weight(weight_index_)), w_tensor_scale_, stream());
+        compute_amax(lazy_stored(context_.sharding.weight(weight_index_)), &w_tensor_scale_->amax, stream());
 }
 
 void LinearLayer::write_cached_w_operand() {

@@ -106,11 +106,11 @@ public:
 
     // --- Amaxes
     // Where a kernel that has the values of x or of g leaves their amax. Null if none is needed.
-    TensorScale* place_for_x_amax() const {
-        return context_.needs_amax_before_codes() ? x_tensor_scale_ : nullptr;
+    float* place_for_x_amax() const {
+        return context_.needs_amax_before_codes() ? &x_tensor_scale_->amax : nullptr;
     }
-    TensorScale* place_for_g_amax() const {
-        return context_.needs_amax_before_codes() ? g_tensor_scale_ : nullptr;
+    float* place_for_g_amax() const {
+        return context_.needs_amax_before_codes() ? &g_tensor_scale_->amax : nullptr;
     }
     // Computes the amax of x by a pass over x, if the amax is needed: for an x that no earlier kernel had at
     // hand.
@@ -148,8 +148,8 @@ private:
     Operand get_or_make_w_operand(GemmKind gemm) const;
 
     // These serve layers with a bias, delayed scaling, and several ranks.
-    void write_g_operand_with_dbias(const LazyTensor& g, TensorScale* missing_amax, const Operand& g_operand);
-    void add_dbias(const LazyTensor& g, TensorScale* g_amax_out) const;
+    void write_g_operand_with_dbias(const LazyTensor& g, float* missing_amax, const Operand& g_operand);
+    void add_dbias(const LazyTensor& g, float* g_amax_out) const;
     void compute_w_amax_if_needed() const;
     Operand w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const;
 };

@@ -11,7 +11,7 @@ namespace coat {
 inline constexpr int64_t GPU_ALIGNMENT = 256;
 
 // -----------------------------------------------------------------------------------------------------------
-// ParameterState
+// Parameters and buckets
 
 // The part of a parameter that this rank owns (with one rank, the whole), and where it is in the rank's
 // order.

@@ -45,7 +45,7 @@ static std::vector<uint8_t*> allocate_gradient_buffers(const RunSettings& s, Are
     return by_bucket;
 }
 
-// The places of gradients are a table above MemoryMap (gpu/memory_map.h).
+// Where gradients lie: the drawing above MemoryMap, and the list below it (gpu/memory_map.h).
 static void allocate_activations_and_gradients(MemoryMap& m, GpuContext& context,
                                                const std::vector<ShardPlace>& places) {
     const RunSettings& s = context.settings;

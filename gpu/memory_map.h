@@ -1,8 +1,8 @@
 // gpu/memory_map.h - where everything lies in the memory of a GPU, and what the host and the GPU exchange in
 // a step. How large the parts are follows from the settings of the run: gpu/memory_layout.h.
 //
-// N is the number of tokens of the pass that runs: B * T, or the length of a prompt. What the map uses of
-// other files:
+// N is the number of tokens that are computed at a time: those of a micro-batch, B * T, or of a prompt. What
+// the map uses of other files:
 //
 //   gpu/operators.h   what is in the memory: TensorScale, RowStatistics, Weights, Shard, MomentRef and
 //                     GradientState; and the words shard, bucket and rank's order
@@ -33,7 +33,8 @@ struct StepExchange {
     QuantStats quant_stats[int(ReportKind::Moment1)];
 };
 
-// The map: where everything is that lasts for the run. In the allocation, from its beginning:
+// The map: where everything is that lasts for the run. In the allocation, from its beginning (what is in
+// brackets only in some runs):
 //
 //   step_exchange | cuBLASLt's scratch | sums of squares and [what else other ranks write] |
 //   weights | remainders of masters | AdamW's table | amax table | histories | moments |
@@ -65,9 +66,10 @@ struct StepExchange {
 //                                  the first of them, but the head writes to it before all others
 //   --gradients none               there is one buffer, which all buckets use in turn: a bucket is updated as
 //                                  soon as its gradients are complete
-//   several ranks                  where gradients lie with one rank, the sums of the step lie, of what this
-//                                  rank owns. Backward writes to two buffers, one for even and one for odd
-//                                  buckets: while one bucket travels, the next is computed
+//   several ranks                  the place that holds the gradients of a run with one rank holds this
+//                                  rank's part of the sums of the step. Backward writes to two buffers, one
+//                                  for even and one for odd buckets: while one bucket travels, the next is
+//                                  computed
 // If there are buffers, the gradient of a tied embedding has one of its own, because the head writes it
 // before all others.
 struct MemoryMap {
@@ -95,7 +97,7 @@ struct MemoryMap {
     std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
     std::vector<uint8_t*> gradients_to_write;   // by bucket: what backward writes; with one rank the same
 
-    // For the pass that runs, which has at most as many tokens as a micro-batch
+    // For the micro-batch that runs, or for a prompt, which is at most as long
     int32_t *tokens, *targets;  // (N)
     int32_t* token_order;       // (N) for the embedding's gradient: row numbers, sorted by token
     TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order

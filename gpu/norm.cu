@@ -31,10 +31,9 @@ dim3 block_shape(int64_t C) {
 __device__ uint32_t first_column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * CHUNK; }
 
 // Adds numbers up over the threads of a team, which gives the sum over a row. The sums of a team's warps pass
-// through a buffer in shared memory. Two sums, one after the other, never use the same buffer: some thread
-// may still be reading the buffer of the first sum when another thread writes its part of the second. When a
-// buffer is used again, a sum with another buffer lies between, and its __syncthreads() has let all threads
-// finish reading.
+// through a buffer in shared memory. There are two buffers, which sums use by turns: some thread may still be
+// reading the buffer of one sum when another thread writes its part of the next sum. Before a buffer is used
+// again, the __syncthreads() of the sum between has let all threads finish reading.
 struct RowSum {
     int buffer = 0;  // the next sum uses buffer 0 or 1
 
@@ -57,8 +56,8 @@ struct RowSum {
             for (int w = 0; w < warps; w++) x[i] += parts[i][first_warp + w];
         }
     }
-    // Switches to the other buffer without a sum. This lets the compiler know `buffer` in a kernel that
-    // learns only at run time whether it takes two sums (LayerNorm) or one (RMSNorm).
+    // Switches to the other buffer without a sum. LayerNorm takes a sum here, RMSNorm none: so both go on
+    // with the same value of `buffer`, which the compiler then knows.
     __device__ void skip() { buffer ^= 1; }
 };
 
@@ -69,7 +68,8 @@ __device__ float inverse_root(float squares, int64_t C, float eps) {
 
 // The statistics of a row. x: the thread's chunks of the row; a chunk past the end of the row is zeros.
 //
-// Backward needs the same bits as forward; norm_backward_kernel() says why. The backward pass of LayerNorm
+// Backward needs the same bits as forward, because it quantizes the norm's output with the amax that forward
+// has found (norm_backward_kernel()). The backward pass of LayerNorm
 // calls this function, too. That of RMSNorm takes the sum of squares together with another sum, but adds in
 // the same order.
 __device__ RowStatistics row_statistics(const ChunkValues (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
@@ -134,12 +134,12 @@ __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* token
 // `second` may be no tensor. The sum is written to x_out, if that is a tensor, and to norm_input, the memory
 // of next_norm.in. For that norm, the kernel computes the row statistics and, if norm_output_amax_out is not
 // null, the amax of the norm's output.
-template <class Layout, class Element = typename Layout::ComputeElement>
+template <class StoredView, class Element = typename StoredView::ComputeElement>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
-    residual_add_kernel(Plain<Element> first, Plain<Element> second, const int32_t* tokens, int64_t T,
-                        Plain<Element> x_out, Layout norm_input, const Norm next_norm,
-                        TensorScale* norm_output_amax_out) {
-    using LoadedChunk = typename Plain<Element>::LoadedChunk;
+    residual_add_kernel(PlainView<Element> first, PlainView<Element> second, const int32_t* tokens, int64_t T,
+                        PlainView<Element> x_out, StoredView norm_input, const Norm next_norm,
+                        float* norm_output_amax_out) {
+    using LoadedChunk = typename PlainView<Element>::LoadedChunk;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next_norm.in.rows, C = next_norm.in.cols;
     auto live = [&](int c) { return row < rows && first_column(c) < C; };
@@ -168,32 +168,34 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     const RowStatistics statistics = row_statistics(for_norm, C, next_norm.rms, next_norm.eps, sum_over_row);
     if (row < rows && threadIdx.x == 0) next_norm.row_statistics[row] = statistics;
     if (norm_output_amax_out)
-        update_amax_by_warp(&norm_output_amax_out->amax,
+        update_amax_by_warp(norm_output_amax_out,
                             amax_bits_of_norm<Element>(next_norm, for_norm, statistics, live));
 }
 
 // Launches residual_add_kernel(); the two operators below say what it does.
 void launch_residual_add(const char* what, const TensorRef& first, const TensorRef& second,
-                         const int32_t* tokens, int64_t T, const ResidualSum& sum, cudaStream_t stream) {
-    const Norm& next_norm = sum.next_norm;
+                         const int32_t* tokens, int64_t T, const ResidualSumOutputs& out,
+                         cudaStream_t stream) {
+    const Norm& next_norm = out.next_norm;
     const dim3 block = block_shape(next_norm.in.cols);
-    with_layout(next_norm.in, [&](auto in) {
+    with_view(next_norm.in, [&](auto in) {
         using Element = typename decltype(in)::ComputeElement;
         launch(what, residual_add_kernel<decltype(in)>, block_count(next_norm.in.rows, block.y), block,
-               /*shared_bytes=*/0, stream, plain<Element>(first.data), plain<Element>(second.data), tokens, T,
-               plain<Element>(sum.x_out.data), in, next_norm, sum.norm_output_amax_out);
+               /*shared_bytes=*/0, stream, plain_view<Element>(first.data), plain_view<Element>(second.data),
+               tokens, T, plain_view<Element>(out.x_out.data), in, next_norm, out.norm_output_amax_out);
     });
 }
 
 }  // namespace
 
-void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSum& sum, cudaStream_t stream) {
-    launch_residual_add("residual_add", x, branch, /*tokens=*/nullptr, /*T=*/1, sum, stream);
+void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSumOutputs& out,
+                  cudaStream_t stream) {
+    launch_residual_add("residual_add", x, branch, /*tokens=*/nullptr, /*T=*/1, out, stream);
 }
 
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
-           const ResidualSum& sum, cudaStream_t stream) {
-    launch_residual_add("embed", embedding, positions, tokens, T, sum, stream);
+           const ResidualSumOutputs& out, cudaStream_t stream) {
+    launch_residual_add("embed", embedding, positions, tokens, T, out, stream);
 }
 
 // ===========================================================================================================
@@ -237,9 +239,9 @@ __device__ void write_partials(const float4* sums_of_teams, int C, float* partia
 }
 
 // A thread's chunks of a row, as they are stored: of the norm's input, of dy, and of dresidual_in.
-template <class Layout> struct LoadedRow {
-    using LoadedGradient = typename Plain<typename Layout::ComputeElement>::LoadedChunk;
-    typename Layout::LoadedChunk x[ROW_CHUNKS];
+template <class StoredView> struct LoadedRow {
+    using LoadedGradient = typename PlainView<typename StoredView::ComputeElement>::LoadedChunk;
+    typename StoredView::LoadedChunk x[ROW_CHUNKS];
     LoadedGradient dy[ROW_CHUNKS], dresidual[ROW_CHUNKS];
 };
 
@@ -257,25 +259,27 @@ struct NormedRow {
     }
 };
 
-// What happens to a row of the norm n: load(), then normalize(), then write_gradients(). input is the memory
-// of n.in. The other tensors are those of NormBackwardTensors; dresidual_in may be no tensor.
+// What happens to a row of a norm: load(), then normalize(), then write_gradients(). input is the memory
+// of norm.in. The other tensors are those of NormBackwardTensors; dresidual_in may be no tensor.
 //
 // If every thread has the same number of chunks inside a row, 3 or 4, CHUNKS is this number. Then no chunk
 // needs a condition, and the compiler can mix the instructions of all chunks. For other widths CHUNKS is 0:
 // which chunks lie inside the row is known only at run time.
-template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
-    using Element = typename Layout::ComputeElement;
-    Norm n;
-    Layout input;
-    Plain<Element> dy_in, dresidual_in, dresidual_out;
+template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
+    using Element = typename StoredView::ComputeElement;
+    Norm norm;
+    StoredView input;
+    PlainView<Element> dy_in, dresidual_in, dresidual_out;
 
-    __device__ bool inside_row(int c) const { return CHUNKS > 0 ? c < CHUNKS : first_column(c) < n.in.cols; }
+    __device__ bool inside_row(int c) const {
+        return CHUNKS > 0 ? c < CHUNKS : first_column(c) < norm.in.cols;
+    }
 
     // A row past the last one is zeros, and so is a chunk past the end of its row.
-    __device__ LoadedRow<Layout> load(int64_t row) const {
-        LoadedRow<Layout> loaded{};
-        if (row >= n.in.rows) return loaded;
-        const int64_t row_begin = row * n.in.cols;
+    __device__ LoadedRow<StoredView> load(int64_t row) const {
+        LoadedRow<StoredView> loaded{};
+        if (row >= norm.in.rows) return loaded;
+        const int64_t row_begin = row * norm.in.cols;
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!inside_row(c)) continue;
             loaded.x[c] = input.starting_at(row_begin).load(first_column(c));
@@ -287,15 +291,15 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     }
 
     // The weight is read again where it is needed, from the cache.
-    __device__ void get_dy_and_weight(const LoadedRow<Layout>& loaded, int c, ChunkValues& dy,
+    __device__ void get_dy_and_weight(const LoadedRow<StoredView>& loaded, int c, ChunkValues& dy,
                                       ChunkValues& weight) const {
-        const Plain<Element> weights = plain<Element>(n.weight);
+        const PlainView<Element> weights = plain_view<Element>(norm.weight);
         dy_in.unpack(loaded.dy[c], dy);
         weights.unpack(weights.load(first_column(c)), weight);
     }
 
     // Calls f(c, j, d) for each element that the thread has of the row: element j of chunk c, d = dy weight.
-    template <class F> __device__ void for_each_d(const LoadedRow<Layout>& loaded, F f) const {
+    template <class F> __device__ void for_each_d(const LoadedRow<StoredView>& loaded, F f) const {
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!inside_row(c)) continue;
             ChunkValues dy, weight;
@@ -305,7 +309,7 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     }
 
     // All threads of the block call it, because it takes sums along rows.
-    __device__ NormedRow normalize(const LoadedRow<Layout>& loaded, RowSum& sum_over_row) const {
+    __device__ NormedRow normalize(const LoadedRow<StoredView>& loaded, RowSum& sum_over_row) const {
         ChunkValues x[ROW_CHUNKS];
         for (int c = 0; c < ROW_CHUNKS; c++) input.unpack(loaded.x[c], x[c]);
         if constexpr (RMS) return normalize_by_rms(loaded, x, sum_over_row);
@@ -313,11 +317,11 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
     }
 
     // LayerNorm: the statistics come first, and then the means, which need xhat.
-    __device__ NormedRow normalize_by_mean_and_std(const LoadedRow<Layout>& loaded,
+    __device__ NormedRow normalize_by_mean_and_std(const LoadedRow<StoredView>& loaded,
                                                    const ChunkValues (&x)[ROW_CHUNKS],
                                                    RowSum& sum_over_row) const {
         NormedRow row;
-        row.statistics = row_statistics(x, n.in.cols, /*rms=*/false, n.eps, sum_over_row);
+        row.statistics = row_statistics(x, norm.in.cols, /*rms=*/false, norm.eps, sum_over_row);
         row.set_xhat(x);
         float sum[2] = {0, 0};  // of d, and of d xhat
         for_each_d(loaded, [&](int c, int j, float d) {
@@ -325,15 +329,15 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
             sum[1] += d * row.xhat[c][j];
         });
         sum_over_row(sum);
-        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(n.in.cols));
+        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(norm.in.cols));
         row.mean_d = sum[0] * inverse_C;
         row.mean_d_xhat = sum[1] * inverse_C;
         return row;
     }
 
     // RMSNorm: mean(d xhat) is mean(d x) / rms. So both sums are of x, and are taken together.
-    __device__ NormedRow normalize_by_rms(const LoadedRow<Layout>& loaded, const ChunkValues (&x)[ROW_CHUNKS],
-                                          RowSum& sum_over_row) const {
+    __device__ NormedRow normalize_by_rms(const LoadedRow<StoredView>& loaded,
+                                          const ChunkValues (&x)[ROW_CHUNKS], RowSum& sum_over_row) const {
         float sum[2] = {0, 0};  // of x^2, and of d x
         for_each_d(loaded, [&](int c, int j, float d) {
             sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
@@ -341,20 +345,20 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
         });
         sum_over_row(sum);
         NormedRow row;
-        row.statistics = {.mean = 0, .rstd = inverse_root(sum[0], n.in.cols, n.eps)};
+        row.statistics = {.mean = 0, .rstd = inverse_root(sum[0], norm.in.cols, norm.eps)};
         row.set_xhat(x);
         row.mean_d = 0;
-        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(n.in.cols));
+        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(norm.in.cols));
         row.mean_d_xhat = sum[1] * inverse_C * row.statistics.rstd;
         return row;
     }
 
     // Writes dresidual_out = dresidual_in + dx, and adds the row to the sums dweight and dbias. `largest` is
     // the largest magnitude of dresidual_out so far.
-    __device__ void write_gradients(int64_t row, const LoadedRow<Layout>& loaded, const NormedRow& normed,
+    __device__ void write_gradients(int64_t row, const LoadedRow<StoredView>& loaded, const NormedRow& normed,
                                     float4* dweight, float4* dbias, float& largest) const {
-        if (row >= n.in.rows) return;
-        const uint32_t C = static_cast<uint32_t>(n.in.cols);
+        if (row >= norm.in.rows) return;
+        const uint32_t C = static_cast<uint32_t>(norm.in.cols);
         for (int c = 0; c < ROW_CHUNKS; c++) {
             if (!inside_row(c)) continue;
             const ChunkValues& xhat = normed.xhat[c];
@@ -380,12 +384,12 @@ template <class Layout, bool RMS, int CHUNKS> struct NormBackward {
 // The row statistics are computed again, because all norms have the same memory for them: later norms have
 // overwritten those of forward. Their bits must be those of forward: wgrad computes the norm's output from
 // them and quantizes it with the amax from forward, and a larger value would saturate.
-template <class Layout, bool RMS, int CHUNKS>
+template <class StoredView, bool RMS, int CHUNKS>
 __global__ void __launch_bounds__(32 * ROW_WARPS)
-    norm_backward_kernel(const NormBackward<Layout, RMS, CHUNKS> norm, TensorScale* dresidual_amax_out,
+    norm_backward_kernel(const NormBackward<StoredView, RMS, CHUNKS> backward, float* dresidual_amax_out,
                          float* partials) {
-    const int64_t rows = norm.n.in.rows;
-    const uint32_t C = static_cast<uint32_t>(norm.n.in.cols);
+    const int64_t rows = backward.norm.in.rows;
+    const uint32_t C = static_cast<uint32_t>(backward.norm.in.cols);
     extern __shared__ float4 sums_of_teams[];  // (blockDim.y, C) of dweight; then, of LayerNorm, of dbias
     const uint32_t float4s = C / 4;
     float4* const dweight = sums_of_teams + threadIdx.y * float4s;
@@ -400,12 +404,12 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     for (int64_t first_row = static_cast<int64_t>(blockIdx.x) * blockDim.y; first_row < rows;
          first_row += static_cast<int64_t>(gridDim.x) * blockDim.y) {
         const int64_t row = first_row + threadIdx.y;
-        const LoadedRow<Layout> loaded = norm.load(row);
-        const NormedRow normed = norm.normalize(loaded, sum_over_row);
-        if (row < rows && threadIdx.x == 0) norm.n.row_statistics[row] = normed.statistics;
-        norm.write_gradients(row, loaded, normed, dweight, dbias, largest);
+        const LoadedRow<StoredView> loaded = backward.load(row);
+        const NormedRow normed = backward.normalize(loaded, sum_over_row);
+        if (row < rows && threadIdx.x == 0) backward.norm.row_statistics[row] = normed.statistics;
+        backward.write_gradients(row, loaded, normed, dweight, dbias, largest);
     }
-    if (dresidual_amax_out) update_amax_by_warp(&dresidual_amax_out->amax, magnitude_bits(largest));
+    if (dresidual_amax_out) update_amax_by_warp(dresidual_amax_out, magnitude_bits(largest));
     __syncthreads();
     write_partials(sums_of_teams, C, partials);
     if (!RMS) write_partials(sums_of_teams + blockDim.y * float4s, C, partials + gridDim.x * C);
@@ -415,30 +419,31 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
 constexpr int NORM_BLOCKS_PER_SM = 4;
 int most_norm_blocks() { return multiprocessors() * NORM_BLOCKS_PER_SM; }
 
-template <class Layout, bool RMS, int CHUNKS>
-void launch_norm_backward(const Norm& n, Layout in, const NormBackwardTensors& g, float* workspace,
+template <class StoredView, bool RMS, int CHUNKS>
+void launch_norm_backward(const Norm& n, StoredView in, const NormBackwardTensors& g, float* workspace,
                           unsigned blocks, cudaStream_t stream) {
-    using Element = typename Layout::ComputeElement;
+    using Element = typename StoredView::ComputeElement;
     const dim3 block = block_shape(n.in.cols);
-    const NormBackward<Layout, RMS, CHUNKS> norm{.n = n,
-                                                 .input = in,
-                                                 .dy_in = plain<Element>(g.dy.data),
-                                                 .dresidual_in = plain<Element>(g.dresidual_in.data),
-                                                 .dresidual_out = plain<Element>(g.dresidual_out.data)};
+    const NormBackward<StoredView, RMS, CHUNKS> backward{
+        .norm = n,
+        .input = in,
+        .dy_in = plain_view<Element>(g.dy.data),
+        .dresidual_in = plain_view<Element>(g.dresidual_in.data),
+        .dresidual_out = plain_view<Element>(g.dresidual_out.data)};
     const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
-    launch("norm_backward", norm_backward_kernel<Layout, RMS, CHUNKS>, blocks, block, shared_bytes, stream,
-           norm, g.dresidual_amax_out, workspace);
+    launch("norm_backward", norm_backward_kernel<StoredView, RMS, CHUNKS>, blocks, block, shared_bytes,
+           stream, backward, g.dresidual_amax_out, workspace);
 }
 
 // At the usual widths a thread has 3 chunks (768 columns), or 4 (multiples of 1024). A round is one chunk for
 // each thread of a team.
-template <class Layout, bool RMS>
-void launch_for_width(const Norm& n, Layout in, const NormBackwardTensors& g, float* workspace,
+template <class StoredView, bool RMS>
+void launch_for_width(const Norm& n, StoredView in, const NormBackwardTensors& g, float* workspace,
                       unsigned blocks, cudaStream_t stream) {
     const int64_t C = n.in.cols, columns_per_round = block_shape(C).x * CHUNK;
-    auto* launch_variant = launch_norm_backward<Layout, RMS, /*CHUNKS=*/0>;
-    if (C == 3 * columns_per_round) launch_variant = launch_norm_backward<Layout, RMS, 3>;
-    if (C == 4 * columns_per_round) launch_variant = launch_norm_backward<Layout, RMS, 4>;
+    auto* launch_variant = launch_norm_backward<StoredView, RMS, /*CHUNKS=*/0>;
+    if (C == 3 * columns_per_round) launch_variant = launch_norm_backward<StoredView, RMS, 3>;
+    if (C == 4 * columns_per_round) launch_variant = launch_norm_backward<StoredView, RMS, 4>;
     launch_variant(n, in, g, workspace, blocks, stream);
 }
 
@@ -449,7 +454,7 @@ int64_t norm_backward_workspace_floats(int64_t C) { return 2 * most_norm_blocks(
 void norm_backward(const Norm& n, const NormBackwardTensors& g, float* workspace, cudaStream_t stream) {
     const unsigned blocks =
         std::min(block_count(n.in.rows, block_shape(n.in.cols).y), static_cast<unsigned>(most_norm_blocks()));
-    with_layout(n.in, [&](auto in) {
+    with_view(n.in, [&](auto in) {
         if (n.rms) launch_for_width<decltype(in), /*RMS=*/true>(n, in, g, workspace, blocks, stream);
         else launch_for_width<decltype(in), /*RMS=*/false>(n, in, g, workspace, blocks, stream);
     });

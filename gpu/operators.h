@@ -13,9 +13,9 @@
 //   - Tensors are in the compute format unless a comment says otherwise: BF16; in the recipe fp32, FP32.
 //   - An operator adds to a parameter's gradient, which is in BF16 or FP32 (gradient_format() of model.h).
 //     (A GEMM can also overwrite it: gpu/gemm.h.)
-//   - An argument whose name ends with amax_out points to a TensorScale (below). The operator sets its
-//     field `amax` to the larger of its old value and the largest |x| of the tensor that is meant. If the
-//     argument is null, nobody needs this amax.
+//   - An argument whose name ends with amax_out is the place of an amax: usually the field `amax` of a
+//     TensorScale (below). The operator sets it to the larger of its old value and the largest |x| of the
+//     tensor that is meant. If the argument is null, nobody needs this amax.
 //   - `workspace` is temporary memory, which the caller provides. Afterwards it may be used for anything.
 //   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
 //     tensor is only read: the comment of the operator says what is written.
@@ -38,10 +38,11 @@ namespace coat::gpu {
 // Which function writes a field:
 //
 //   amax    an earlier kernel, or compute_amax()
-//   scale   the function that writes the codes, as amax / FMAX: quantize(), and for gradients of linear
-//           layers with a bias write_operand_and_add_column_sums()
+//   scale   the function that writes the codes, as amax / FMAX: quantize_operand(), and for gradients of
+//           linear layers with a bias write_operand_and_add_column_sums()
 //
-// The struct has 16 bytes, because a GEMM reads `scale` and wants it aligned to 16 bytes.
+// `scale` is the first member, and the struct has 16 bytes, because a GEMM reads `scale` and wants it aligned
+// to 16 bytes.
 struct alignas(16) TensorScale {
     float scale;  // codes are multiplied by it
     // The largest |x| so far. atomicMax raises it. It compares the bits of |x| as integers, which have the
@@ -119,9 +120,9 @@ struct Norm {
 // from stored tensors. For example, the output of a norm is not stored. The kernel that makes its FP8 codes,
 // which a GEMM reads, computes the norm:
 //
-//   const LazyTensor x = lazy_norm(norm);    // computes nothing
-//   quantize(x, operand, nullptr, stream);   // launches a kernel. It loads the norm's input, computes x in
-//                                            // registers, and stores the codes of x
+//   const LazyTensor x = lazy_norm(norm);            // computes nothing
+//   quantize_operand(x, operand, nullptr, stream);   // launches a kernel. It loads the norm's input,
+//                                                    // computes x in registers, and stores the codes of x
 //
 // A LazyTensor says what is to be computed; a LazyProducer (gpu/lazy_tensor.cuh) computes it. Stored tensors
 // are LazyTensors, too, so that an operator needs only one kind of argument.
@@ -167,14 +168,15 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 // ===========================================================================================================
 // 2. Quantizers: section 5 of the paper (coat.cu)
 //
-// Scaling per tensor takes two passes, compute_amax() and quantize(). A kernel that has the values at hand
-// anyway updates the amax itself, which saves the first pass. Each of these functions reads a tensor x:
+// Scaling per tensor takes two passes, compute_amax() and quantize_operand(). A kernel that has the values at
+// hand anyway updates the amax itself, which saves the first pass. Each of these functions reads a tensor x:
 //
 //   function                      what x is                        what the function writes
 //   compute_amax()                a LazyTensor of BF16 or groups   the amax of x
-//   quantize()                    a LazyTensor of BF16 or groups   FP8 codes
+//   quantize_operand()            a LazyTensor of BF16 or groups   FP8 codes
 //   store_values()                any LazyTensor                   values in BF16 or FP32
-//   write_operand()               as of the function that it calls, quantize() or store_values()
+//   write_operand()               any LazyTensor; if the operand   FP8 codes, or values in BF16 or FP32
+//                                 is in FP8, of BF16 or groups
 //   quantize_activation_input()   gate and up, in BF16             groups, and the amax of the activation's
 //                                                                  output
 //   quantize_groups()             a tensor in BF16                 groups
@@ -188,18 +190,18 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
 //   - The output may have more rows than x. The other rows keep what they hold.
 //   - What quantizing loses is added to *quant_stats, for the report (gpu/quant_report.h). It may be null.
 
-// x_amax_out->amax = max(x_amax_out->amax, |x|). The caller clears the amaxes of activations and gradients
+// *x_amax_out = max(*x_amax_out, |x|). The caller clears the amaxes of activations and gradients
 // before every micro-batch; adamw() clears those of weights.
-void compute_amax(const LazyTensor& x, TensorScale* x_amax_out, cudaStream_t stream);
+void compute_amax(const LazyTensor& x, float* x_amax_out, cudaStream_t stream);
 
 // Computes x and writes its FP8 codes, the operand of a GEMM: row-major, transposed, or both, whichever
 // pointers of `out` are not null. The scale is computed from out.tensor.tensor_scale->amax.
-void quantize(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
+void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Computes x and stores its values in out, in FP32, or rounded to BF16.
 void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream);
 
-// Computes x and writes it as a GEMM of the recipe reads it: by quantize() if out is FP8, else by
+// Computes x and writes it as a GEMM of the recipe reads it: by quantize_operand() if out is FP8, else by
 // store_values().
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
@@ -207,8 +209,7 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 // same pass it finds the amax of the activation's output, as it is computed from the groups: this output
 // becomes an operand of the next GEMM.
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               TensorScale* activation_amax_out, QuantStats* quant_stats,
-                               cudaStream_t stream);
+                               float* activation_amax_out, QuantStats* quant_stats, cudaStream_t stream);
 // Stores x (BF16) in 1x16 groups. With `write_back`, x becomes what the groups hold, rounded to BF16. The
 // flag --attention groups needs this: attention then computes with the values that backward will read.
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
@@ -225,8 +226,8 @@ inline constexpr int COLUMN_PARTIALS = 128;
 
 // gradient (cols) += the column sums of x. In the same pass x_amax_out gets the amax of x. workspace:
 // (COLUMN_PARTIALS, cols) floats.
-void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace,
-                     TensorScale* x_amax_out, cudaStream_t stream);
+void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, float* x_amax_out,
+                     cudaStream_t stream);
 
 // Does what add_column_sums() and write_operand() do, with the same bits. It needs only one pass over x where
 // that is possible (coat.cu, part 5).
@@ -277,7 +278,7 @@ struct Shard {
     int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
     bool decays;
-    TensorScale* weight_amax_out;  // gets the amax of the new weights; may be null
+    float* weight_amax_out;  // gets the amax of the new weights; null if nobody needs it
 
     // Two numbers make results independent of the number of ranks. (They can wait.)
     //   flat_minus_rank_offset   for random bits: an element's number in the flat order minus its number in
@@ -310,7 +311,7 @@ struct ShardsToUpdate {
 // Updates shards by AdamW, and finds the amaxes of the new weights. If state->skip is set, everything stays
 // as it was. The format of a shard's m is optimizer.m_format or FP32, and that of its v is optimizer.v_format
 // or FP32. rounding_key: that of this update, for weights without a master.
-void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& g,
+void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& update,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 
 // ===========================================================================================================
@@ -319,27 +320,28 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
 // A layer has two halves, attention and MLP. What a half adds to the residual stream is its branch: the
 // output of its last linear layer.
 //
-// residual_add() and embed() make a sum in FP32: the new residual stream. A ResidualSum says where they store
-// the sum, and which norm reads it next. The norm will read next_norm.in. So its row statistics, and the amax
-// of its output, are computed from what is stored there. What is written:
+// residual_add() and embed() make a sum in FP32: the new residual stream. ResidualSumOutputs says where they
+// store the sum, and which norm reads it next. The norm will read next_norm.in. So its row statistics, and
+// the amax of its output, are computed from what is stored there. What is written:
 //
 //   field                      norms 1 and 2 in coat           final norm; in bf16, all norms
 //   x_out                      the sum, in BF16                null: next_norm.in has the same values
 //   next_norm.in               the sum, in groups              the sum, in BF16
 //   next_norm.row_statistics   written                         written
 //   norm_output_amax_out       the amax of the norm's output   null: the output is not quantized
-struct ResidualSum {
-    TensorRef x_out;  // (N, C) the sum, rounded. It may be the memory of an operand of the sum
-    Norm next_norm;   // the norm that reads the sum
-    TensorScale* norm_output_amax_out;  // the amax of the norm's output
+struct ResidualSumOutputs {
+    TensorRef x_out;              // (N, C) the sum, rounded. It may be the memory of an operand of the sum
+    Norm next_norm;               // the norm that reads the sum
+    float* norm_output_amax_out;  // the amax of the norm's output
 };
-// The sum x + branch, both (N, C). x is the residual stream.
-void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSum& sum, cudaStream_t stream);
+// Adds a branch to the residual stream: x + branch, both (N, C).
+void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSumOutputs& out,
+                  cudaStream_t stream);
 // The embedding, where the residual stream begins: row r is embedding[tokens[r]] + positions[r % T].
 //   tokens      (N)
 //   positions   the learned positions (max_T, C), or no tensor
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
-           const ResidualSum& sum, cudaStream_t stream);
+           const ResidualSumOutputs& out, cudaStream_t stream);
 
 // What the backward pass of a norm is given besides the norm.
 struct NormBackwardTensors {
@@ -347,8 +349,8 @@ struct NormBackwardTensors {
     TensorRef dy;            // (N, C) the gradient of the norm's output
     TensorRef dresidual_in;  // (N, C) the gradient of the residual stream, or no tensor
     // It writes:
-    TensorRef dresidual_out;          // (N, C) dresidual_in + the gradient of the norm's input, rounded
-    TensorScale* dresidual_amax_out;  // the amax of dresidual_out
+    TensorRef dresidual_out;    // (N, C) dresidual_in + the gradient of the norm's input, rounded
+    float* dresidual_amax_out;  // the amax of dresidual_out
     // It adds to:
     TensorRef dweight, dbias;  // (C); dbias is no tensor for RMSNorm
 };

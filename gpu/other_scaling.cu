@@ -86,11 +86,11 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 // Amaxes become scales in place. A scale block with a value that is not finite gets the scale NaN, so that no
 // code hides this value. amax_out gets the amax of the whole tensor.
 static __global__ void convert_amaxes_to_scales_kernel(float* scales, int64_t n, float fmax,
-                                                       TensorScale* amax_out) {
+                                                       float* amax_out) {
     const int64_t i = thread_of_grid();
     const float amax = i < n ? scales[i] : 0.0f;
     if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
-    update_amax_by_warp(&amax_out->amax, magnitude_bits(amax));
+    update_amax_by_warp(amax_out, magnitude_bits(amax));
 }
 
 // Computes the scales that the codes of x need: of row-major codes, of transposed codes, or of both, as `out`
@@ -108,7 +108,7 @@ static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaSt
         if (g.scales)
             launch("convert_amaxes_to_scales", convert_amaxes_to_scales_kernel, block_count(g.count, 256),
                    256, /*shared_bytes=*/0, stream, g.scales, g.count,
-                   info(out.tensor.format.element_format).fmax, out.tensor.tensor_scale);
+                   info(out.tensor.format.element_format).fmax, &out.tensor.tensor_scale->amax);
 }
 
 // The second pass: codes with a scale for each row or block. `codes` or `transposed` may be null.

@@ -6,10 +6,10 @@
 
 namespace coat::gpu {
 
-// The recipes rowwise and deepseek: one scale for each scale block. quantize() calls this function. It
-// computes the scales from x, just in time, stores them in out.block_scales and out.transposed_block_scales,
-// and makes the codes. out.tensor.tensor_scale->amax gets the amax of x, which only shows whether a value
-// was not finite.
+// The recipes rowwise and deepseek: one scale for each scale block. quantize_operand() calls this
+// function. It computes the scales from x, just in time, stores them in out.block_scales and
+// out.transposed_block_scales, and makes the codes. out.tensor.tensor_scale->amax gets the amax of x, which
+// only shows whether a value was not finite.
 //
 // Row-major and transposed codes have scales of their own. They have the layout that cuBLASLt reads. These
 // are the shapes of the block scales of a (rows, cols) operand; for transposed_block_scales exchange rows and
@@ -20,17 +20,17 @@ namespace coat::gpu {
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
                         cudaStream_t stream);
 
-// Delayed scaling (te), one scale for the tensor. quantize() calls this function. It makes codes with the
-// delayed scale, and finds the amax of x for the scales of later steps.
+// Delayed scaling (te), one scale for the tensor. quantize_operand() calls this function. It makes
+// codes with the delayed scale, and finds the amax of x for the scales of later steps.
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // The scale of a step is delayed_scale, which follows from the amaxes of earlier steps. Which function writes
 // a field of TensorScale:
 //
-//   amax            quantize(). It covers a whole step: the caller clears it before every step, not before
-//                   every micro-batch
+//   amax            quantize_operand(). It covers a whole step: the caller clears it before every step,
+//                   not before every micro-batch
 //   delayed_scale   update_delayed_scales(), after each step
-//   scale           quantize(), and update_delayed_scales()
+//   scale           quantize_operand(), and update_delayed_scales()
 //
 // While the history is empty, delayed_scale is 0, and everything is as if scaling were just in time.
 

@@ -43,14 +43,15 @@ void ParameterState::upload_shard_table() {
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
         const auto& [owned, rank_offset, units_before_parameter] = places[i];
-        table.push_back({.rank_offset = rank_offset,
-                         .size = owned.count,
-                         .m = memory_.first_moments[i],
-                         .v = memory_.second_moments[i],
-                         .decays = p.role.decays,
-                         .weight_amax_out = p.role.is_linear_weight ? amax_table_.of_parameter(i) : nullptr,
-                         .flat_minus_rank_offset = p.flat_offset + owned.first - rank_offset,
-                         .units_before_shard = units_before_parameter + owned.first / SHARD_UNIT});
+        table.push_back(
+            {.rank_offset = rank_offset,
+             .size = owned.count,
+             .m = memory_.first_moments[i],
+             .v = memory_.second_moments[i],
+             .decays = p.role.decays,
+             .weight_amax_out = p.role.is_linear_weight ? &amax_table_.of_parameter(i)->amax : nullptr,
+             .flat_minus_rank_offset = p.flat_offset + owned.first - rank_offset,
+             .units_before_shard = units_before_parameter + owned.first / SHARD_UNIT});
     }
     copy_async(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
     context_.wait("Copying the table of parameters failed");
@@ -141,11 +142,11 @@ std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentR
 
 void ParameterState::compute_weight_amax(size_t i) const {
     if (!params[i].role.is_linear_weight) return;
-    TensorScale* const amax_of_weight = amax_table_.of_parameter(i);
-    clear_async(amax_of_weight, sizeof(TensorScale), stream_);
+    TensorScale* const entry = amax_table_.of_parameter(i);
+    clear_async(entry, sizeof(TensorScale), stream_);
     if (format_of_weights.element_format == Format::FP32) return;
     for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
-        compute_amax(lazy_stored(slice), amax_of_weight, stream_);
+        compute_amax(lazy_stored(slice), &entry->amax, stream_);
 }
 
 std::vector<TensorRef> slices_for_grids(const TensorRef& v) {

@@ -52,9 +52,9 @@ public:
     TensorRef whole_weight(size_t i) const {
         return {owned_weight_data(i), params[i].rows, params[i].cols, format_of_weights};
     }
-    // What this rank owns of the weight of a linear layer. With several ranks that may not be whole rows, so
-    // the tensor has MOMENT_GROUP_SIZE columns. (The size of such a part is a multiple of MOMENT_GROUP_SIZE.
-    // Other parameters have other sizes: of these the last elements would be missing.)
+    // What this rank owns of the weight of a linear layer: n elements, as a tensor (n / 128, 128), because
+    // with several ranks they may not be whole rows. Only for linear layers, whose n is a multiple of
+    // MOMENT_GROUP_SIZE = 128.
     TensorRef owned_weight(size_t i) const {
         return {owned_weight_data(i), places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
                 format_of_weights};

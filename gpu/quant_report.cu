@@ -24,7 +24,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
     unsigned counts[3] = {};  // elements, saturated, flushed
     for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
-            float scale = Groups::group_scale(v[p]);  // both threads of a group call it
+            float scale = GroupsView::group_scale(v[p]);  // both threads of a group call it
             if (tensor_scale) {
                 scale = tensor_scale->delayed_scale;
                 if (!(scale > 0)) scale = scale_of(fmax, tensor_scale->amax);

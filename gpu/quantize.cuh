@@ -1,5 +1,5 @@
 // gpu/quantize.cuh - what all quantizers of GEMM operands share: those of coat.cu and those of
-// gpu/other_scaling.cu. (The groups that non-linear layers save are a Layout: Groups of gpu/device.cuh.)
+// gpu/other_scaling.cu. (The groups that non-linear layers save: GroupsView of gpu/device.cuh.)
 //
 //   1. transposed codes, which pass through shared memory
 //   2. the codes of a tile
@@ -111,13 +111,14 @@ struct ChunkCodes {
 };
 inline __device__ ChunkCodes same_in_both(uint2 codes) { return {.row_major = codes, .transposed = codes}; }
 
-// Computes a tile, and stores its codes row-major, transposed, or both. `codes` is null if row-major
-// codes are not wanted. make_codes(row, plane, values, live) returns the codes of a chunk: `row` counts the
+// Computes a tile, and stores its codes row-major, transposed, or both. `codes` is null if row-major codes
+// are not wanted. make_codes(row, plane, values, live) returns the codes of a chunk: `row` counts the
 // thread's own rows, 0 to 7, and `live` is that of for_each_row(). All threads call store_codes().
 template <bool TRANSPOSED, class Producer, class MakeCodes>
 __device__ void store_codes(const Producer& producer, int64_t tile_row, int64_t rows, uint8_t* codes,
                             uint8_t* transposed, MakeCodes make_codes) {
     constexpr int PLANES = Producer::PLANES;
+    // Without TRANSPOSED nothing uses the tiles, and the compiler leaves them out.
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const TilePlace place(tile_row);
     // Where the codes of the thread's first row go; unused if codes is null.
@@ -126,8 +127,8 @@ __device__ void store_codes(const Producer& producer, int64_t tile_row, int64_t 
         codes_of_first_row[p] = codes + (place.row * PLANES + p) * producer.width + place.col;
     uint2 four_rows[PLANES][4];
 
-    // A thread outside the tensor must not even read: codes may overwrite what is read, and
-    // reading while another thread writes is a race.
+    // A thread outside the tensor must not even read: codes may overwrite what is read, and reading while
+    // another thread writes is a race.
     if (place.inside(rows, producer.width))
         for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++) {

@@ -189,8 +189,8 @@ private:
     void quantize_slices(const TensorRef& from, const TensorRef& to) const {
         const std::vector<TensorRef> values = slices_for_grids(from), codes = slices_for_grids(to);
         for (size_t i = 0; i < values.size(); i++)
-            quantize(lazy_stored(values[i]), {.tensor = codes[i], .delayed = amax_table_.delayed()},
-                     context_.quant_stats_of(ReportKind::Weight), comm_stream_);
+            quantize_operand(lazy_stored(values[i]), {.tensor = codes[i], .delayed = amax_table_.delayed()},
+                             context_.quant_stats_of(ReportKind::Weight), comm_stream_);
     }
     // Gathers the matrices of a gather unit, unless they are in its buffer.
     void gather(int64_t gather_unit) {

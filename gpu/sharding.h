@@ -23,8 +23,8 @@
 namespace coat::gpu {
 
 // -----------------------------------------------------------------------------------------------------------
-// Sharding: what a step asks of the other GPUs. Modules are counted in the order of forward: the embeddings,
-// each linear layer, the head.
+// Sharding: what a step asks of the other GPUs. Gather units are counted in the order of forward: the
+// embeddings, each linear layer, the head.
 
 enum class Direction : uint8_t { Forward, Backward };
 

@@ -67,19 +67,19 @@ static std::vector<Operator> layer_operators(const RunSettings& s, const FormatT
          .writes = f.x,
          .saves = saved_text(s, SavedKind::Norm1Input)},
         {.name = "q, k, v projection" + f.falls_back, .reads = f.x, .weights = f.w, .writes = f.compute}};
-    if (arch.qk_norm)
+    if (arch.qk_norms)
         layer.push_back({.name = "norm of each head of q and k",
                          .reads = f.saved_attention,
                          .weights = f.compute,
                          .writes = f.compute});
     if (arch.rope) layer.push_back({.name = "rotary positions", .reads = f.compute, .writes = f.compute});
     // q, k and v are saved as attention reads them. Qwen3 saves what the norms of their heads read.
-    Operator& makes_qkv = arch.rope && !arch.qk_norm ? layer.back() : layer[1];
+    Operator& makes_qkv = arch.rope && !arch.qk_norms ? layer.back() : layer[1];
     makes_qkv.writes = f.saved_attention;
     makes_qkv.saves = saved_text(s, SavedKind::Qkv);
     const std::vector<Operator> attention_and_mlp = {
         {.name = "attention",
-         .reads = arch.qk_norm ? f.compute : f.saved_attention,
+         .reads = arch.qk_norms ? f.compute : f.saved_attention,
          .writes = f.saved_attention,
          .saves = saved_text(s, SavedKind::AttentionOutput) + "; " + saved_text(s, SavedKind::LogSumExp)},
         {.name = "attention output projection" + f.falls_back,

@@ -34,8 +34,8 @@ static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = 
         gpu::quantize_groups(x, out.ref(), /*write_back=*/false, stats, 0);
         return;
     }
-    if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(x), out.tensor_scale.get(), 0);
-    gpu::quantize(gpu::lazy_stored(x), out.operand(), stats, 0);
+    if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(x), out.amax_out(), 0);
+    gpu::quantize_operand(gpu::lazy_stored(x), out.operand(), stats, 0);
 }
 
 // `groups` are x in 1x16 groups. The values that they hold must come back from store_values(), be written back by
@@ -54,7 +54,7 @@ static void check_groups(const Floats& x, const Tensor& groups) {
     check_quantized(again, x);
     CHECK(same_bytes(in.values(), bf16.values()));
     // An operand is quantized from the groups' values, not from these rounded to BF16.
-    const Tensor operand(s, E4M3_TENSOR);
+    const Tensor operand(s, E4M3_PER_TENSOR);
     quantize(groups.ref(), operand);
     check_quantized(operand, values);
 }
@@ -76,7 +76,7 @@ static void check_all_formats(const Floats& x, Shape s) {
             reference::quantize(transposed(x, s.rows, s.cols).data(), s.cols, s.rows, q, &wanted);
         check_statistics(stats, wanted);
         if (q == E4M3_1x16) check_groups(x, out);
-        if (q != E4M3_TENSOR || !out.transposes()) continue;
+        if (q != E4M3_PER_TENSOR || !out.transposes()) continue;
         const Buffer<uint8_t> column_major(s.n());
         gpu::transpose_codes(out.ref(), column_major.get(), 0);
         CHECK(same_bytes(column_major.read(), out.transposed.read()));
@@ -137,9 +137,10 @@ GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values
             gpu::store_values(gpu::lazy_stored(in.ref()), out.ref(), 0);
             check_quantized(out, x);
         }
-        for (TensorFormat q : {E4M3_TENSOR, E4M3_ROW}) {
+        for (TensorFormat q : {E4M3_PER_TENSOR, E4M3_PER_ROW}) {
             const Tensor out(s, q);
-            CHECK_THROWS_AS(gpu::quantize(gpu::lazy_stored(in.ref()), out.operand(), nullptr, 0), Error);
+            CHECK_THROWS_AS(gpu::quantize_operand(gpu::lazy_stored(in.ref()), out.operand(), nullptr, 0),
+                            Error);
         }
         const Tensor groups(s, E4M3_1x16);
         const bool write_back = false;
@@ -152,7 +153,7 @@ GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values
 GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
     FRESH_RANDOM(rng);
     const int64_t rows = 300, cols = 272;
-    for (TensorFormat q : {E4M3_TENSOR, E5M2_TENSOR}) {
+    for (TensorFormat q : {E4M3_PER_TENSOR, E5M2_PER_TENSOR}) {
         CAPTURE(q.text());
         const float fmax = info(q.element_format).fmax, scale = 0x1p-8f;
         const float half_step = std::ldexp(fmax / 1.75f, -info(q.element_format).mantissa_bits - 1);
@@ -162,7 +163,7 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
         const Tensor in(x, {rows, cols}, PLAIN_BF16);
         const Tensor out({rows, cols}, q, scale);
         const Buffer<QuantStats> stats({BEFORE});
-        gpu::quantize(gpu::lazy_stored(in.ref()), out.operand(), stats.get(), 0);
+        gpu::quantize_operand(gpu::lazy_stored(in.ref()), out.operand(), stats.get(), 0);
         check_quantized(out, x, scale);
         QuantStats wanted;
         reference::quantize(x.data(), rows, cols, q, &wanted, scale);
@@ -176,13 +177,13 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
     Floats x = heavy(rng, Format::BF16, rows * cols);
     const Tensor in(x, {rows, cols}, PLAIN_BF16);
     x.resize(padded * cols);  // the reference has zeros as padding, whose codes the GPU does not write
-    for (TensorFormat q : {E4M3_TENSOR, E4M3_ROW, E4M3_1x128, E4M3_128x128}) {
+    for (TensorFormat q : {E4M3_PER_TENSOR, E4M3_PER_ROW, E4M3_1x128, E4M3_128x128}) {
         CAPTURE(q.text());
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
         operand.transposed = nullptr;
-        if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.tensor_scale.get(), 0);
-        gpu::quantize(gpu::lazy_stored(in.ref()), operand, nullptr, 0);
+        if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_out(), 0);
+        gpu::quantize_operand(gpu::lazy_stored(in.ref()), operand, nullptr, 0);
         reference::StoredMatrix wanted = reference::quantize(x.data(), padded, cols, q);
         std::fill(wanted.elements.begin() + rows * cols, wanted.elements.end(), 0xFF);
         CHECK(out.codes.read() == wanted.elements);
@@ -229,14 +230,14 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
                 x[24] = 1;
             }
             const Tensor gate_up(x, s, PLAIN_BF16), groups(s, E4M3_1x16);
-            const Tensor fused({1, 16}, E4M3_TENSOR), separate({1, 16}, E4M3_TENSOR);  // for their amaxes
-            gpu::quantize_activation_input(gated, gate_up.ref(), groups.ref(), fused.tensor_scale.get(),
-                                           nullptr, 0);
+            const Tensor fused({1, 16}, E4M3_PER_TENSOR),
+                separate({1, 16}, E4M3_PER_TENSOR);  // for their amaxes
+            gpu::quantize_activation_input(gated, gate_up.ref(), groups.ref(), fused.amax_out(), nullptr, 0);
             check_quantized(groups, x);
             const bool write_back = false;
             gpu::quantize_groups(gate_up.ref(), groups.ref(), write_back, nullptr, 0);
             CHECK(same_values(gate_up.values(), x));
-            gpu::compute_amax(gpu::lazy_activation(gated, groups.ref()), separate.tensor_scale.get(), 0);
+            gpu::compute_amax(gpu::lazy_activation(gated, groups.ref()), separate.amax_out(), 0);
             CHECK(fused.amax() == separate.amax());
             CHECK(fused.amax() > 0);
         }
@@ -247,7 +248,7 @@ GPU_TEST_CASE(
     "write_operand_and_add_column_sums: codes and sums have the bits of quantize and add_column_sums") {
     FRESH_RANDOM(rng);
     for (Shape s : shapes({{1, 16}, {144, 144}, {272, 400}, {16640, 48}}))
-        for (TensorFormat q : {E5M2_TENSOR, E4M3_TENSOR, E4M3_1x128, PLAIN_BF16}) {
+        for (TensorFormat q : {E5M2_PER_TENSOR, E4M3_PER_TENSOR, E4M3_1x128, PLAIN_BF16}) {
             CAPTURE(s.rows);
             CAPTURE(q.text());
             const Floats x = heavy(rng, Format::BF16, s.n()), before = normals(rng, Format::FP32, s.cols);
@@ -255,7 +256,7 @@ GPU_TEST_CASE(
                 sums(before, Format::FP32);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * s.cols);
             gpu::add_column_sums(gpu::lazy_stored(in.ref()), wanted_sums.ref(), workspace.get(), nullptr, 0);
-            if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.tensor_scale.get(), 0);
+            if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_out(), 0);
             const Buffer<QuantStats> stats({BEFORE});
             gpu::write_operand_and_add_column_sums(gpu::lazy_stored(in.ref()), out.operand(), sums.ref(),
                                                    workspace.get(), stats.get(), 0);
@@ -286,15 +287,15 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
         gpu::store_values(x, exact.ref(), 0);
         const Floats values = exact.values();
         const float amax = reference::compute_amax(values.data(), rows * 2 * F);
-        const float scale = reference::scale_of(E5M2_TENSOR, amax);
-        const Tensor out({rows, 2 * F}, E5M2_TENSOR, scale);
+        const float scale = reference::scale_of(E5M2_PER_TENSOR, amax);
+        const Tensor out({rows, 2 * F}, E5M2_PER_TENSOR, scale);
         Operand operand = out.operand();
         operand.tensor.data = in.codes.get();
-        gpu::quantize(x, operand, nullptr, 0);
+        gpu::quantize_operand(x, operand, nullptr, 0);
         CHECK(out.amax() == amax);
         const reference::StoredMatrix wanted =
-            reference::quantize(values.data(), rows, 2 * F, E5M2_TENSOR, nullptr, scale);
-        CHECK(same_codes(E5M2_TENSOR.element_format, in.codes.read(), wanted.elements));
+            reference::quantize(values.data(), rows, 2 * F, E5M2_PER_TENSOR, nullptr, scale);
+        CHECK(same_codes(E5M2_PER_TENSOR.element_format, in.codes.read(), wanted.elements));
     }
 }
 
@@ -347,15 +348,15 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
 // A dry run calls the same functions without a GPU, so that what is wrong is an error before a run starts.
 TEST_CASE("quantize: not to groups; quantize_groups: to groups") {
     const TensorRef x{nullptr, 16, 32, PLAIN_BF16}, groups{nullptr, 16, 32, E4M3_1x16};
-    CHECK_THROWS_AS(gpu::quantize(gpu::lazy_stored(x), {groups}, nullptr, gpu::DRY_RUN), Error);
+    CHECK_THROWS_AS(gpu::quantize_operand(gpu::lazy_stored(x), {groups}, nullptr, gpu::DRY_RUN), Error);
     CHECK_NOTHROW(gpu::quantize_groups(x, groups, /*write_back=*/false, nullptr, gpu::DRY_RUN));
 }
 
 TEST_CASE("quantize: only to FP8; store_values: not to FP8; write_operand: to both") {
-    const TensorRef values{nullptr, 16, 32, PLAIN_BF16}, codes{nullptr, 16, 32, E4M3_TENSOR};
+    const TensorRef values{nullptr, 16, 32, PLAIN_BF16}, codes{nullptr, 16, 32, E4M3_PER_TENSOR};
     const LazyTensor x = gpu::lazy_stored(values);
-    CHECK_NOTHROW(gpu::quantize(x, {codes}, nullptr, gpu::DRY_RUN));
-    CHECK_THROWS_AS(gpu::quantize(x, {values}, nullptr, gpu::DRY_RUN), Error);
+    CHECK_NOTHROW(gpu::quantize_operand(x, {codes}, nullptr, gpu::DRY_RUN));
+    CHECK_THROWS_AS(gpu::quantize_operand(x, {values}, nullptr, gpu::DRY_RUN), Error);
     CHECK_NOTHROW(gpu::store_values(x, values, gpu::DRY_RUN));
     CHECK_THROWS_AS(gpu::store_values(x, codes, gpu::DRY_RUN), Error);
     CHECK_NOTHROW(gpu::write_operand(x, {codes}, nullptr, gpu::DRY_RUN));

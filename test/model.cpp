@@ -488,7 +488,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
             CHECK(r.skipped);
             CHECK(std::isfinite(r.loss));
             // In E5M2 the infinite gradient saturates, but the check of amaxes detects it.
-            if (kind == Large::Hidden || t.settings().recipe.g != E5M2_TENSOR)
+            if (kind == Large::Hidden || t.settings().recipe.g != E5M2_PER_TENSOR)
                 CHECK(!std::isfinite(r.grad_norm));
             const Snapshot after = snapshot(*t.model);
             const std::vector<Param> params = t.params();

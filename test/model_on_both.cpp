@@ -124,12 +124,12 @@ GPU_MODEL_TEST("step: loss and gradients and logits and report against the refer
 GPU_MODEL_TEST("step: recipes that no row of the table has") {
     FRESH_RANDOM(rng);
     const std::tuple<const char*, TensorFormat, TensorFormat, TensorFormat, TensorFormat> rows[] = {
-        {"te", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, E4M3_1x16},  // groups beside other operands
-        {"rowwise", E4M3_ROW, E4M3_ROW, E4M3_ROW, E4M3_1x16},
+        {"te", E4M3_PER_TENSOR, E4M3_PER_TENSOR, E5M2_PER_TENSOR, E4M3_1x16},  // groups beside other operands
+        {"rowwise", E4M3_PER_ROW, E4M3_PER_ROW, E4M3_PER_ROW, E4M3_1x16},
         {"deepseek", E4M3_1x128, E4M3_128x128, E4M3_1x128, E4M3_1x16},
         {"deepseek", E4M3_1x128, E4M3_1x128, E4M3_1x128, PLAIN_BF16},  // other operands
         {"deepseek", E4M3_128x128, E4M3_1x128, E4M3_1x128, PLAIN_BF16},
-        {"coat", E5M2_TENSOR, E4M3_TENSOR, E4M3_TENSOR, E4M3_1x16},
+        {"coat", E5M2_PER_TENSOR, E4M3_PER_TENSOR, E4M3_PER_TENSOR, E4M3_1x16},
         {"coat", PLAIN_BF16, PLAIN_BF16, PLAIN_BF16, E4M3_1x16}};
     for (const auto& [recipe, x, w, g, saved_inputs] : rows)
         for (const Architecture& arch : {LLAMA, GPT2}) {

@@ -333,7 +333,7 @@ TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows and blocks and other gr
     // The recipe nearest to those of rows and blocks, among those that such a GPU can run
     check_error(error_of([] { recipe_on_gpu(find_row(recipes(), "rowwise", ""), 89); }),
                 "use --recipe tensorwise");
-    CHECK(recipe_on_gpu(find_row(recipes(), "tensorwise", ""), 89).x == E4M3_TENSOR);
+    CHECK(recipe_on_gpu(find_row(recipes(), "tensorwise", ""), 89).x == E4M3_PER_TENSOR);
     for (TensorFormat Recipe::*saved : {&Recipe::saved_inputs, &Recipe::saved_attention}) {
         Recipe r = find_row(recipes(), "coat", "--recipe");
         (r.*saved) = {Format::E4M3, {1, 32}, Format::BF16};
@@ -368,18 +368,18 @@ TEST_CASE("recipe_on_gpu: operands that no GEMM multiplies are refused in a sent
         TensorFormat x, w, g;
         bool refused;
     };
-    for (const auto& [x, w, g, refused] : {Row{E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, false},
-                                           {E5M2_TENSOR, E4M3_TENSOR, E4M3_TENSOR, false},
+    for (const auto& [x, w, g, refused] : {Row{E4M3_PER_TENSOR, E4M3_PER_TENSOR, E5M2_PER_TENSOR, false},
+                                           {E5M2_PER_TENSOR, E4M3_PER_TENSOR, E4M3_PER_TENSOR, false},
                                            {E4M3_1x128, E4M3_1x128, E4M3_1x128, false},
                                            {E4M3_128x128, E4M3_1x128, E4M3_1x128, false},
-                                           {E4M3_TENSOR, E4M3_ROW, E4M3_TENSOR, true},
-                                           {E4M3_TENSOR, E4M3_TENSOR, E4M3_1x128, true},
-                                           {E4M3_ROW, E4M3_ROW, E4M3_128x128, true},
+                                           {E4M3_PER_TENSOR, E4M3_PER_ROW, E4M3_PER_TENSOR, true},
+                                           {E4M3_PER_TENSOR, E4M3_PER_TENSOR, E4M3_1x128, true},
+                                           {E4M3_PER_ROW, E4M3_PER_ROW, E4M3_128x128, true},
                                            {E4M3_128x128, E4M3_128x128, E4M3_1x128, true},
                                            {E4M3_32, E4M3_32, E4M3_32, true},
-                                           {E5M2_TENSOR, E4M3_TENSOR, E5M2_TENSOR, true},
-                                           {PLAIN_BF16, E4M3_TENSOR, E4M3_TENSOR, true},
-                                           {E4M3_TENSOR, E4M3_TENSOR, PLAIN_BF16, true}}) {
+                                           {E5M2_PER_TENSOR, E4M3_PER_TENSOR, E5M2_PER_TENSOR, true},
+                                           {PLAIN_BF16, E4M3_PER_TENSOR, E4M3_PER_TENSOR, true},
+                                           {E4M3_PER_TENSOR, E4M3_PER_TENSOR, PLAIN_BF16, true}}) {
         Recipe r = find_row(recipes(), "coat", "--recipe");
         r.x = x;
         r.w = w;

@@ -62,7 +62,8 @@ public:
         for (uint16_t b : weight_) weight.push_back(reference::from_bf16(b));
         x = reference::dequantize(reference::quantize(x.data(), rows, cols, E4M3_1x16));
         reference::norm_forward<float>(true, EPS, rows, cols, x.data(), weight.data(), nullptr, y.data());
-        const std::vector<uint8_t> expected = reference::quantize(y.data(), rows, cols, E4M3_TENSOR).elements;
+        const std::vector<uint8_t> expected =
+            reference::quantize(y.data(), rows, cols, E4M3_PER_TENSOR).elements;
         codes_.poison();
         const std::vector<uint8_t> before = codes_.read();
         run(rung);
@@ -90,11 +91,12 @@ private:
 
     // x + 0: the groups, the statistics and the amax, as residual_add leaves them in training.
     void run_as_in_training() const {
-        gpu::residual_add(view_of(device_x_), view_of(zeros_),
-                          {.x_out = {}, .next_norm = norm_, .norm_output_amax_out = tensor_scale_.get()},
-                          nullptr);
-        gpu::quantize(gpu::lazy_norm(norm_), {{t_.codes, t_.rows, t_.cols, E4M3_TENSOR, t_.tensor_scale}},
-                      nullptr, nullptr);
+        gpu::residual_add(
+            view_of(device_x_), view_of(zeros_),
+            {.x_out = {}, .next_norm = norm_, .norm_output_amax_out = &tensor_scale_.get()->amax}, nullptr);
+        gpu::quantize_operand(gpu::lazy_norm(norm_),
+                              {{t_.codes, t_.rows, t_.cols, E4M3_PER_TENSOR, t_.tensor_scale}}, nullptr,
+                              nullptr);
     }
     gpu::TensorRef view_of(const Buffer<uint16_t>& x) const {
         return {x.get(), static_cast<int64_t>(x_.size() / weight_.size()),

@@ -28,7 +28,8 @@ public:
                                                          .codes = codes_.get(),
                                                          .transposed = transposed_.get()} {
         tensor_scale_.fill(0);
-        gpu::compute_amax(gpu::lazy_stored({x_.get(), rows, cols, PLAIN_BF16}), tensor_scale_.get(), nullptr);
+        gpu::compute_amax(gpu::lazy_stored({x_.get(), rows, cols, PLAIN_BF16}), &tensor_scale_.get()->amax,
+                          nullptr);
     }
     void run(const Rung& rung) const {
         if (rung.launch) rung.launch(m);
@@ -39,7 +40,7 @@ public:
         std::vector<float> values;
         for (uint16_t b : bits_) values.push_back(reference::from_bf16(b));
         const std::vector<uint8_t> expected =
-            reference::quantize(values.data(), m.rows, m.cols, E5M2_TENSOR).elements;
+            reference::quantize(values.data(), m.rows, m.cols, E5M2_PER_TENSOR).elements;
         codes_.poison();
         transposed_.poison();
         const std::vector<uint8_t> before = codes_.read();
@@ -69,9 +70,9 @@ private:
 
     void run_as_in_training() const {
         const gpu::TensorRef x{x_.get(), m.rows, m.cols, PLAIN_BF16};
-        gpu::quantize(gpu::lazy_stored(x),
-                      {{m.codes, m.rows, m.cols, E5M2_TENSOR, m.tensor_scale}, m.transposed}, nullptr,
-                      nullptr);
+        gpu::quantize_operand(gpu::lazy_stored(x),
+                              {{m.codes, m.rows, m.cols, E5M2_PER_TENSOR, m.tensor_scale}, m.transposed},
+                              nullptr, nullptr);
     }
 };
 

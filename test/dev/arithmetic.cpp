@@ -130,7 +130,7 @@ const y = load("v").map((v, i) => expand(v, max[i], k[i]));
 save("k", k), save("y", y), save("back", y.map((value, i) => contract(value, max[i], k[i])));
 )");
     check_formats(folder, x);
-    CHECK(others(folder.get("scale"), each(max, [](float m) { return scale_of(E4M3_TENSOR, m); })) == 0);
+    CHECK(others(folder.get("scale"), each(max, [](float m) { return scale_of(E4M3_PER_TENSOR, m); })) == 0);
     const Floats k = folder.get("k"), y = folder.get("y");
     Floats wanted_k(n), wanted_y(n), wanted_back(n);
     for (int i = 0; i < n; i++) {
@@ -162,7 +162,7 @@ for (const f of [E4M3, E5M2])
     save(name, scales), save(name + "zero", losses.map(l => l.zero)), save(name + "saturated", losses.map(l => l.saturated));
   }
 )");
-    for (TensorFormat format : {E4M3_TENSOR, E5M2_TENSOR})
+    for (TensorFormat format : {E4M3_PER_TENSOR, E5M2_PER_TENSOR})
         for (int history : {1, 3, 16, 1024}) {
             const std::string name = info(format.element_format).name + std::to_string(history);
             CAPTURE(name);

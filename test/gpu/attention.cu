@@ -152,9 +152,7 @@ struct RopeTable : Buffer<float2> {
 };
 
 // Where the amax of a tensor goes. Kernels take none of FP32.
-gpu::TensorScale* amax_of(const Tensor& x) {
-    return x.format.element_format == Format::FP32 ? nullptr : x.tensor_scale.get();
-}
+float* amax_of(const Tensor& x) { return x.format.element_format == Format::FP32 ? nullptr : x.amax_out(); }
 
 // What forward gives, and what backward gives from exact out and lse, without RoPE and with it: each is
 // checked on its own.

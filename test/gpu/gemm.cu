@@ -97,12 +97,12 @@ GPU_TEST_CASE("CublasGemms::run: all three GEMMs in every format equal the refer
     } formats[] = {{"fp32", PLAIN_FP32, PLAIN_FP32, PLAIN_FP32, Format::FP32},
                    {"bf16", PLAIN_BF16, PLAIN_BF16, PLAIN_BF16, Format::BF16},
                    {"bf16 to fp32", PLAIN_BF16, PLAIN_BF16, PLAIN_BF16, Format::FP32},
-                   {"fp8", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, Format::BF16},
-                   {"fp8 to fp32", E4M3_TENSOR, E4M3_TENSOR, E5M2_TENSOR, Format::FP32},
-                   {"fp8 per row to fp32", E4M3_ROW, E4M3_ROW, E4M3_ROW, Format::FP32},
+                   {"fp8", E4M3_PER_TENSOR, E4M3_PER_TENSOR, E5M2_PER_TENSOR, Format::BF16},
+                   {"fp8 to fp32", E4M3_PER_TENSOR, E4M3_PER_TENSOR, E5M2_PER_TENSOR, Format::FP32},
+                   {"fp8 per row to fp32", E4M3_PER_ROW, E4M3_PER_ROW, E4M3_PER_ROW, Format::FP32},
                    {"fp8 1x128 and 128x128 to fp32", E4M3_1x128, E4M3_128x128, E4M3_1x128, Format::FP32},
-                   {"fp8 per row", E4M3_ROW, E4M3_ROW, E4M3_ROW, Format::BF16},
-                   {"fp8 per row, gradients e5m2", E4M3_ROW, E4M3_ROW, ROW_E5M2, Format::BF16},
+                   {"fp8 per row", E4M3_PER_ROW, E4M3_PER_ROW, E4M3_PER_ROW, Format::BF16},
+                   {"fp8 per row, gradients e5m2", E4M3_PER_ROW, E4M3_PER_ROW, ROW_E5M2, Format::BF16},
                    {"fp8 1x128 and 128x128", E4M3_1x128, E4M3_128x128, E4M3_1x128, Format::BF16},
                    {"fp8 1x128", E4M3_1x128, E4M3_1x128, E4M3_1x128, Format::BF16}};
     const struct {
@@ -144,7 +144,8 @@ GPU_TEST_CASE("CublasGemms::run: dgrad and wgrad of recipe coat add without fast
     for (const GemmCase& p : {gemm_cases(SIDE, K, SIDE)[1], gemm_cases(K, SIDE, SIDE)[2]}) {
         CAPTURE(std::string(p.name));
         REQUIRE(p.K() == K);
-        const Operands operands(p, random_values(p.a.n()), E5M2_TENSOR, random_values(p.b.n()), E4M3_TENSOR);
+        const Operands operands(p, random_values(p.a.n()), E5M2_PER_TENSOR, random_values(p.b.n()),
+                                E4M3_PER_TENSOR);
         const Tensor out({p.M(), p.N()}, PLAIN_FP32);
         gemms.run(p.kind, operands.a.operand(), operands.b.operand(), out.ref(), nullptr);
         const Doubles exact = operands.product();
@@ -160,7 +161,7 @@ GPU_TEST_CASE("CublasGemms::run: fprop and dgrad of 2^23 outputs equal the refer
     Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH);
     gpu::CublasGemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     const GemmCase fprop = gemm_cases(8192, 1024, 64)[0], dgrad = gemm_cases(8192, 64, 1024)[1];
-    check_gemm(gemms, rng, fprop, E4M3_TENSOR, E4M3_TENSOR, Format::BF16, false, true);
+    check_gemm(gemms, rng, fprop, E4M3_PER_TENSOR, E4M3_PER_TENSOR, Format::BF16, false, true);
     check_gemm(gemms, rng, fprop, PLAIN_BF16, PLAIN_BF16, Format::BF16, false, true);
     check_gemm(gemms, rng, dgrad, PLAIN_BF16, PLAIN_BF16, Format::BF16, false, false);
 }
@@ -170,7 +171,7 @@ GPU_TEST_CASE("CublasGemms::run: unsupported operands are rejected also the seco
     gpu::CublasGemms gemms(scratch.get(), {false, false, false});
     const Shape s{64, 64};
     const Floats ones(s.n(), 1.0f);
-    const Tensor e5m2(ones, s, E5M2_TENSOR), bf16(ones, s, PLAIN_BF16), e4m3(ones, s, E4M3_TENSOR),
+    const Tensor e5m2(ones, s, E5M2_PER_TENSOR), bf16(ones, s, PLAIN_BF16), e4m3(ones, s, E4M3_PER_TENSOR),
         blocks(ones, s, E4M3_128x128), out(s, PLAIN_BF16), narrow({64, 32}, PLAIN_BF16);
     const gpu::Operand row_major{e4m3.ref()};
     gpu::Operand groups = e4m3.operand();

@@ -77,13 +77,13 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                 INFO(s.cols, rms ? " RMSNorm" : " LayerNorm");
                 const TensorFormat compute{f.compute};
                 const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
-                    branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_TENSOR),
+                    branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_PER_TENSOR),
                     values(s, PLAIN_FP32);
                 const NormCase c(rng, f, rms, s);
                 gpu::residual_add(x.ref(), branch.ref(),
                                   {.x_out = x_out.ref(),
                                    .next_norm = c.norm(c.in.ref()),
-                                   .norm_output_amax_out = y.tensor_scale.get()},
+                                   .norm_output_amax_out = y.amax_out()},
                                   0);
                 Floats sum = x.values();
                 const Floats added = branch.values();
@@ -119,7 +119,7 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
                                        {.dy = dy.ref(),
                                         .dresidual_in = add ? g.ref() : TensorRef{},
                                         .dresidual_out = out.ref(),
-                                        .dresidual_amax_out = out.tensor_scale.get(),
+                                        .dresidual_amax_out = out.amax_out(),
                                         .dweight = dweight.ref(),
                                         .dbias = rms ? TensorRef{} : dbias.ref()},
                                        workspace.get(), 0);
@@ -220,7 +220,7 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
                 reference::rope<double>(c, B, T, exact.data(), direction != FORWARD);
                 reference::rope<float>(c, B, T, in_float.data(), direction != FORWARD);
                 const Tensor got(x, {N, cols}, TensorFormat{compute});
-                TensorScale* const amax_out = direction == BACKWARD ? got.tensor_scale.get() : nullptr;
+                float* const amax_out = direction == BACKWARD ? got.amax_out() : nullptr;
                 gpu::rope(rope, got.ref(), direction != FORWARD, amax_out, 0);
                 const Floats values = got.values();
                 check_as_float(values, exact, in_float, HS, compute);
@@ -229,7 +229,7 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
         }
 }
 
-GPU_TEST_CASE("qk_norm_and_rope and qk_norm_backward: heads of q and of k have norms; those of v do not") {
+GPU_TEST_CASE("qk_norms_and_rope and qk_norms_backward: heads of q and of k have norms; those of v do not") {
     FRESH_RANDOM(rng);
     for (Format compute : {Format::BF16, Format::FP32})
         for (int64_t HS : {8, 24, 64, 80, 128}) {
@@ -252,22 +252,22 @@ GPU_TEST_CASE("qk_norm_and_rope and qk_norm_backward: heads of q and of k have n
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * normed);
             const Tensor in(x, {N, cols}, dense), out({N, cols}, dense), rotated({N, cols}, dense);
             const Tensor weight(w, compute);
-            const gpu::QkNorm n{weight.codes.get(), c.norm_eps, HS, c.q_cols(), c.kv_cols()};
+            const gpu::QkNorms n{weight.codes.get(), c.norm_eps, HS, c.q_cols(), c.kv_cols()};
             auto forward = [&](auto y, const auto& weights) {
-                reference::qk_norm_forward(c, N, weights.data(), y.data());
+                reference::qk_norms_forward(c, N, weights.data(), y.data());
                 return y;
             };
             // With all angles 0 the result is that of the norms. Else it is what rope() makes of that.
             const Buffer<float2> no_angles(std::vector<float2>(T * HS / 2, float2{1, 0})), angles(T * HS / 2);
             gpu::fill_rope_table(c, T, angles.get(), 0);
             const gpu::Rope rope{angles.get(), T, HS, normed}, no_rope{no_angles.get(), T, HS, normed};
-            gpu::qk_norm_and_rope(n, no_rope, in.ref(), out.ref(), 0);
+            gpu::qk_norms_and_rope(n, no_rope, in.ref(), out.ref(), 0);
             check_as_float(out.values(), forward(doubles(x), doubles(w)), forward(x, w), HS, compute);
-            gpu::qk_norm_and_rope(n, rope, in.ref(), rotated.ref(), 0);
+            gpu::qk_norms_and_rope(n, rope, in.ref(), rotated.ref(), 0);
             gpu::rope(rope, out.ref(), /*inverse=*/false, /*amax_out=*/nullptr, 0);
             CHECK(same_bytes(rotated.codes.read(), out.codes.read()));
             auto backward = [&](const auto& xs, const auto& weights, auto dx, auto dw) {
-                reference::qk_norm_backward(c, N, xs.data(), weights.data(), dx.data(), dw.data());
+                reference::qk_norms_backward(c, N, xs.data(), weights.data(), dx.data(), dw.data());
                 return std::pair(dx, dw);
             };
             const auto exact = backward(doubles(x), doubles(w), doubles(dy), doubles(before));
@@ -275,7 +275,7 @@ GPU_TEST_CASE("qk_norm_and_rope and qk_norm_backward: heads of q and of k have n
             Bytes first;
             for (int again : {0, 1}) {
                 const Tensor dx(dy, {N, cols}, dense), dweight(before, Format::FP32);
-                gpu::qk_norm_backward(n, in.ref(), dx.ref(), dweight.ref(), workspace.get(), 0);
+                gpu::qk_norms_backward(n, in.ref(), dx.ref(), dweight.ref(), workspace.get(), 0);
                 check_as_float(dx.values(), exact.first, in_float.first, HS, compute);
                 check_as_float(dweight.values(), exact.second, in_float.second, HS, Format::FP32);
                 if (again) CHECK(same_bytes(first, dweight.codes.read()));

@@ -147,13 +147,13 @@ struct AdamWRun {
     };
     Result on_gpu(const AdamWOptions& a, bool skip = false) const {
         const int64_t total = int64_t(master.size());
-        const Buffer<TensorScale> amaxes(std::vector<TensorScale>(params.size(), {1, OLD_AMAX, 0, 0}));
+        const Buffer<float> amaxes(std::vector<float>(params.size(), OLD_AMAX));
         std::deque<DeviceMoment> m, v;
         std::vector<gpu::Shard> table;
         for (const HostParam& p : params) {
             m.emplace_back(p.m, p.padded());
             v.emplace_back(p.v, p.padded());
-            TensorScale* const amax_out = amaxes.get() + table.size();
+            float* const amax_out = amaxes.get() + table.size();
             table.push_back({p.offset, p.size, m.back().ref(), v.back().ref(), p.decays, amax_out});
         }
         const Buffer<gpu::Shard> shards(table);
@@ -190,7 +190,7 @@ struct AdamWRun {
         lower = remainder.read();
         for (int64_t i = 0; splits && i < total; i++)
             r.master[i] = reference::join_master(reference::to_bf16(r.stored[i]), lower[i]);
-        for (const TensorScale& s : amaxes.read()) r.amax.push_back(s.amax);
+        r.amax = amaxes.read();
         for (const auto& moment : m) r.m.push_back(moment.read());
         for (const auto& moment : v) r.v.push_back(moment.read());
         return r;

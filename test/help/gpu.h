@@ -153,6 +153,8 @@ public:
         if (transposes()) out.transposed_block_scales = reinterpret_cast<float*>(transposed_scales.get());
         return out;
     }
+    // Where a kernel leaves the amax of the tensor.
+    float* amax_out() const { return &tensor_scale.get()->amax; }
     float amax() const { return tensor_scale.read()[0].amax; }
     float scale() const { return tensor_scale.read()[0].scale; }
     Floats values() const {  // of all formats but those in blocks
@@ -260,8 +262,8 @@ inline const RecipeFormats RECIPE_FORMATS[] = {
 
 constexpr TensorFormat ROW_E5M2{Format::E5M2, PER_ROW}, B1x128_E5M2{Format::E5M2, PER_1x128},
     B128x128_E5M2{Format::E5M2, PER_128x128};
-constexpr TensorFormat GEMM_FORMATS[] = {E4M3_TENSOR,  E5M2_TENSOR, E4M3_ROW,    E4M3_1x128,
-                                         E4M3_128x128, ROW_E5M2,    B1x128_E5M2, B128x128_E5M2};
+constexpr TensorFormat GEMM_FORMATS[] = {E4M3_PER_TENSOR, E5M2_PER_TENSOR, E4M3_PER_ROW, E4M3_1x128,
+                                         E4M3_128x128,    ROW_E5M2,        B1x128_E5M2,  B128x128_E5M2};
 
 // Sums of rows: `before` + the sum over i of row i of x in row row_of(i).
 template <class RowOf>
@@ -282,8 +284,7 @@ inline void check_column_sums(const LazyTensor& x, const Floats& values) {
     for (bool with_amax : {true, false}) {
         const Tensor sums(before, Format::FP32);
         const Buffer<float> workspace(gpu::COLUMN_PARTIALS * x.cols);
-        gpu::add_column_sums(x, sums.ref(), workspace.get(), with_amax ? sums.tensor_scale.get() : nullptr,
-                             0);
+        gpu::add_column_sums(x, sums.ref(), workspace.get(), with_amax ? sums.amax_out() : nullptr, 0);
         CHECK(sums.amax() == (with_amax ? reference::compute_amax(values.data(), x.rows * x.cols) : 0));
         check_row_sums(sums, before, values, [](int64_t) { return 0; });
     }
@@ -299,7 +300,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
     check_as_float(values, exact, in_float, s.cols);
     check_column_sums(x, values);
     if (compute == Format::FP32) {
-        CHECK_THROWS_AS(gpu::compute_amax(x, bf16.tensor_scale.get(), 0), Error);
+        CHECK_THROWS_AS(gpu::compute_amax(x, bf16.amax_out(), 0), Error);
         return;
     }
     gpu::store_values(x, bf16.ref(), 0);
@@ -311,8 +312,8 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
             Operand out = t->operand();
             if (t == &row_major) out.transposed = nullptr;
             if (t == &column_major) out.tensor.data = nullptr;
-            if (per_tensor) gpu::compute_amax(x, t->tensor_scale.get(), 0);
-            gpu::quantize(x, out, nullptr, 0);
+            if (per_tensor) gpu::compute_amax(x, t->amax_out(), 0);
+            gpu::quantize_operand(x, out, nullptr, 0);
         }
         check_quantized(both, values);
         CHECK(same_bytes(row_major.codes.read(), both.codes.read()));
@@ -323,7 +324,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
         // half of the amax: some values saturate
         const float scale = reference::scale_of(q, reference::compute_amax(values.data(), s.n()) / 2);
         const Tensor delayed(s, q, scale);
-        gpu::quantize(x, delayed.operand(), nullptr, 0);
+        gpu::quantize_operand(x, delayed.operand(), nullptr, 0);
         check_quantized(delayed, values, scale);
     }
 }

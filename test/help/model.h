@@ -43,7 +43,7 @@ inline ModelConfig tiny_config(const Architecture& arch, bool tied) {
                           .low_freq_factor = 0.5f,
                           .high_freq_factor = 2,
                           .original_positions = 16};
-    if (arch.qk_norm) c.head_size = 32;
+    if (arch.qk_norms) c.head_size = 32;
     return c;
 }
 // Attention on a GPU's tensor cores needs heads of 64. Two query heads share a key/value head.
