@@ -28,7 +28,7 @@ public:
     void poison() { fill(0xFF); }
     void write(const std::vector<T>& host) {
         if (host.size() > size) throw Error("The array in GPU memory is too small.");
-        gpu::check(cudaMemcpy(data_, host.data(), size * sizeof(T), cudaMemcpyHostToDevice),
+        gpu::check(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice),
                    "Copying failed");
     }
     std::vector<T> read() const {
