@@ -44,7 +44,7 @@
 // Together they save 15%: on an H200 this kernel updates Llama-2-7B in 26.0 ms, and the best kernel without
 // them in 30.6 ms.
 //
-// dev/ladders/adamw.cu builds up a simpler kernel, idea by idea.
+// dev/ladders/adamw.cu builds up the ideas of this kernel one by one, in kernels that have fewer cases.
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
@@ -68,7 +68,7 @@ template <class Value> __device__ Value load_global(const void* from) {
 // ===========================================================================================================
 // 1. Dynamic range expansion of one moment (paper, section 4.2)
 //
-// A power x^y is computed as 2^(y log2 x). Each logarithm and each exponential is one instruction
+// A power a^b is computed as 2^(b log2 a). Each logarithm and each exponential is one instruction
 // (gpu/device.cuh).
 
 // The moment scaling of a moment group (formats.h).
@@ -180,7 +180,7 @@ template <class Traits> __device__ uint2 encode_with_signs(ChunkValues& y, const
 template <class Traits, Path PATH>
 __device__ uint2 encode_moments(const MomentScaling& scaling, const ChunkValues& x) {
     const float inverse_max = inverse_of_max(scaling.max);
-    const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, scaling.max));  // without expansion
+    const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, scaling.max));  // for the last branch
     ChunkValues y;
     for (int j = 0; j < CHUNK; j++) {
         if (PATH == Path::Careful)
@@ -198,7 +198,7 @@ __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
 // Tables in shared memory, one for the codes of m and one for those of v. The entry for a code of the value
 // y, without its sign, is log2(y / FMAX). (Without expansion it is y.) The tables save a thread 16 logarithms
 // for each span.
-constexpr int MAGNITUDES = 128;  // codes without a sign
+constexpr int MAGNITUDES = 128;  // the number of codes without a sign
 struct Tables {
     float m[MAGNITUDES], v[MAGNITUDES];
 };
@@ -295,8 +295,8 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Ch
 }
 
 // Which field of a bundle this lane keeps (the drawing of lanes, fields and spans at the top of this file),
-// and where this field is in memory. Spans are
-// numbered from the beginning of the shard. bundle_begin is the number of a bundle's first span.
+// and where this field is in memory. Spans are numbered from the beginning of the shard. bundle_begin is the
+// number of a bundle's first span.
 struct FieldOfLane {
     bool is_of_v, is_k;
     int pair_in_bundle;      // the number of the field's pair, 0 to 3
@@ -445,6 +445,7 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
     constexpr int STRIDE = WARPS_PER_BLOCK * SPANS_PER_BUNDLE;  // spans from a warp's bundle to its next one
     if (begin >= end) return 0;
     const ElementsOfThread<W> elements(a, shard);
+    // lane_field says which field this lane keeps. old_, new_ and next_lane_field are values of this field.
     const FieldOfLane lane_field(shard, elements.shard_spans);
     // 0 or 1: which half of the warp, and which span of the pair.
     const int half = threadIdx.x % 32 / LANES_PER_SPAN;
@@ -502,8 +503,8 @@ __device__ SpanRange spans_of_shard(const Shard& shard) {
 }
 
 // A block goes through the shards to which its spans belong. In each shard warp 0 takes the first bundle,
-// warp 1 the second, and so on; after the last warp, warp 0 takes the next bundle. If some spans of a bundle
-// belong to one block and some to the next, the first block updates the bundle.
+// warp 1 the second, and so on; after the last warp, warp 0 takes the next bundle. A bundle belongs to the
+// block that has its first span: so the beginning and the end of a block's spans are rounded up to a bundle.
 template <class W, class MTraits, class VTraits>
 __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_kernel(const AdamWArguments a) {
     __shared__ Tables tables;

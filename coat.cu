@@ -9,7 +9,7 @@
 //                                        stored row-major, transposed, or both
 //
 // The scale of an operand follows from its amax, its largest magnitude. Usually an earlier kernel, which had
-// the values at hand, has found the amax (part 2; which kernel this is: the two tables in model.cu).
+// the values at hand, has found the amax (part 2). Two tables in model.cu, which can wait, say which kernel.
 //
 // Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 x 8 elements of
 // it: in each of 8 rows a chunk, which is 8 neighbouring columns. (Of [gate | up] a block owns two tiles, at
@@ -31,7 +31,7 @@
 // Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //
 //   write_operand()                        part 4            chooses: codes, or values without codes
-//     quantize_operand()                 part 4            chooses: the function for this granularity
+//     quantize_operand()                   part 4            chooses: the function for this granularity
 //       quantize_per_tensor()              part 3            chooses: with or without transposed codes
 //         with_producer_for_quantizer()    lazy_tensor.cuh   chooses: the producer that computes x
 //           launch()                       device.cuh        starts quantize_kernel()

@@ -153,15 +153,18 @@ inline constexpr TensorFormat E4M3_128x128{.element_format = Format::E4M3, .gran
 //   dgrad  dx = g w     sums over output features   along rows of g      along columns of w
 //   wgrad  dw = g^T x   sums over tokens            along columns of g   along columns of x
 //
+// A Hopper GPU's FP8 GEMM wants the dimension that it sums over contiguous in memory. So where the sum goes
+// along columns, it reads codes that were stored transposed.
+//
 // A GEMM adds up products of codes, and multiplies the sum by the scales. So it has to stop wherever a scale
 // changes. With groups of 1x16 this would be after every 16 products, and the tensor cores would mostly wait.
 // Therefore no GEMM reads groups. In the direction of the sum, a scale block of an operand is at least 128
 // elements long, so the sum stops rarely: in the recipes there are blocks of 128, whole rows, and the whole
 // tensor (as in coat).
 //
-// The granularity of an operand is that of a matrix whose rows the GEMM sums along. If the GEMM sums along
-// the operand's columns, this matrix is the transpose. For example, x with the granularity 1x128 has the
-// scale blocks
+// A granularity is stated for the matrix turned so that the GEMM sums along its rows. So if a GEMM sums along
+// columns of an operand, the granularity is that of the transpose. For example, x with the granularity 1x128
+// has the scale blocks
 //   in fprop, which sums along the rows of x (N, in):       128 features of one token
 //   in wgrad, which sums along the rows of x^T (in, N):     128 tokens of one feature
 // A whole tensor and blocks of 128x128 are the same in the matrix and in its transpose, so with them the

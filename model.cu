@@ -21,15 +21,17 @@
 //           mlp_block_backward()          the gradients of mlp_block_forward(), in opposite order
 //           attention_block_backward()    those of attention_block_forward(), in opposite order
 //       Network::add_embedding_gradients() from the gradient of the residual stream
+//       Network::write_loss_or_nan()      NaN if codes hide a value that is not finite
 //     update_parameters()                 AdamW: ParameterState::update() (gpu/parameter_state.cpp)
 //     fetch_result()                      the loss and the norm of the gradients
 //
 // README's steps come here twice. The first time, read the list above and mlp_block_forward(), and no more.
 // The second time, README says what to read.
 //
-// In each class the functions of the list come first, in its order. Then come the functions that they use,
-// such as those that say where a tensor is. What is apart from this path comes last: evaluations, prompts,
-// reports, weights in a cache. Linear layers have their own file, gpu/linear.h.
+// In each class the functions of the list come first, in its order, with a few short ones that they call
+// between them. Then come other functions that they use, such as those that say where a tensor is. What is
+// apart from this path comes last: evaluations, prompts, reports, weights in a cache. Linear layers have
+// their own file, gpu/linear.h.
 #include "gpu/attention.h"
 #include "gpu/gpu_model.h"  // declares the two functions at the end of this file
 #include "gpu/layers.h"
@@ -50,7 +52,7 @@ struct Layer {
     // The weights of the norms, as indices into ParameterState::params (gpu/parameter_state.h).
     size_t norm1_weight_index, norm2_weight_index;
     std::optional<size_t> qk_norms_weight_index;  // only Qwen3 has norms of the heads of q and k: qk_norms
-    LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;  // the name of the weight, and _proj
+    LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;  // each is named after its weight
     std::vector<TensorRef> saved_tensors;  // by SavedKind (architecture.h), with the rows of a micro-batch
 };
 
@@ -116,7 +118,7 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 //     order of a step. "-" means that the place is not touched:
 //
 //       place              forward              head                 backward, layer by layer
-//       dresidual          the final norm's     the gradient of      the gradient of the residual stream
+//       memory_.dresidual  the final norm's     the gradient of      the gradient of the residual stream
 //                          input                this input
 //       gate and up of a   gate and up          -                    the operand of dgate_up, if
 //       layer                                                        dgate_up_in_place_; then dqkv, if
@@ -154,8 +156,8 @@ class Network {
     const bool gated_ = config_.arch.gated;        // SiLU(gate) x up; GPT-2 has GELU
     const bool qk_norms_ = config_.arch.qk_norms;  // norms of the heads of q and k; only Qwen3
 
-    // Whether the row-major codes of dgate_up overwrite the saved gate and up: true for coat. This is
-    // possible under two conditions:
+    // Whether the row-major elements of dgate_up overwrite the saved gate and up: true for coat, and for bf16
+    // and fp32. This is possible under two conditions:
     //   - Elements have as many bytes in both, so that the kernel may write over its input.
     //   - dgate_up has one scale per tensor, or none. Scales of rows or blocks would lie right after the
     //     codes (gpu/linear.cpp). There they would overwrite the scales of the groups of gate and up, which
@@ -426,9 +428,9 @@ private:
     // the GEMMs of this linear layer read in place of g.
     //
     // The gradient of the residual stream, dresidual(), stays in one place: each norm adds its part there.
-    // Between two norms, dresidual() is the g of a linear layer: of down_proj before mlp_block_backward(),
-    // and of attention_out_proj after it. So a norm writes the amax of dresidual() to place_for_g_amax() of
-    // this linear layer. In the functions below the argument dresidual_amax_out is this place.
+    // Then dresidual() is the g of a linear layer (rows 1 and 3 of the table below). So a norm writes the
+    // amax of dresidual() to place_for_g_amax() of this linear layer. In the functions below the argument
+    // dresidual_amax_out is this place.
     //
     // Gradients of parameters are computed by bucket, between begin_bucket() and finish_bucket().
     //
@@ -451,8 +453,8 @@ private:
         const Arena::Scope scope(arena_);
         const TensorRef gate_up = saved_tensor(micro_batch, layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. This operand is computed
-        // from dact and outlives dact, so its memory is allocated first. In coat its row-major codes
-        // overwrite the saved gate and up
+        // from dact and outlives dact, so its memory is allocated first. In coat, bf16 and fp32 its row-major
+        // elements overwrite the saved gate and up
         const Operand dgate_up_operand =
             layer.gate_up_proj.allocate_g_operand(micro_batch.N, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact

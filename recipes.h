@@ -60,7 +60,7 @@ inline const std::vector<Recipe>& recipes() {
         {.name = "coat", .x = E4M3_PER_TENSOR, .w = E4M3_PER_TENSOR, .g = E5M2_PER_TENSOR,
          .saved_inputs = E4M3_1x16, .fast_accumulation = FAST_IN_FPROP, .default_optimizer = "coat",
          .about = "FP8 GEMMs, one scale per tensor; inputs of norms and activation functions saved in FP8, "
-                  "one per 16 values"},
+                  "a scale per 16 values"},
         {.name = "te", .x = E4M3_PER_TENSOR, .w = E4M3_PER_TENSOR, .g = E5M2_PER_TENSOR,
          .scale_source = ScaleSource::Delayed,
          .fast_accumulation = FAST_IN_FPROP,
@@ -84,7 +84,7 @@ inline const std::vector<Recipe>& recipes() {
 
 // The formats of the operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a
 // multiple of 16. If the number of tokens N is not, all linear layers of the run fall back to the compute
-// dtype.
+// format.
 struct LinearFormats {
     TensorFormat x, w, g;
     bool fallback;

@@ -145,8 +145,8 @@ uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
 //   group, row, block   The scale is NaN. So the values that share it are read back as NaN, and NaN reaches
 //                       the loss or a gradient.
 //   whole tensor        The scale is 1, and the caller checks the amax itself (note_whether_finite() in
-//                       reference_model.cpp). With delayed scaling it has to: a scale that comes from earlier
-//                       steps does not show this amax.
+//                       reference_model.cpp). With delayed scaling, too, the caller must check: a scale that
+//                       comes from earlier steps does not show this amax.
 float scale_of(const TensorFormat& format, float amax) {
     if (!std::isfinite(amax)) return format.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -322,7 +322,7 @@ Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const TensorFor
 // leaves out zeros. R_X is often below 1,000, so the moment group uses only a part of E4M3's codes.
 // Therefore the paper (section 4.2, equation 4) stretches the moment group to the dynamic range of the
 // format before it is quantized, and contracts it afterwards. Let E be the expansion (f in the paper):
-//   expand:    E(x) = sign(x) |x|^k           k = log(R) / log(R_X): then R_E(X) = R
+//   expand:    E(x) = sign(x) |x|^k           k = log(R) / log(R_X), so that E(X) has the range R
 //   quantize:  code = encode(E(x) / s)        s = E(max) / FMAX
 //   contract:  x = E^-1(decode(code) * s)
 // Here max is max|X|. Since E(x) / s = sign(x) FMAX (|x| / max)^k, nothing is stored but the codes and the
@@ -362,7 +362,7 @@ float contract(Format f, float y, float max_magnitude, float k) {
 }
 
 // Without expansion: the scale of a moment group. Moments are finite, because a step with gradients that are
-// too large is skipped.
+// too large is skipped. (An infinity would not be noticed: scale_of() would return 1.)
 static float moment_scale(Format f, float max_magnitude) {
     return scale_of(TensorFormat{.element_format = f}, max_magnitude);
 }
@@ -411,10 +411,11 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
     max[moment_group] = max_magnitude;
     if (expanded) {
         const bool all_zeros = max_magnitude == 0;
-        const float k_of_group = all_zeros ? 1.0f : expansion_exponent(format, max_magnitude, min_magnitude);
-        k[moment_group] = k_of_group;
+        const float k_of_moment_group =
+            all_zeros ? 1.0f : expansion_exponent(format, max_magnitude, min_magnitude);
+        k[moment_group] = k_of_moment_group;
         for (int64_t i = first; i < end; i++)
-            write_element(format, elements.data(), i, expand(format, x[i], max_magnitude, k_of_group));
+            write_element(format, elements.data(), i, expand(format, x[i], max_magnitude, k_of_moment_group));
     } else {
         const float reciprocal = 1.0f / moment_scale(format, max_magnitude);
         for (int64_t i = first; i < end; i++) write_element(format, elements.data(), i, x[i] * reciprocal);

@@ -24,8 +24,9 @@ using Floats = std::vector<float>;
 //   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
 //     of the activation
 //   log-sum-exp of attention      FP32
-//   everything else               BF16: attention, final norm, embedding, head, gradients of weights (FP32 if
-//                                 more than four are summed: gradient_format())
+//   gradient of a norm's input    FP32, until it is added to the gradient of the residual stream
+//   everything else that one      BF16: attention, final norm, embedding, head, gradients of weights (FP32 if
+//     operator gives to another   more than four are summed: gradient_format())
 //
 // A GPU stores a residual sum twice: in BF16 for the next sum, and in E4M3 groups for the norm. It is FP32
 // only inside the kernel that makes it. Here the FP32 sum is passed on, and each reader rounds or
@@ -51,11 +52,12 @@ struct MicroBatch {
 };
 
 // The forward and backward pass of one micro-batch. Every tensor is a vector of values, row-major, with N
-// rows unless its comment says otherwise. What only biases and other recipes than coat need comes
-// last, in a section of its own.
+// rows unless its comment says otherwise. What only biases and other recipes than coat need comes last, in a
+// section of its own.
 template <class Real> class Network {
 public:
-    // In double nothing is rounded or quantized: what is saved for backward is the tensor itself.
+    // Whether values are rounded and quantized, as the recipe says. In double they are not: what is saved for
+    // backward is the tensor itself.
     static constexpr bool QUANTIZES = std::is_same_v<Real, float>;
     using Tensor = std::vector<Real>;
 
@@ -78,9 +80,9 @@ public:
     }
 
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses. Backward adds the gradients of loss_weight * (sum of the losses) to `gradients`. With
-    // loss_weight = 1 / (targets of the step that count), all micro-batches of the step together give the
-    // gradients of the mean loss.
+    // of the losses, which is not multiplied by loss_weight. Backward adds the gradients of loss_weight *
+    // (sum of the losses) to `gradients`. With loss_weight = 1 / (targets of the step that count), all
+    // micro-batches of the step together give the gradients of the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
         const MicroBatch micro_batch{.B = settings.B, .T = settings.T};
         const Tensor x = forward(micro_batch, tokens);          // (N, C)
@@ -253,10 +255,10 @@ private:
         if constexpr (!QUANTIZES) return saved;
         else return dequantize(saved);
     }
-    // What attention reads of saved tensors: their values, rounded to the compute format. In every recipe
-    // q, k, v and attention's output are saved in this format, so rounding changes nothing. With --attention
-    // groups the saved values are FP32: attention reads them rounded, the linear layer attention_out as they
-    // are.
+    // What attention reads of saved tensors: their values, rounded to the compute format. Without --attention
+    // groups q, k, v and attention's output are saved in this format, so rounding changes nothing. With it,
+    // codes and scales are saved. A code times its scale is an FP32 value: attention reads it rounded, the
+    // linear layer attention_out as it is.
     Tensor load_saved_for_attention(const SavedActivation& saved) const { return rounded(load_saved(saved)); }
 
     // FP8 codes saturate, which hides an infinity. So `finite` remembers whether the amax of each tensor
@@ -284,8 +286,8 @@ private:
         return rounded(y);
     }
 
-    // x (N, in), g (N, out) -> dx (N, in), where g is the gradient of y. Adds to the gradient of the
-    // weight, and to that of the bias if there is one.
+    // x (N, in), g (N, out) -> dx (N, in), where g is the gradient of the layer's output. Adds to the
+    // gradient of the weight, and to that of the bias if there is one.
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& g) {
         const size_t weight_index = param_index_.at(name);
         const Tensor& w = param_values[weight_index];
@@ -374,7 +376,7 @@ private:
     //
     // The backward pass of a norm needs the norm's input, so Qwen3 saves q, k and v before the norms. The
     // backward pass of RoPE needs no values, so the other models save q and k as attention reads them. (On
-    // the GPU: rope_at_projection(), attention_input() and core_attention_backward() of model.cu.)
+    // the GPU: rope_at_projection(), make_attention_input() and core_attention_backward() of model.cu.)
 
     // q, k and v (N, qkv_cols) as the projection gives them -> as they are saved, in the compute format.
     Tensor qkv_to_save(const MicroBatch& micro_batch, Tensor qkv) const {

@@ -3,8 +3,9 @@
 
     python3 dev/coat.py        trains a small model in FP32 and in COAT, and compares the two
 
-These have 8 bits (FP8): operands of matrix products (GEMMs), inputs of norms and activation functions as they are saved
-for backward, and AdamW's moments. q, k, v and attention's output are saved in BF16. (Lessons are those of WALK.md.)
+These have 8 bits (FP8): operands of the matrix products (GEMMs) of linear layers, inputs of norms 1 and 2 and of the
+activation as they are saved for backward, and AdamW's moments of matrices. q, k, v and attention's output are saved in
+BF16. (Lessons are those of WALK.md.)
 test/dev/arithmetic.cpp compares sections 1 to 5 and the loss with the CPU reference.
 """
 import os
@@ -94,8 +95,8 @@ def dequantize_groups(codes, s):
     return (groups * s[..., None]).reshape(codes.shape)
 
 # --- 3. Optimizer (lessons 8 and 9). E4M3 spans a factor of 448 / 2^-9 = 229,376, but a moment group of 128 spans
-# far less and would use a part of the codes. Dynamic range expansion stretches it before it is quantized. Let max and
-# min be the largest and the smallest magnitude of the moment group, leaving out zeros:
+# far less, and would use only a part of the codes. Dynamic range expansion stretches it before it is quantized. Let max
+# and min be the largest and the smallest magnitude of the moment group, leaving out zeros:
 #      expand:    y = sign(x) FMAX (|x| / max)^k        k = log(FMAX / FMIN) / log(max / min)    (equation 4)
 #      contract:  x = sign(y) max (|y| / FMAX)^(1 / k)
 # A moment group stores its codes, max and k. k is a multiple of 1/256, from 1/16 to 64.
@@ -116,7 +117,8 @@ def contract(y, max_magnitude, k, f=E4M3):
 
 def store_moment(x, f=E4M3):
     """x (n, 128): n moment groups -> what is stored. The smallest magnitude gets the lowest code that is not 0, or a
-    higher one where k is limited to 64. So no second moment becomes 0, which would make the next update huge."""
+    higher one where k is limited to 64. So no second moment becomes 0. (A 0 would make the next update huge, because
+    the update divides by the square root of v.)"""
     magnitude = np.abs(x)
     max_magnitude = magnitude.max(axis=1, keepdims=True)
     min_magnitude = np.where(x == 0, F32(np.inf), magnitude).min(axis=1, keepdims=True)  # leaving out zeros
@@ -215,8 +217,10 @@ def attention_backward(qkv, out, dout, T, HS):
 #                                                  one scale for the tensor
 #      norm1_input, norm2_input, gate_up           E4M3; a scale for each      norms and activation, in both passes
 #                                                  1x16 group
-#      residual sums                               BF16                        the next sum (the norm reads the groups)
+#      residual sums                               BF16                        the next sum (the norm reads the FP32
+#                                                                              sum in groups: norm1_input, norm2_input)
 #      outputs of norms and activation, dgate_up   FP32                        the quantizer of a linear layer
+#      dnorm1_input, dnorm2_input                  FP32                        the sum that makes the next dx
 #      all others                                  BF16                        attention, and the quantizers
 # Backward computes the outputs of norms and of the activation function once more. It takes the derivative of rounding
 # as 1 (straight-through estimation), and evaluates every other derivative at the values that forward used.
@@ -256,14 +260,14 @@ def layer_backward(w, saved, dx, T, HS):
     dact, dw["down"] = linear_backward(activation(gate_up), w["down"], dx)        # (tokens, F)
     dgate_up = activation_backward(gate_up, dact)                                 # (tokens, 2 F)
     dnorm2, dw["gate_up"] = linear_backward(rms_norm(norm2_input, w["norm2"]), w["gate_up"], dgate_up)
-    dbranch, dw["norm2"] = rms_norm_backward(norm2_input, w["norm2"], dnorm2)
-    dx = bf16(dx + dbranch)                                                       # (tokens, C)
+    dnorm2_input, dw["norm2"] = rms_norm_backward(norm2_input, w["norm2"], dnorm2)
+    dx = bf16(dx + dnorm2_input)                                                  # (tokens, C)
     dattention_output, dw["attention_out"] = linear_backward(saved.attention_output, w["attention_out"], dx)
     dqkv = bf16(attention_backward(saved.qkv, saved.attention_output, dattention_output, T, HS))
     dqkv = bf16(rope(dqkv, T, HS, sign=-1))                                       # rotated back
     dnorm1, dw["qkv"] = linear_backward(rms_norm(norm1_input, w["norm1"]), w["qkv"], dqkv)
-    dbranch, dw["norm1"] = rms_norm_backward(norm1_input, w["norm1"], dnorm1)
-    return bf16(dx + dbranch), dw
+    dnorm1_input, dw["norm1"] = rms_norm_backward(norm1_input, w["norm1"], dnorm1)
+    return bf16(dx + dnorm1_input), dw
 
 # --- 6. A whole model: an embedding, one layer, a final norm, and a head that is the embedding transposed.
 def head_loss_and_gradients(norm, head, x, targets):
@@ -301,7 +305,9 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
         output, saved = layer_forward(w, w["embedding"][tokens], T, HS)
         loss, dx, dfinal, dembedding = head_loss_and_gradients(w["final_norm"], w["embedding"], output, targets)
         dx, gradients = layer_backward(w, saved, dx, T, HS)
-        np.add.at(dembedding, tokens, dx)  # the head and the embedding are one matrix, so their gradients add up
+        # The head and the embedding are one matrix, so their gradients add up. (The reference rounds the gradient to
+        # BF16 after the head and once more after the embedding, this file only once, below.)
+        np.add.at(dembedding, tokens, dx)
         gradients = {"final_norm": dfinal, "embedding": dembedding, **gradients}
 
         for name, g in gradients.items():
@@ -332,6 +338,7 @@ if __name__ == "__main__":
     other = run("FP32, other seed", False, seed=2)
 
     print("The first step in COAT: RMS error against FP32 of the layer's output, and of all gradients")
+    # Errors of independent roundings add up as squares: for example, the root of 15 times 2.6% is 10%.
     print("  (one rounding errs by 2.6% in E4M3 and 5.3% in E5M2; a layer has many, so about 10% is expected)")
     exact = {"output": fp32[0].output, **fp32[0].gradients}
     ours = {"output": coat[0].output, **coat[0].gradients}
@@ -342,7 +349,9 @@ if __name__ == "__main__":
     size = sum(saved_bytes(x) for x in saved)
     print("A layer saves for each token, in bytes (C is the hidden size, F the feed-forward size):")
     print(f"  here, F = C             COAT {size / saved.attention_output.size} C, BF16 16 C")
-    print("  Llama-2-7B, F = 2.69 C  COAT 16.3 C, BF16 22.8 C")
+    # 8 C for qkv and attention_output; in groups C for each of two norms, and 2 F = 2 x 2.6875 C for gate and up.
+    llama = 8 + (2 + 2 * 2.6875) * (1 + 2 / GROUP_WIDTH)
+    print(f"  Llama-2-7B, F = 2.69 C  COAT {llama:.1f} C, BF16 22.8 C")
 
     print("Mean loss of 20 steps, in nats:\n  step   FP32   COAT   FP32, other seed")
     losses = np.array([[step.loss for step in steps] for steps in (fp32, coat, other)])

@@ -79,7 +79,8 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
 //   with a master      the number is 0x8000, which rounds to nearest, and ties away from zero. Then what the
 //                      weight lacks fits in 16 bits, the remainder: bits = (weight << 16) + signed remainder.
 //                      So the remainder is the lower half of the sum, minus 0x8000. In 16 bits that is the
-//                      lower half with its highest bit flipped
+//                      lower half with its highest bit flipped. (The bits are those of split_master() on the
+//                      CPU)
 //   without a master   the number is 16 random bits, so that an update is kept on average. Rounding to
 //                      nearest would lose every update below half the distance to the next BF16 value
 template <bool MASTER> struct Bf16Weights {

@@ -9,8 +9,8 @@ namespace coat::gpu {
 //
 //   each parameter | the operand x of each linear layer | the operand w of each | the operand g of each
 //
-// The amax of a linear layer's weight is in the entry of this parameter, where the update leaves it. Only the
-// weights of linear layers have amaxes: the entries of other parameters are not used.
+// A weight of a linear layer is a parameter. Its amax is in the entry of that parameter, where the update
+// leaves it. The entries of other parameters are not used.
 //
 // With delayed scaling (te), scales follow from histories of amaxes. Then the amax of a weight is in the
 // entry of the operand w, which is not used otherwise.

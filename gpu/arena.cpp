@@ -1,7 +1,7 @@
 // gpu/arena.cpp - the allocation of a training run (gpu/arena.h).
 #include "arena.h"
 
-#include "memory_layout.h"
+#include "memory_layout.h"  // for GPU_ALIGNMENT
 
 namespace coat::gpu {
 

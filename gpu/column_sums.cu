@@ -37,7 +37,7 @@ static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
     const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
     const float* const column = partials + blockIdx.y * rows * cols + col;
     float sum = 0;
-    if (col < cols)
+    if (col < cols)  // then the loop
 #pragma unroll 8
         for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += column[i * cols];
     sums[threadIdx.y][threadIdx.x] = sum;

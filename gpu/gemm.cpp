@@ -54,13 +54,14 @@ struct Matrix {
 
 }  // namespace
 
-// The Matrix of an operand, which is A of cuBLAS if is_a, else B. sum_along: how the GEMM sums. cuBLAS
-// sums along what is contiguous in memory, as FP8 needs, if A is transposed and B is not.
+// The Matrix of an operand, which is A of cuBLAS if is_a, else B. sum_along: whether the GEMM sums along the
+// operand's rows or its columns (formats.h). cuBLAS sums along what is contiguous in memory, as FP8 needs, if
+// A is transposed and B is not.
 static Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
     const bool along_columns = sum_along == SumAlong::Column;
     const TensorRef& tensor = operand.tensor;
     const TensorFormat& format = tensor.format;
-    if (!format.fp8())
+    if (!format.fp8())  // A is transposed if the sum goes along its rows, B if it goes along its columns
         return {.data = tensor.data,
                 .scales = nullptr,
                 .rows = tensor.cols,
@@ -94,11 +95,11 @@ constexpr int CANDIDATES = 16;
 
 // Tiles of `out` that are small enough for one warpgroup, so that two warpgroups work in turn: one stores its
 // sums while the other multiplies. On an H100 the first of these tiles takes 4 to 18% less time than
-// cuBLASLt's first choice for large outputs of fprop and BF16 dgrad (in 3 of 19 shapes the same time). It
-// does not for wgrad, nor without fast accumulation in FP8.
+// cuBLASLt's first choice for large outputs of fprop and BF16 dgrad (in 3 of 19 shapes the same time). For
+// wgrad, and for FP8 without fast accumulation, it takes no less.
 constexpr uint32_t PREFERRED_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_128x160,
                                         CUBLASLT_MATMUL_TILE_176x128};
-// An output is large from this many elements on: at least 2.8 tiles for each multiprocessor.
+// An output is large from this many elements on: at least 2.8 tiles of 176x128 for each multiprocessor.
 constexpr int64_t LARGE = 1 << 23;
 
 // The place of an algorithm's tile in PREFERRED_TILES, or their number if the tile is not among them.
@@ -126,6 +127,7 @@ struct Problem {
         set(CUBLASLT_MATMUL_DESC_TRANSA, a_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         set(CUBLASLT_MATMUL_DESC_TRANSB, b_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         if (is_fp8(a_matrix.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(fast));
+        // The mode 0, one FP32 scale for the tensor, is what cuBLASLt assumes if none is set.
         if (a_matrix.scale_mode) set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, a_matrix.scale_mode);
         if (b_matrix.scale_mode) set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, b_matrix.scale_mode);
         if (a_matrix.scales) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, a_matrix.scales);

@@ -225,11 +225,12 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 // No load has a condition. In place of a row past the last one, a thread loads the last row once more, and in
 // place of a chunk past the last column, the last chunk. Then `live` is false.
 //
-// So a kernel that writes over what it reads must not call this function for a thread that lies outside the
-// tensor (TilePlace::inside()). Such a thread would load the row or the chunk of another thread, which may be
-// writing it: a race. A thread whose first row is inside never loads another thread's row: past the last row
-// it loads its own last row again. It may have overwritten that row already. Then `values` are wrong, but
-// they are not live.
+// So a kernel that writes over what it reads calls this function only for threads inside the tensor
+// (TilePlace::inside()):
+//   - A thread outside would load the row or the chunk of another thread, which may be writing it: a race.
+//   - A thread whose first row is inside loads only its own rows. Past the last row of the tensor it loads
+//     its own last row again, which it may have overwritten already. Then `values` are wrong, but they are
+//     not live.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& producer, const TilePlace& place, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);

@@ -46,7 +46,7 @@ std::string select_gpu(int gpu) {
 }
 
 // The model, with cached FP8 weights if they fit; or an Error if there is too little memory. A dry run has
-// found out what each of the two needs. NCCL has allocated its memory before.
+// found out what each of the two needs. The GPUs are connected already, so NCCL's memory is no longer free.
 static std::unique_ptr<Model> model_that_fits(const RunSettings& s, std::shared_ptr<Transport> transport) {
     // The bytes that CUDA and cuBLAS allocate when kernels are first launched.
     constexpr int64_t LOADED_LATER = 256 << 20;

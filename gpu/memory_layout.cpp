@@ -83,6 +83,7 @@ int64_t gradients_offset(const RunSettings& s) {
     const int64_t gradient_bytes = info(gradient_format(s)).bytes;
     int64_t offset = 0;
     for (size_t i = 0; i < params.size(); i++) {
+        // Gradient i begins at offset + rank_offset * gradient_bytes, which must be at least needed_bytes.
         const int64_t needed_bytes = layers_alive(config, params[i]) * layer_bytes;
         offset = std::max(offset, needed_bytes - places[i].rank_offset * gradient_bytes);
     }

@@ -1,7 +1,7 @@
 // gpu/memory_map.cpp - the allocation of what lasts for a run (gpu/memory_map.h).
 #include "memory_map.h"
 
-#include "amax_table.h"
+#include "amax_table.h"  // for count_linear_layers()
 #include "gemm.h"
 
 namespace coat::gpu {

@@ -56,8 +56,8 @@ struct RowSum {
             for (int w = 0; w < warps; w++) x[i] += parts[i][first_warp + w];
         }
     }
-    // Switches to the other buffer without a sum. LayerNorm takes a sum here, RMSNorm none: so both go on
-    // with the same value of `buffer`, which the compiler then knows.
+    // Switches to the other buffer without a sum. LayerNorm takes a sum where RMSNorm calls this. So both go
+    // on with the same value of `buffer`, and the compiler can treat it as a constant.
     __device__ void skip() { buffer ^= 1; }
 };
 
@@ -68,8 +68,8 @@ __device__ float inverse_root(float squares, int64_t C, float eps) {
 
 // The statistics of a row. x: the thread's chunks of the row; a chunk past the end of the row is zeros.
 //
-// Backward needs the same bits as forward, because it quantizes the norm's output with the amax that forward
-// has found (norm_backward_kernel()). The backward pass of LayerNorm
+// Backward needs the same bits as forward: wgrad quantizes the norm's output once more, with the amax that
+// forward has found (the comment above norm_backward_kernel() says more). The backward pass of LayerNorm
 // calls this function, too. That of RMSNorm takes the sum of squares together with another sum, but adds in
 // the same order.
 __device__ RowStatistics row_statistics(const ChunkValues (&x)[ROW_CHUNKS], int64_t C, bool rms, float eps,
@@ -96,8 +96,8 @@ __device__ RowStatistics row_statistics(const ChunkValues (&x)[ROW_CHUNKS], int6
 // ===========================================================================================================
 // Residual and norm, forward
 
-// The bits of the largest magnitude of a norm's output in the thread's chunks x of a row. A chunk that is not
-// live lies past the end of the row, or its row lies past the last row.
+// x: the thread's chunks of one input row. Returns the largest magnitude of the norm's output in these
+// chunks, as bits. A chunk that is not live lies past the end of the row, or its row lies past the last row.
 template <class Element, class Live>
 __device__ uint32_t amax_bits_of_norm(const Norm& n, const ChunkValues (&x)[ROW_CHUNKS],
                                       RowStatistics statistics, Live live) {
@@ -144,6 +144,7 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
     const int64_t rows = next_norm.in.rows, C = next_norm.in.cols;
     auto live = [&](int c) { return row < rows && first_column(c) < C; };
     const RowsToAdd from = rows_to_add(row, rows, tokens, T);
+    // `first` and `second` are tensors, from.first and from.second the rows of them that are added.
     LoadedChunk loaded_first[ROW_CHUNKS] = {}, loaded_second[ROW_CHUNKS] = {};
     for (int c = 0; c < ROW_CHUNKS; c++) {
         if (!live(c)) continue;

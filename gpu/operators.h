@@ -11,11 +11,11 @@
 //   - The number of columns is a multiple of 16. So is the number of rows where transposed codes are made.
 //     Pointers are 16-byte aligned.
 //   - Tensors are in the compute format unless a comment says otherwise: BF16; in the recipe fp32, FP32.
-//   - An operator adds to a parameter's gradient, which is in BF16 or FP32 (gradient_format() of model.h).
-//     (A GEMM can also overwrite it: gpu/gemm.h.)
+//   - An operator that computes a parameter's gradient adds to it. It is in BF16 or FP32 (gradient_format()
+//     of model.h). (A GEMM can also overwrite it: gpu/gemm.h.)
 //   - An argument whose name ends with amax_out is the place of an amax: usually the field `amax` of a
-//     TensorScale (below). The operator sets it to the larger of its old value and the largest |x| of the
-//     tensor that is meant. If the argument is null, nobody needs this amax.
+//     TensorScale (below). The rest of the name says of which tensor. The operator sets the amax to the
+//     larger of its old value and the tensor's largest |x|. If the argument is null, nobody needs this amax.
 //   - `workspace` is temporary memory, which the caller provides. Afterwards it may be used for anything.
 //   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
 //     tensor is only read: the comment of the operator says what is written.
@@ -77,9 +77,13 @@ inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
 // A tensor as a GEMM (matrix multiplication) reads it: x, w or g of a linear layer. FP8 codes have two forms:
 //   row-major    tensor.data (rows, cols)
 //   transposed   (cols, rows)
-// gpu/linear.h says which GEMM reads which form. An operand has the forms that its GEMMs read; the pointer of
-// the other one is null. Both forms have the same scale, tensor.tensor_scale->scale. (Operands in BF16 and
-// FP32 are always row-major.)
+// Transposed codes exist because a Hopper GPU's FP8 GEMM wants the dimension that it sums over contiguous in
+// memory. So a GEMM that sums along columns of the tensor (formats.h, at its end) reads transposed codes:
+//   fprop   x row-major,   w row-major
+//   dgrad   g row-major,   w transposed
+//   wgrad   g transposed,  x transposed
+// An operand has the forms that its GEMMs read; the pointer of the other one is null. Both forms have the
+// same scale, tensor.tensor_scale->scale. (Operands in BF16 and FP32 are always row-major.)
 struct Operand {
     TensorRef tensor;
     void* transposed = nullptr;

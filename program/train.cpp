@@ -194,8 +194,8 @@ int save_and_end_at_signal(Run& run, int signal) {
 }
 
 // Validates and saves the last step, and prints what the run was. Returns the exit code: not 0 if --out could
-// not be written. validate_and_report() throws if the loss is not finite. So when save_last() is called, the
-// weights that the validation text uses are finite, and the step is saved even if it was skipped.
+// not be written. The last step is saved even if it was skipped: validate_and_report() throws if the loss is
+// not finite, so when save_last() is called, the weights that the validation text uses are finite.
 int finish(Run& run, const Progress& progress) {
     const double validation = validate_and_report(run);
     const int code = save_last(run);

@@ -1,9 +1,9 @@
 // adamw.cu - a ladder: one AdamW step whose moments are E4M3 codes with dynamic range expansion (paper,
-// section 4), from the equations as they read to the kernel that trains, adamw.cu at the top of the
-// repository. Each rung makes one change to the rung before it. Its text says what changes and why, which
-// numbers were counted, and asks you to predict. The answer to each rung is at the end of this file: what
-// limits it, what we predicted, what was measured, and why. `make read` shows each answer, folded, below its
-// question. If you have never seen CUDA, read README.md in this folder first: one page.
+// section 4), from the equations as they read to what the kernel that trains does: adamw.cu at the top of
+// the repository, which has more cases. Each rung makes one change to the rung before it. Its text says what
+// changes and why, which numbers were counted, and asks you to predict. The answer to each rung is at the end
+// of this file: what limits it, what we predicted, what was measured, and why. `make read` shows each answer,
+// folded, below its question. If you have never seen CUDA, read README.md in this folder first: one page.
 //
 //   make build/ladder_adamw && build/ladder_adamw       all rungs: each is compared with the CPU reference
 //   build/ladder_adamw 5                                rung 5 alone, for instance under a profiler

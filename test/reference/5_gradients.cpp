@@ -125,7 +125,8 @@ TEST_CASE("gradients: fp32 is the gradient in double; bf16 and FP8 differ by the
         const int64_t B = 5, T = 32;  // 160 tokens: blocks of 128 with a tail
         Tokens tokens, targets;
         Text(rng.bits(), c.V).next(B, T, &tokens, &targets);
-        // fp32 computes with master weights, the others with these rounded to BF16: `start` is both.
+        // fp32 is tested with weights that need all bits of FP32. The other recipes start with weights that
+        // BF16 holds exactly. So their compute weights equal their masters: `start` is both.
         const std::vector<Doubles> master = random_weights(c, rng, Format::FP32, 0),
                                    start = random_weights(c, rng, Format::BF16, 0);
         const GradientRun fp32 = step_with(settings_of("fp32", c, B, T), master, tokens, targets);
