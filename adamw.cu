@@ -191,7 +191,7 @@ __device__ uint2 encode_moments(const MomentScaling& scaling, const ChunkValues&
     return encode_with_signs<Traits>(y, x);
 }
 
-__device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight
+__device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight: byte j % 4 of one of two words
     return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu;
 }
 

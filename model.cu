@@ -20,8 +20,8 @@
 //         for each layer, from the last to the first:
 //           mlp_block_backward()          the gradients of mlp_block_forward(), in opposite order
 //           attention_block_backward()    those of attention_block_forward(), in opposite order
-//       Network::add_embedding_gradients() from the gradient of the residual stream
-//       Network::write_loss_or_nan()      NaN if codes hide a value that is not finite
+//       add_embedding_gradients()         from the gradient of the residual stream
+//     Network::write_loss_or_nan()        after each micro-batch: codes may hide infinity or NaN
 //     update_parameters()                 AdamW: ParameterState::update() (gpu/parameter_state.cpp)
 //     fetch_result()                      the loss and the norm of the gradients
 //

@@ -129,6 +129,7 @@ template <bool MASTER> struct Bf16Weights {
         const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
         uint32_t sums[CHUNK];
         for (int j = 0; j < CHUNK; j++) {
+            // Each of the two random numbers has 16 bits for each of four weights.
             const uint32_t random_16 = static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
             sums[j] = __float_as_uint(v[j]) + (MASTER ? 0x8000u : random_16);
             largest_bits = max(largest_bits, sums[j] & 0x7FFF0000u);

@@ -1,6 +1,6 @@
 // 8 - COAT's linear layer: three GEMMs with one scale per tensor (lesson 5; about 25 minutes)
 //
-// gemm: as on a Hopper GPU, a row of each matrix lies along the dimension that is summed over:
+// gemm: c = a b^T. As a Hopper GPU's FP8 GEMM wants it, the sum goes along the rows of both matrices:
 //   c (a.rows, b.rows)      c(i, j) = the sum over k of a(i, k) b(j, k)
 // The value of a code is its matrix's scale times given::decode(format, code). Add up products of decoded
 // codes, and multiply the sum by both scales once.
