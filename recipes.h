@@ -59,8 +59,7 @@ inline const std::vector<Recipe>& recipes() {
          .about = "BF16 tensors; GEMMs sum in FP32"},
         {.name = "coat", .x = E4M3_PER_TENSOR, .w = E4M3_PER_TENSOR, .g = E5M2_PER_TENSOR,
          .saved_inputs = E4M3_1x16, .fast_accumulation = FAST_IN_FPROP, .default_optimizer = "coat",
-         .about = "FP8 GEMMs, one scale per tensor; inputs of norms and activation functions saved in FP8, "
-                  "a scale per 16 values"},
+         .about = "FP8 GEMMs, one scale per tensor; norm and activation inputs saved in FP8 groups of 16"},
         {.name = "te", .x = E4M3_PER_TENSOR, .w = E4M3_PER_TENSOR, .g = E5M2_PER_TENSOR,
          .scale_source = ScaleSource::Delayed,
          .fast_accumulation = FAST_IN_FPROP,
