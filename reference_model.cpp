@@ -263,9 +263,12 @@ private:
 
     // FP8 codes saturate, which hides an infinity. So `finite` remembers whether the amax of each tensor
     // that is quantized to FP8 was finite. (Only scales of whole tensors need this: scale_of() says why. For
-    // smaller scale blocks it does no harm.)
-    void note_whether_finite(const Tensor& x, const TensorFormat& format) {
-        if (format.fp8()) finite = finite && std::isfinite(compute_amax(x.data(), int64_t(x.size())));
+    // smaller scale blocks it does no harm.) Returns this amax; 0 for other formats.
+    float note_whether_finite(const Tensor& x, const TensorFormat& format) {
+        if (!format.fp8()) return 0;
+        const float amax = compute_amax(x.data(), int64_t(x.size()));
+        finite = finite && std::isfinite(amax);
+        return amax;
     }
 
     // --- Linear layers: quantize the operands, GEMM, round the result to the compute format ---
@@ -314,10 +317,10 @@ private:
         if constexpr (!QUANTIZES) return tensor;
         else {
             const TensorFormat& format = format_of(formats_, kind);
-            note_whether_finite(tensor, format);
+            const float amax = note_whether_finite(tensor, format);
             return gemm_operand(tensor, rows_of(tensor, cols), cols, format, sum_along,
                                 stats_of(report_kind(kind)),
-                                delayed_scale_if_any(kind, weight_index, tensor));
+                                delayed_scale_if_any(kind, weight_index, amax));
         }
     }
 
@@ -520,11 +523,10 @@ private:
     }
 
     // Delayed scaling (the recipe te): the scale of a GEMM operand, from earlier steps. Other recipes have
-    // none: quantize() then takes the scale from the operand's amax.
-    std::optional<float> delayed_scale_if_any(OperandKind kind, size_t weight_index, const Tensor& tensor) {
+    // none: quantize() then takes the scale from the operand's amax. amax: of the operand.
+    std::optional<float> delayed_scale_if_any(OperandKind kind, size_t weight_index, float amax) {
         const TensorFormat& format = format_of(formats_, kind);
         if (recipe_.scale_source != ScaleSource::Delayed || !format.fp8()) return {};
-        const float amax = compute_amax(tensor.data(), int64_t(tensor.size()));
         return delayed_scales[weight_index][int(kind)].raise_amax_and_get_scale(format, amax);
     }
     void prepare_delayed_scales() {
