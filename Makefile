@@ -38,7 +38,7 @@ endif
 # ---------------------------------------------------------------------------------------------------------------
 # Sources. nvcc compiles .cu files, and the .cpp files of gpu/, which include CUDA's headers; $(CXX) all others
 
-REFERENCE := reference.cpp reference_matmul.cpp reference_model.cpp
+REFERENCE := $(wildcard reference/*.cpp)
 HOST      := $(REFERENCE) $(wildcard program/*.cpp data/*.cpp)
 TESTS     := $(wildcard test/*.cpp test/*/*.cpp)
 JUDGE     := $(wildcard dev/exercises/judge_*.cpp) dev/exercises/capstone.cpp
@@ -67,7 +67,7 @@ $(PROGRAM):         $(call object,program/main.cpp) $(OBJECTS)
 $(O)/tests:         $(OBJECTS) $(call object,$(TESTS) $(JUDGE))
 $(O)/bench:         $(OBJECTS) $(call object,dev/bench.cu)
 $(LADDERS):         $(O)/ladder_%: $(OBJECTS) $(O)/dev/ladders/%.cu.o
-$(O)/exercise_$(N): $(call object,$(EXERCISE) $(JUDGE) reference.cpp reference_matmul.cpp)
+$(O)/exercise_$(N): $(call object,$(EXERCISE) $(JUDGE) $(filter-out reference/model.cpp,$(REFERENCE)))
 
 $(PROGRAM) $(O)/tests $(O)/bench $(LADDERS) $(O)/exercise_$(N):
 	$(LINK) -o $@ $^ $(LIBRARIES)

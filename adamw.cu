@@ -1,5 +1,5 @@
 // adamw.cu - section 4 of the paper on the GPU: a step of AdamW whose moments m and v are stored in FP8, with
-// dynamic range expansion (interface: gpu/operators.h; the same on the CPU: part 3 of reference.cpp).
+// dynamic range expansion (interface: gpu/operators.h; the same on the CPU: reference/optimizer.cpp).
 //
 // One kernel clips the gradients, decodes m and v, updates m, v and the weights in FP32, and encodes the new
 // m and v. The equations of AdamW stand in part 1 of gpu/adamw.cuh, those of the codes in part 1 here.
@@ -71,7 +71,7 @@ template <class Value> __device__ Value load_global(const void* from) {
 // A power a^b is computed as 2^(b log2 a). Each logarithm and each exponential is one instruction
 // (gpu/device.cuh).
 
-// The moment scaling of a moment group (formats.h).
+// The moment scaling of a moment group (common/formats.h).
 struct MomentScaling {
     float max, k;
 };

@@ -1,5 +1,5 @@
 // coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface:
-// gpu/operators.h; the same arithmetic on the CPU: part 2 of reference.cpp).
+// gpu/operators.h; the same arithmetic on the CPU: reference/quantize.cpp).
 //
 // What is stored:
 //

@@ -1,6 +1,6 @@
 // model.cu - one training step on the GPU, from the first token to the last update, of any model
-// (known_models.h) in any recipe (recipes.h), with the kernels of coat.cu, adamw.cu and gpu/. It mirrors the
-// reference in reference_model.cpp. There are two classes:
+// (common/known_models.h) in any recipe (common/recipes.h), with the kernels of coat.cu, adamw.cu and gpu/.
+// It mirrors the reference in reference/network.h and reference/model.cpp. There are two classes:
 //
 //   1. Network    forward and backward of a micro-batch
 //   2. GpuModel   a step, and what else one asks of a model
@@ -53,7 +53,8 @@ struct Layer {
     size_t norm1_weight_index, norm2_weight_index;
     std::optional<size_t> qk_norms_weight_index;  // only Qwen3 has norms of the heads of q and k: qk_norms
     LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;  // each is named after its weight
-    std::vector<TensorRef> saved_tensors;  // by SavedKind (architecture.h), with the rows of a micro-batch
+    // By SavedKind (common/architecture.h), with the rows of a micro-batch.
+    std::vector<TensorRef> saved_tensors;
 };
 
 // A norm of the residual stream.
@@ -111,7 +112,7 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 //     the run is allocated at the beginning. What a step needs besides is allocated where it is used, and
 //     given back when the Arena::Scope around it ends. A Scope with the name until_x holds what is needed
 //     until x is computed. What must outlive a Scope is allocated before the Scope begins.
-//   - saved_per_layer() in architecture.h lists what is saved for backward. Outputs of norms and of
+//   - saved_per_layer() in common/architecture.h lists what is saved for backward. Outputs of norms and of
 //     activation functions are not saved, and exist only as operands of GEMMs. A LazyTensor (gpu/operators.h)
 //     says what such an output is computed from. The kernel that makes the operand computes it.
 //   - Some tensors replace each other in one place. This table shows what is there, from left to right in the
@@ -688,7 +689,7 @@ private:
     }
 
     // q, k, v as attention reads them: as they are saved, because forward applies RoPE right after the q, k,
-    // v projection. (In reference_model.cpp this is qkv_for_attention(), and rope_at_projection() belongs to
+    // v projection. (In reference/network.h this is qkv_for_attention(), and rope_at_projection() belongs to
     // qkv_to_save().)
     //
     // Qwen3: before RoPE come qk_norms, norms of the heads of q and k. Their backward pass needs their
@@ -1029,7 +1030,7 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // What else one asks of a model (model.h)
+    // What else one asks of a model (common/model.h)
 
 public:
     double validation_loss(const int32_t* tokens, const int32_t* targets) override {

@@ -6,7 +6,7 @@
 #include <string>
 #include <string_view>
 
-#include "../text.h"
+#include "../common/text.h"
 
 namespace coat {
 

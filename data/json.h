@@ -10,7 +10,7 @@
 #include <vector>
 #include <nlohmann/json.hpp>
 
-#include "../text.h"
+#include "../common/text.h"
 
 namespace coat {
 

@@ -258,7 +258,7 @@ static const HfTensor& tensor_of(const Safetensors& files, const Piece& piece) {
 // Weights
 
 // Element i of a tensor in a file, at any alignment, as the bits of an FP32 number, which weight and
-// remainder are cut from (reference.h, split_master). Files and machine are little-endian.
+// remainder are cut from (reference/rounding.h, split_master). Files and machine are little-endian.
 static uint32_t f32_bits(const HfTensor& tensor, int64_t i) {
     const int width = tensor.dtype == "F32" ? 4 : 2;
     uint32_t bits = 0;

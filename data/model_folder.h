@@ -5,12 +5,12 @@
 #include <string>
 #include <vector>
 
-#include "../state_tensors.h"
+#include "../common/state_tensors.h"
 #include "tokenizer_files.h"
 
 namespace coat {
 
-// The shape of the model in a folder; Error if its architecture is none of architecture.h.
+// The shape of the model in a folder; Error if its architecture is none of common/architecture.h.
 ModelConfig read_model_config(const std::string& folder);
 
 // Copies the folder's weights (BF16, F16 or F32) into the model, rounded to BF16. With

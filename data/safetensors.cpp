@@ -5,7 +5,7 @@
 #include <cstring>
 #include <set>
 
-#include "../formats.h"
+#include "../common/formats.h"
 #include "json.h"
 
 namespace coat {

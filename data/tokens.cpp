@@ -9,7 +9,7 @@
 #include <new>
 #include <set>
 
-#include "../model.h"
+#include "../common/model.h"
 #include "files.h"
 #include "model_folder.h"
 
@@ -314,8 +314,8 @@ Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
 }
 
 // The finalizer of splitmix64: it maps numbers one to one, and every bit of z changes about half of the
-// result. (mixed_bits() in random.h is cheaper. Neither replaces the other: that would change the order
-// of data or the rounding of runs that are continued.)
+// result. (mixed_bits() in common/random.h is cheaper. Neither replaces the other: that would change the
+// order of data or the rounding of runs that are continued.)
 static uint64_t splitmix64(uint64_t z) {
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;

@@ -33,7 +33,7 @@
 #include "../gpu/layers.h"
 #include "../gpu/operators.h"
 #include "../program/plan.h"
-#include "../random.h"
+#include "../common/random.h"
 #include "gpu_tools.h"
 
 namespace {

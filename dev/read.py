@@ -5,7 +5,7 @@ by rung: `make read`. Standard library only.
 The text is that of dev/WALK.md and dev/WALK2.md. A lesson names its functions, types and tests in a comment below
 its title, one file a line:
 
-    cpu: reference.cpp: encode, decode
+    cpu: reference/rounding.h: encode, decode
     test: test/reference/1_2_codes.cpp: "decode: every code"
 
 The kind that is named first is open at first. Their code is cut out of the sources here, from the comment above a

@@ -5,7 +5,7 @@
 //   2. eight weights in registers, and how they are rounded when they are stored
 //   3. the arguments of the kernels
 #pragma once
-#include "../random.h"
+#include "../common/random.h"
 #include "device.cuh"
 
 namespace coat::gpu {

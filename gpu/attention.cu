@@ -393,7 +393,7 @@ constexpr AttentionKernels ANY_GPU{.forward = forward<Tile<Real, COLS>>,
 AttentionKernels fastest(const AttentionShape& s) {
     require(s.HS % 8 == 0 && s.HS <= 128 && s.NH % s.NKV == 0 &&
                 (s.format == Format::FP32 || s.format == Format::BF16),
-            "a shape or format that known_models.h's require_supported() refuses");
+            "a shape or format that common/known_models.h's require_supported() refuses");
     const bool fits = s.format == Format::BF16 && (s.HS == 64 || s.HS == 128);
     const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor, 9) == 9;
     return fits && hopper ? hopper_attention(s) : any_gpu_attention(s);

@@ -1,7 +1,7 @@
 // gpu/context.cpp - waiting and copying (gpu/context.h).
 #include "context.h"
 
-#include "../ranks.h"
+#include "../common/ranks.h"
 
 namespace coat::gpu {
 

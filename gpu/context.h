@@ -1,14 +1,14 @@
 // gpu/context.h - this rank's GPU, as everything that runs on it sees it: the settings of the run, the stream
 // of the computation, and the one allocation of memory (gpu/arena.h).
 #pragma once
-#include "../model.h"
+#include "../common/model.h"
 #include "arena.h"
 #include "cuda.h"
 
 namespace coat::gpu {
 
-// This rank's GPU: the settings of the run, the table of its parameters (architecture.h), the stream of the
-// computation and the allocation.
+// This rank's GPU: the settings of the run, the table of its parameters (common/architecture.h), the stream
+// of the computation and the allocation.
 struct GpuContext {
     const RunSettings settings;
     const std::vector<Param> params = parameters(settings.config);

@@ -9,7 +9,7 @@
 
 #include <string>
 
-#include "../text.h"
+#include "../common/text.h"
 
 namespace coat::gpu {
 

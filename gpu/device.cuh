@@ -350,9 +350,9 @@ template <class F> void with_view(const TensorRef& t, F f) {
     f(groups_view(t));
 }
 
-// A tensor in BF16 or FP32, for instance a gradient (model.h, gradient_format). It is no StoredView: the
-// kernel learns at run time which of the two formats the tensor has. All threads take the same branch, and
-// the kernel is compiled once, not twice.
+// A tensor in BF16 or FP32, for instance a gradient (common/model.h, gradient_format). It is no StoredView:
+// the kernel learns at run time which of the two formats the tensor has. All threads take the same branch,
+// and the kernel is compiled once, not twice.
 struct Bf16OrFp32 {
     void* data;
     bool is_fp32;

@@ -55,8 +55,8 @@ struct Matrix {
 }  // namespace
 
 // The Matrix of an operand, which is A of cuBLAS if is_a, else B. sum_along: whether the GEMM sums along the
-// operand's rows or its columns (formats.h). cuBLAS sums along what is contiguous in memory, as FP8 needs, if
-// A is transposed and B is not.
+// operand's rows or its columns (common/formats.h). cuBLAS sums along what is contiguous in memory, as FP8
+// needs, if A is transposed and B is not.
 static Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
     const bool along_columns = sum_along == SumAlong::Column;
     const TensorRef& tensor = operand.tensor;
@@ -113,7 +113,8 @@ static size_t place_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
 namespace {
 
 // The description of out = A B, or out += A B, for cuBLASLt. Sums are in FP32, or in fewer bits if `fast`
-// (recipes.h, FastAccumulation). The bias, if there is one, is added to the sums before they are stored.
+// (common/recipes.h, FastAccumulation). The bias, if there is one, is added to the sums before they are
+// stored.
 struct Problem {
     cublasLtMatrixLayoutOpaque_t a, b, out;
     cublasLtMatmulDescOpaque_t operation;

@@ -1,5 +1,5 @@
 // gpu/gemm.h - matrix multiplication (GEMM) through cuBLASLt, as one function on operands, which carry their
-// scales. The three GEMMs of a linear layer, fprop, dgrad and wgrad, are explained in formats.h.
+// scales. The three GEMMs of a linear layer, fprop, dgrad and wgrad, are explained in common/formats.h.
 #pragma once
 #include <cublasLt.h>
 
@@ -22,7 +22,8 @@ public:
     static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
     void* const scratch;                         // SCRATCH bytes; between GEMMs other kernels may use them
 
-    // fast_accumulation says for each GemmKind whether it sums in fewer bits (recipes.h, FastAccumulation).
+    // fast_accumulation says for each GemmKind whether it sums in fewer bits (common/recipes.h,
+    // FastAccumulation).
     CublasGemms(void* scratch, const FastAccumulation& fast_accumulation)
         : scratch(scratch), fast_accumulation_(fast_accumulation) {}
     ~CublasGemms();

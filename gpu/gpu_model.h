@@ -1,9 +1,9 @@
 // gpu/gpu_model.h - what it takes to make the model on a GPU: the recipe as this GPU can run it, the memory
 // that the model needs, the flags that would save some, and the model itself. (The rest of the program calls
-// make_gpu_model() of model.h, which stands in gpu/make_gpu_model.cpp and calls these.) A program without
-// CUDA has all of this but make_gpu_model_of_size(), for --plan.
+// make_gpu_model() of common/model.h, which stands in gpu/make_gpu_model.cpp and calls these.) A program
+// without CUDA has all of this but make_gpu_model_of_size(), for --plan.
 #pragma once
-#include "../model.h"
+#include "../common/model.h"
 
 namespace coat {
 
@@ -22,8 +22,8 @@ bool should_cache_weights(const RunSettings& s);
 // needs them. The result is 0 in a program without CUDA.
 int64_t arena_bytes(const RunSettings& s, bool cache_weights);
 
-// The flags that would save memory in this run: those that it can have (require_supported() of model.h), and
-// does not have yet. They are separated by commas.
+// The flags that would save memory in this run: those that it can have (require_supported() of
+// common/model.h), and does not have yet. They are separated by commas.
 std::string flags_that_save_memory(const RunSettings& s);
 
 // The model (model.cu). bytes: the size of its allocation, at least arena_bytes(). transport: to the other

@@ -14,10 +14,10 @@ namespace coat::gpu {
 // ===========================================================================================================
 // RoPE: the pairs (x_i, x_{i + HS/2}) of a head are rotated by the angle position * f_i
 
-// The frequency of pair i of a head: f_i = theta^(-2i / HS), scaled as the model wants it (architecture.h,
-// RopeScaling). A part of f_i, between 0 and 1, is kept as it is, and the rest is divided by the scaling's
-// factor. The part that is kept depends on how many rotations f_i makes in the original positions: it is 0 up
-// to low_freq_factor, 1 from high_freq_factor on, and linear between.
+// The frequency of pair i of a head: f_i = theta^(-2i / HS), scaled as the model wants it
+// (common/architecture.h, RopeScaling). A part of f_i, between 0 and 1, is kept as it is, and the rest is
+// divided by the scaling's factor. The part that is kept depends on how many rotations f_i makes in the
+// original positions: it is 0 up to low_freq_factor, 1 from high_freq_factor on, and linear between.
 static __device__ double rope_frequency(double theta, int i, int half, const RopeScaling& s) {
     const double f = pow(theta, -static_cast<double>(i) / half);
     if (s.type == RopeScaling::Default) return f;

@@ -18,8 +18,8 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
 }
 
 // The rows of the operand of x, and of y: a multiple of 16 for an FP8 GEMM. A micro-batch has a multiple of
-// 16 tokens anyway (linear_formats() of recipes.h). But a prompt may have any number. Then the operand and y
-// have more rows than x, and nobody reads what these further rows hold.
+// 16 tokens anyway (linear_formats() of common/recipes.h). But a prompt may have any number. Then the operand
+// and y have more rows than x, and nobody reads what these further rows hold.
 static int64_t rows_of_gemm(const TensorFormat& format, int64_t rows) {
     return format.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
 }

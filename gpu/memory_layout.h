@@ -3,7 +3,7 @@
 // so a program without CUDA knows it too, for --plan. gpu/operators.h explains the words bucket, flat order
 // and rank's order. The map of the memory is drawn in gpu/memory_map.h: read it first.
 #pragma once
-#include "../ranks.h"
+#include "../common/ranks.h"
 
 namespace coat {
 
@@ -16,7 +16,7 @@ inline constexpr int64_t GPU_ALIGNMENT = 256;
 // The part of a parameter that this rank owns (with one rank, the whole), and where it is in the rank's
 // order.
 struct ShardPlace {
-    Range owned;                     // elements of the parameter: owned() of ranks.h
+    Range owned;                     // elements of the parameter: owned() of common/ranks.h
     int64_t rank_offset;             // elements before it in the rank's order
     int64_t units_before_parameter;  // shard units of all earlier parameters, whoever owns them
 };
@@ -44,7 +44,7 @@ GradientBufferSizes gradient_buffer_sizes(const RunSettings& s);
 
 inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // the rows of an FP8 GEMM are a multiple of 16
 // Rows of saved tensors: the tokens of a micro-batch, rounded up. (If GEMMs are in FP8, B * T is a multiple
-// of 16 already: linear_formats() in recipes.h.)
+// of 16 already: linear_formats() in common/recipes.h.)
 inline int64_t padded_tokens(const RunSettings& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
 int64_t saved_layer_bytes(const RunSettings& s);  // the bytes of what a layer saves for backward
 // The bytes from the first saved activation to the first gradient.
@@ -53,9 +53,9 @@ int64_t gradients_offset(const RunSettings& s);
 // The logits exist for so many tokens at a time.
 inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
 // Whether the slices of a micro-batch add to the gradient of the head's weight in FP32, so that their sum is
-// rounded once. The rule of gradient_format() (model.h) is that at most four gradients are added to a BF16
-// sum in a step. But each slice of HEAD_SLICE_TOKENS adds to this gradient, and a tied embedding adds once
-// more, which may be more than four additions.
+// rounded once. The rule of gradient_format() (common/model.h) is that at most four gradients are added to a
+// BF16 sum in a step. But each slice of HEAD_SLICE_TOKENS adds to this gradient, and a tied embedding adds
+// once more, which may be more than four additions.
 inline bool head_sum_in_fp32(const RunSettings& s) {
     const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS), additions = slices + s.config.tied;
     return gradient_format(s) == Format::BF16 && slices > 1 && micro_batches_of_step(s) * additions > 4;

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "../state_tensors.h"
+#include "../common/state_tensors.h"
 
 namespace coat::gpu {
 

@@ -1,5 +1,5 @@
 // gpu/named_memory.h - how a checkpoint reads and writes what a GPU keeps of a run: tensor by tensor, each
-// with a name (state_tensors.h).
+// with a name (common/state_tensors.h).
 #pragma once
 #include <map>
 

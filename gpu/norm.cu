@@ -21,8 +21,8 @@ constexpr int ROW_CHUNKS = 4;  // the most chunks that a thread has of a row
 constexpr int ROW_WARPS = 16;  // the most warps of a team
 
 // The shape of a block for rows of C columns. A team has as few warps as can hold a row. (ROW_WARPS of them
-// hold 2^14 columns; require_supported() in known_models.h allows no more.) A block has four teams of one
-// warp, or two of two warps, or one larger team.
+// hold 2^14 columns; require_supported() in common/known_models.h allows no more.) A block has four teams of
+// one warp, or two of two warps, or one larger team.
 dim3 block_shape(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};

@@ -12,7 +12,7 @@
 //     Pointers are 16-byte aligned.
 //   - Tensors are in the compute format unless a comment says otherwise: BF16; in the recipe fp32, FP32.
 //   - An operator that computes a parameter's gradient adds to it. It is in BF16 or FP32 (gradient_format()
-//     of model.h). (A GEMM can also overwrite it: gpu/gemm.h.)
+//     of common/model.h). (A GEMM can also overwrite it: gpu/gemm.h.)
 //   - An argument whose name ends with amax_out is the place of an amax: usually the field `amax` of a
 //     TensorScale (below). The rest of the name says of which tensor. The operator sets the amax to the
 //     larger of its old value and the tensor's largest |x|. If the argument is null, nobody needs this amax.
@@ -24,9 +24,9 @@
 //     not matter.)
 //   - Shapes, pointers and formats are the caller's duty. Of wrong formats some are noticed, with an Error.
 //
-// The words group, moment group, scale and scale block are those of formats.h.
+// The words group, moment group, scale and scale block are those of common/formats.h.
 #pragma once
-#include "../ranks.h"
+#include "../common/ranks.h"
 #include "cuda.h"
 
 namespace coat::gpu {
@@ -78,7 +78,8 @@ inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
 //   row-major    tensor.data (rows, cols)
 //   transposed   (cols, rows)
 // Transposed codes exist because a Hopper GPU's FP8 GEMM wants the dimension that it sums over contiguous in
-// memory. So a GEMM that sums along columns of the tensor (formats.h, at its end) reads transposed codes:
+// memory. So a GEMM that sums along columns of the tensor (common/formats.h, at its end) reads transposed
+// codes:
 //   fprop   x row-major,   w row-major
 //   dgrad   g row-major,   w transposed
 //   wgrad   g transposed,  x transposed
@@ -265,7 +266,7 @@ struct Weights {
 };
 
 // One moment, m or v, of one shard. In COAT it is FP8 codes, and `max` and `k` are the moment scalings of its
-// moment groups (formats.h). In other optimizers:
+// moment groups (common/formats.h). In other optimizers:
 //   one scale for the tensor   max[0] is the amax that decodes the codes. During an update the amax of the
 //                              new moment is found in max[1]
 //   FP32, BF16                 max is null
@@ -288,7 +289,7 @@ struct Shard {
     //   flat_minus_rank_offset   for random bits: an element's number in the flat order minus its number in
     //                            the rank's order. On one GPU it is 0
     //   units_before_shard       for the order in which squares of gradients are summed: the number of shard
-    //                            units (ranks.h, SHARD_UNIT) before this shard in the flat order
+    //                            units (common/ranks.h, SHARD_UNIT) before this shard in the flat order
     int64_t flat_minus_rank_offset = 0;
     int64_t units_before_shard = 0;
 };
@@ -298,8 +299,8 @@ struct GradientState {
     double sum_of_squares;  // of all buckets so far, before clipping
     double norm;            // the root of sum_of_squares
     float clip_factor;      // what clipping multiplies the gradients by: limit / norm, or 1
-    // Not 0: the step is skipped (StepResult::skipped of step.h says when). Then nothing is updated, and the
-    // next step has the same bias correction.
+    // Not 0: the step is skipped (StepResult::skipped of common/step.h says when). Then nothing is updated,
+    // and the next step has the same bias correction.
     uint32_t skip;
 };
 

@@ -1,6 +1,6 @@
 // gpu/parameter_kernels.cu - what a step does with parameters besides AdamW (gpu/parameter_kernels.h).
 #include "parameter_kernels.h"
-#include "../random.h"
+#include "../common/random.h"
 #include "device.cuh"
 
 namespace coat::gpu {

@@ -13,11 +13,11 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. First values
 
-// What initial_value() (random.h) needs besides a Param.
+// What initial_value() (common/random.h) needs besides a Param.
 struct InitializeArguments {
     Range owned;           // the elements of the parameter that this rank owns
     uint64_t param_index;  // the number of the parameter
-    int64_t used;          // used_elements() of architecture.h
+    int64_t used;          // used_elements() of common/architecture.h
     uint64_t seed;
 };
 // Writes the initial values of this rank's shard of the parameter p to w, from element rank_offset of the
@@ -28,8 +28,8 @@ void initialize(const Weights& w, int64_t rank_offset, const Param& p, const Ini
 // ===========================================================================================================
 // 2. The norm of all gradients, and steps that are skipped
 
-// Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (ranks.h). Their sum,
-// in a fixed order, is the same for any number of ranks. sums (1 + shard_units.count):
+// Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (common/ranks.h). Their
+// sum, in a fixed order, is the same for any number of ranks. sums (1 + shard_units.count):
 //   sums[0]       *loss, or 0 if loss is null
 //   sums[1 + u]   the sum of squares of the shard unit shard_units.first + u, or 0 if another rank owns it
 // The loss is among the sums, so that a loss that is not finite on one rank skips the step on all ranks.

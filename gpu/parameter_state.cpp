@@ -2,8 +2,8 @@
 // (gpu/parameter_state.h).
 #include "parameter_state.h"
 
-#include "../random.h"
-#include "../state_tensors.h"
+#include "../common/random.h"
+#include "../common/state_tensors.h"
 #include "quant_report.h"
 #include "sharding.h"
 
@@ -58,7 +58,7 @@ void ParameterState::upload_shard_table() {
 }
 
 // Gives the state of a new run its values:
-//   weights   initial_value() of random.h; and their amaxes
+//   weights   initial_value() of common/random.h; and their amaxes
 //   moments   zero, which means max = 0 and k = 1 in every moment group
 //   scales    none, and empty histories
 void ParameterState::initialize_state() {

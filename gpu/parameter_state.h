@@ -16,7 +16,7 @@ namespace coat::gpu {
 class Sharding;
 
 // Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, which is the table
-// of architecture.h, in the order of forward. The class has three jobs:
+// of common/architecture.h, in the order of forward. The class has three jobs:
 //   - It gives a new run its first values.
 //   - It finds what belongs to a parameter: index(), owned_weight(), owned_gradient_sum(), ...
 //   - It updates parameters: update().

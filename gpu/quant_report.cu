@@ -2,7 +2,8 @@
 // lose by the CPU reference.
 #include "quant_report.h"
 
-#include "../reference.h"
+#include "../reference/operators.h"
+#include "../reference/optimizer.h"
 #include "lazy_tensor.cuh"
 #include "other_scaling.cuh"
 

@@ -1,5 +1,5 @@
 // gpu/quant_report.h - the quantization report (kernel: gpu/quant_report.cu; QuantStats is in
-// quant_errors.h). It has a kernel of its own, so that training pays nothing for it. The rules of
+// common/quant_errors.h). It has a kernel of its own, so that training pays nothing for it. The rules of
 // gpu/operators.h hold here, too.
 #pragma once
 #include "operators.h"
@@ -15,7 +15,7 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
                           cudaStream_t stream);
 
 // A step with this gradient, unclipped, and with the default betas would give a parameter of `count` elements
-// new moments. Adds to the report what storing these moments would lose. The CPU reference (reference.h)
+// new moments. Adds to the report what storing these moments would lose. The CPU reference (reference/)
 // computes and stores them; only this report calls it. Of a large parameter only a part is measured; the
 // report then says so. Waits for the stream.
 void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const MomentRef& v,

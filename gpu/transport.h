@@ -1,7 +1,7 @@
 // gpu/transport.h - how GPUs send each other bytes. There are two ways: GPUs of one machine write into each
 // other's memory with their copy engines; others send through NCCL.
 #pragma once
-#include "../ranks.h"
+#include "../common/ranks.h"
 #include "cuda.h"
 
 namespace coat::gpu {

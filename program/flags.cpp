@@ -6,7 +6,7 @@
 #include <charconv>
 #include <variant>
 
-#include "../known_models.h"
+#include "../common/known_models.h"
 #include "../data/data_files.h"
 
 namespace coat {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "../data/tokens.h"
-#include "../model.h"
+#include "../common/model.h"
 #include "flags.h"
 #include "processes.h"
 

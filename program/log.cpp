@@ -11,7 +11,7 @@
 #include <filesystem>
 #include <fstream>
 
-#include "../text.h"
+#include "../common/text.h"
 
 namespace coat {
 

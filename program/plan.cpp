@@ -1,10 +1,10 @@
-// plan.cpp - the tables of plan.h, computed from recipes.h, architecture.h and model.h. A new recipe or model
-// needs only its row in recipes() or models().
+// plan.cpp - the tables of plan.h, computed from common/recipes.h, common/architecture.h and common/model.h.
+// A new recipe or model needs only its row in recipes() or models().
 #include "plan.h"
 
 #include <map>
 
-#include "../state_tensors.h"
+#include "../common/state_tensors.h"
 
 namespace coat {
 

@@ -10,7 +10,7 @@
 #include <sys/types.h>
 #include <thread>
 
-#include "../ranks.h"
+#include "../common/ranks.h"
 
 namespace coat {
 

@@ -18,7 +18,7 @@
 
 #include "../data/checkpoint.h"
 #include "../data/tokens.h"
-#include "../model.h"
+#include "../common/model.h"
 #include "flags.h"
 #include "log.h"
 #include "processes.h"

@@ -6,7 +6,7 @@
 //   report.h             what is printed: validate_and_report(), print_step(), ...
 //   processes.h          signal_received: the signal that has come to this process, or 0
 //   data/checkpoint.h    find_checkpoint(). LoopState, the type of run.state
-//   text.h               printable(): text that a terminal can show
+//   common/text.h               printable(): text that a terminal can show
 #include <cmath>
 
 #include "../data/files.h"

@@ -1,9 +1,9 @@
-// architecture.cpp - the table of models in known_models.h, beside what was published of each model.
+// architecture.cpp - the table of models in common/known_models.h, beside what was published of each model.
 #include <doctest/doctest.h>
 
 #include <map>
 
-#include "../known_models.h"
+#include "../common/known_models.h"
 
 using namespace coat;
 

@@ -1,5 +1,5 @@
-// text.cpp - text.h: how text, numbers and sizes are shown.
-#include "../text.h"
+// text.cpp - common/text.h: how text, numbers and sizes are shown.
+#include "../common/text.h"
 
 #include <doctest/doctest.h>
 

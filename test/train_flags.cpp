@@ -1,6 +1,6 @@
 // train_flags.cpp - Flags (program/flags.h): which of several values a flag has, and what a resumed run does
 // with it. What ./train says of wrong flags is in train_rejects.cpp.
-#include "../known_models.h"
+#include "../common/known_models.h"
 #include "../program/flags.h"
 #include "help/files.h"
 

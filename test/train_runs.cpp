@@ -4,7 +4,8 @@
 
 #include "../program/report.h"
 #include "../program/train.h"
-#include "../reference.h"
+#include "../reference/operators.h"
+#include "../reference/optimizer.h"
 #include "help/program.h"
 
 using namespace coat;

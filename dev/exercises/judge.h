@@ -7,7 +7,8 @@
 #include <functional>
 #include <vector>
 
-#include "../../reference.h"
+#include "../../reference/operators.h"
+#include "../../reference/optimizer.h"
 
 #pragma GCC diagnostic ignored "-Wunused-parameter"  // of empty bodies
 

@@ -13,7 +13,8 @@
 #include <vector>
 
 #include "../../gpu/adamw.cuh"
-#include "../../reference.h"
+#include "../../reference/operators.h"
+#include "../../reference/optimizer.h"
 #include "../gpu_tools.h"
 
 namespace ladder {

@@ -6,7 +6,7 @@
 #include <set>
 #include <sys/resource.h>
 
-#include "../../model.h"
+#include "../../common/model.h"
 #include "../help/checkpoints.h"
 #include "../help/program.h"
 

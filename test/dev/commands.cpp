@@ -94,7 +94,7 @@ const Skipped SKIPPED[] = {
     {R"(python3 dev/results\.py (?!help).*)", "needs a GPU, or writes into dev/"},
     {R"(make figures)", "needs matplotlib, and draws what lessons.py computes"},
     {R"(make NVCC= test)", "runs this test"},
-    {R"(make NVCC= train && .*(NAME|my-recipe).*)", "needs a row that the reader adds to recipes.h"},
+    {R"(make NVCC= train && .*(NAME|my-recipe).*)", "needs a row that the reader adds to common/recipes.h"},
     {R"(python3 dev/plot\.py loss a\.jsonl.*)", "needs two logs; test/dev/plot.cpp draws some"},
     {R"(hf download .*)", "needs the network"},
     {R"(python3 data/tokenize\.py.*)", "needs a tokenizer from the network; test/data/tokenize.cpp has one"},

@@ -4,7 +4,8 @@
 
 #include "../../data/checkpoint.h"
 #include "../../data/safetensors.h"
-#include "../../reference.h"
+#include "../../reference/operators.h"
+#include "../../reference/optimizer.h"
 #include "files.h"
 #include "random.h"
 

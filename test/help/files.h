@@ -14,7 +14,7 @@
 #include <unistd.h>
 
 #include "../../data/tokens.h"
-#include "../../text.h"
+#include "../../common/text.h"
 
 namespace coat::test {
 

@@ -17,8 +17,9 @@
 #include "../../dev/gpu_tools.h"
 #include "../../gpu/layers.h"
 #include "../../gpu/parameter_kernels.h"
-#include "../../model.h"
-#include "../../reference.h"
+#include "../../common/model.h"
+#include "../../reference/operators.h"
+#include "../../reference/optimizer.h"
 #include "random.h"
 
 namespace coat::test {

@@ -3,8 +3,9 @@
 #include <cmath>
 
 #include "../../program/plan.h"
-#include "../../reference.h"
-#include "../../state_tensors.h"
+#include "../../reference/operators.h"
+#include "../../reference/optimizer.h"
+#include "../../common/state_tensors.h"
 #include "files.h"
 #include "random.h"
 

@@ -1,7 +1,8 @@
-// 1_2_codes.cpp - parts 1 and 2 of reference.cpp: codes, and scales and blocks of every granularity, on every
+// 1_2_codes.cpp - reference/rounding.h and quantize.cpp: codes, and scales and blocks of every granularity, on every
 // kind of data, by the definition of the formats (oracle.h). Both sides are exact: the checks are equalities.
 
-#include "../../reference.h"
+#include "../../reference/operators.h"
+#include "../../reference/optimizer.h"
 #include "../help/oracle.h"
 #include "../help/random.h"
 

@@ -1,4 +1,4 @@
-// 3_optimizer.cpp - part 3 of reference.cpp (paper, section 4): dynamic range expansion, moments in every
+// 3_optimizer.cpp - reference/optimizer.cpp (paper, section 4): dynamic range expansion, moments in every
 // format, and AdamW, against their definition in double.
 #include "../help/model.h"
 #include "../help/oracle.h"
@@ -189,7 +189,7 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
     }
 }
 
-TEST_CASE("round_stochastically: by the rule of random.h; exact values stay; the mean is the value") {
+TEST_CASE("round_stochastically: by the rule of common/random.h; exact values stay; the mean is the value") {
     FRESH_RANDOM(rng);
     for (int64_t i = 0; i < count(200000, 10000); i++) {
         const uint64_t key = rng.bits();

@@ -1,4 +1,4 @@
-// 4_operators.cpp - the forward operators in reference.cpp, by definition. Backward: 5_gradients.cpp.
+// 4_operators.cpp - the forward operators in reference/operators.cpp, by definition. Backward: 5_gradients.cpp.
 #include <array>
 
 #include "../help/model.h"

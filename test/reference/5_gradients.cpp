@@ -1,4 +1,4 @@
-// 5_gradients.cpp - gradients of the whole model in reference_model.cpp: in double beside finite differences,
+// 5_gradients.cpp - gradients of the whole model in reference/network.h: in double beside finite differences,
 // those of fp32 beside double, those of the other recipes beside fp32.
 #include "../help/model.h"
 #include "../help/oracle.h"

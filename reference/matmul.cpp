@@ -1,8 +1,9 @@
-// reference_matmul.cpp - the matrix multiplication of the CPU reference. It takes most of the time of a
+// reference/matmul.cpp - the matrix multiplication of the CPU reference. It takes most of the time of a
 // step. So it is not the three plain loops, but computes tiles that stay in registers. This file can wait:
 // nothing else depends on how it works. The result of an element is the same for any number of threads,
 // because one thread adds up all its products, in the order of k.
-#include "reference.h"
+#include "arrays.h"
+#include "operators.h"
 
 namespace coat::reference {
 

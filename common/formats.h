@@ -1,4 +1,4 @@
-// formats.h - the words of the paper (COAT, arXiv 2410.19313) that the CPU reference and the GPU
+// common/formats.h - the words of the paper (COAT, arXiv 2410.19313) that the CPU reference and the GPU
 // implementation share: number formats, which elements share a scale, how a matrix is stored, and what the
 // GEMMs of a linear layer sum over.
 //

@@ -1,5 +1,5 @@
-// ranks.h - the ranks of a run, which are its processes: what each of them owns, and how they exchange small
-// values. (With one rank only Range and owned() are needed, and the rank owns all elements.)
+// common/ranks.h - the ranks of a run, which are its processes: what each of them owns, and how they exchange
+// small values. (With one rank only Range and owned() are needed, and the rank owns all elements.)
 #pragma once
 #include <cstring>
 #include <functional>

@@ -1,5 +1,5 @@
-// state_tensors.h - the state of a run: all tensors that it needs to resume, by name. CPU and GPU have the
-// same tensors. Model::read() and write() copy them, and a checkpoint consists of them.
+// common/state_tensors.h - the state of a run: all tensors that it needs to resume, by name. CPU and GPU have
+// the same tensors. Model::read() and write() copy them, and a checkpoint consists of them.
 #pragma once
 #include <functional>
 #include <numeric>
@@ -79,7 +79,7 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& confi
 }
 
 // The remainders of the masters, the moments with their moment scalings, and the state of delayed scaling. A
-// BF16 weight and its signed 16-bit remainder are the FP32 master (reference.cpp, split_master).
+// BF16 weight and its signed 16-bit remainder are the FP32 master (reference/rounding.h, split_master).
 inline std::vector<StateTensor> tensors_besides_weights(const RunSettings& s) {
     std::vector<StateTensor> table;
     for (const Param& p : parameters(s.config)) {

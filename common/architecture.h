@@ -1,4 +1,4 @@
-// architecture.h - what a model consists of: its shape, the tensors that a transformer layer saves for
+// common/architecture.h - what a model consists of: its shape, the tensors that a transformer layer saves for
 // backward, and its parameters. (It uses the words of formats.h, and the tables of recipes.h.)
 #pragma once
 #include <cmath>
@@ -74,7 +74,7 @@ struct ModelConfig {
 
 // -----------------------------------------------------------------------------------------------------------
 // What a transformer layer saves for backward (paper, table 2). The passes of a layer are layer_forward() and
-// layer_backward() of reference_model.cpp, and model.cu on the GPU. ./train --plan prints the formats of
+// layer_backward() of reference/network.h, and model.cu on the GPU. ./train --plan prints the formats of
 // their operators.
 
 // The saved tensors, in the order of the rows of saved_per_layer(). Backward also needs the outputs of norms

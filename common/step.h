@@ -1,4 +1,4 @@
-// step.h - a training step: what it is given besides tokens and weights, and what it returns.
+// common/step.h - a training step: what it is given besides tokens and weights, and what it returns.
 #pragma once
 #include <algorithm>
 #include <cstdint>

@@ -1,5 +1,5 @@
-// model.h - a training run: its settings, and the interface Model, which program/train.cpp drives.
-// reference_model.cpp implements it on the CPU and model.cu on the GPU, independently, so that each checks
+// common/model.h - a training run: its settings, and the interface Model, which program/train.cpp drives.
+// reference/model.cpp implements it on the CPU and model.cu on the GPU, independently, so that each checks
 // the other.
 #pragma once
 #include <memory>
@@ -106,7 +106,7 @@ public:
     virtual const RunSettings& settings() const = 0;
 };
 
-// On the CPU (reference_model.cpp).
+// On the CPU (reference/model.cpp).
 std::unique_ptr<Model> make_reference_model(const RunSettings& settings);
 
 // The following functions are in gpu/make_gpu_model.cpp. A program that is built without CUDA has

@@ -1,5 +1,5 @@
-// text.h - text that the user reads: how it is put together and made printable; and errors, each of which is
-// one sentence that names the file or the flag, and says what to do.
+// common/text.h - text that the user reads: how it is put together and made printable; and errors, each of
+// which is one sentence that names the file or the flag, and says what to do.
 #pragma once
 #include <cstdint>
 #include <cstdio>

@@ -1,5 +1,5 @@
-// quant_errors.h - the statistics of quantization errors: by how much quantizing changes the values of each
-// kind of tensor. They are printed after a run. Training does not use them.
+// common/quant_errors.h - the statistics of quantization errors: by how much quantizing changes the values of
+// each kind of tensor. They are printed after a run. Training does not use them.
 #pragma once
 #include <cmath>
 #include <vector>

@@ -1,5 +1,5 @@
-// random.h - random numbers that depend on nothing but their arguments: initial values of weights, and the
-// random bits with which weights without an FP32 master are rounded. So the CPU and a GPU draw the same
+// common/random.h - random numbers that depend on nothing but their arguments: initial values of weights, and
+// the random bits with which weights without an FP32 master are rounded. So the CPU and a GPU draw the same
 // numbers, and the order in which elements are computed does not matter.
 #pragma once
 #include "formats.h"

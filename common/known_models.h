@@ -1,4 +1,5 @@
-// known_models.h - the models that --model knows by name, and the limits that the shape of a model has.
+// common/known_models.h - the models that --model knows by name, and the limits that the shape of a model
+// has.
 #pragma once
 #include "architecture.h"
 

@@ -1,23 +1,5 @@
-// reference_model.cpp - one training step of COAT on the CPU, made of the operators of reference.cpp:
-//   5. Precision flow     which tensor has which format: layer_forward, layer_backward  (paper, section 5)
-//   6. Model              one step: forward, backward, clipping, update
-// Parts 1 to 4 are in reference.cpp.
-#include "reference.h"
-
-#include <algorithm>
-#include <array>
-#include <cstring>
-#include <map>
-#include <optional>
-
-#include "state_tensors.h"
-
-namespace coat::reference {
-
-using Floats = std::vector<float>;
-
-// ===========================================================================================================
-// 5. The precision flow (paper, section 5): which tensor has which format
+// reference/network.h - 5. The precision flow of a micro-batch (paper, section 5): which tensor has which
+// format. Its center is layer_forward() and layer_backward().
 //
 // The formats of the recipe coat:
 //   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
@@ -42,8 +24,19 @@ using Floats = std::vector<float>;
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Forward
 // has computed with the same saved values, so backward takes each derivative at the values of forward. The
 // derivative of rounding is taken as 1.
+#pragma once
+#include <array>
+#include <map>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <vector>
 
-namespace {
+#include "../common/model.h"
+#include "operators.h"
+#include "quantize.h"
+
+namespace coat::reference {
 
 // The sizes of a micro-batch: B sequences of T tokens.
 struct MicroBatch {
@@ -122,7 +115,8 @@ public:
 
 private:
     using SavedActivation = std::conditional_t<QUANTIZES, StoredMatrix, Tensor>;
-    // What a layer saves for backward (paper, table 2): the tensors of saved_per_layer() in architecture.h.
+    // What a layer saves for backward (paper, table 2): the tensors of saved_per_layer() in
+    // common/architecture.h.
     struct SavedLayer {
         SavedActivation norm1_input, norm2_input;  // (N, C)
         SavedActivation qkv;                       // (N, qkv_cols)
@@ -538,339 +532,11 @@ private:
     }
 };
 
-// ===========================================================================================================
-// 6. The Model that program/train.cpp drives: weights, moments, and one training step
-//
-// With one rank owned() is the whole parameter, and the functions of the last section, "What ranks exchange",
-// return what this rank gives them, or do nothing. Each of several ranks has all weights and the sums of all
-// gradients, and updates the part of the state that it owns.
-
-class ReferenceModel : public Model {
-    // The state of one parameter. `weight_bits` and `remainder` have all elements of the parameter, but only
-    // the elements that this rank owns are up to date. The moments have only the elements that this rank
-    // owns.
-    struct ParamState {
-        std::vector<uint16_t> weight_bits;  // BF16
-        std::vector<int16_t> remainder;     // of the FP32 masters; 0 without masters
-        Moment m, v;
-    };
-    Network<float> network_;  // has the weights that forward and backward read, and the gradients
-    const RunSettings& settings_ = network_.settings;
-    const std::vector<Param>& params_ = network_.params;
-    std::vector<ParamState> states_;  // by parameter
-    // By parameter: the sums of gradients of several ranks. With one rank they are empty. (reduce_gradients()
-    // says more.)
-    std::vector<Floats> sums_;
-
-public:
-    explicit ReferenceModel(const RunSettings& settings)
-        : network_(settings), states_(params_.size()), sums_(params_.size()) {
-        for (size_t i = 0; i < states_.size(); i++) {
-            const Param& p = params_[i];
-            const OptimizerFormats& o = settings_.optimizer;
-            const int64_t used = used_elements(settings_.config, p), owned_count = owned(settings_, p).count;
-            ParamState& state = states_[i];
-            state.m.init(o, p.moment_format(o.m_format), owned_count);
-            state.v.init(o, p.moment_format(o.v_format), owned_count);
-            state.weight_bits.resize(p.size());
-            state.remainder.resize(p.size());
-            for (int64_t e = 0; e < p.size(); e++) {
-                const float initial =
-                    initial_value(p.init_std, p.role.starts_at_one, used, settings_.seed, i, e);
-                split_master(initial, &state.weight_bits[e], &state.remainder[e]);
-                if (!settings_.keep_masters) state.remainder[e] = 0;
-                network_.param_values[i][e] = value_for_network(state, e);
-            }
-        }
-    }
-
-    StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
-        network_.reset_finite_and_amaxes();
-        const int64_t tokens_of_rank = settings_.micro_batches_per_rank * settings_.B * settings_.T;
-        // The targets of the step that count.
-        const int64_t target_count = sum_over_ranks(counted_targets(targets, tokens_of_rank));
-        if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
-
-        const double loss = forward_and_backward(tokens, targets, target_count) / double(target_count);
-        const double grad_norm = gradient_norm();
-        const bool finite = true_on_all_ranks(network_.finite);
-        // If the norm after clipping is below 2^62, the square of each gradient fits every format of v. A
-        // norm that is NaN is not below 2^62, so the step is skipped, too.
-        const double clipped_norm = grad_norm * clip_factor(options, grad_norm);
-        const bool skipped = !finite || !(clipped_norm < 0x1p62);
-        if (!skipped) update_all(options, grad_norm);
-        return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = target_count};
-    }
-
-    double validation_loss(const int32_t* tokens, const int32_t* targets) override {
-        network_.reset_finite_and_amaxes();
-        const double divisor = divisor_of_mean(targets, settings_.B * settings_.T);
-        const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
-        // (step() divides, too, so equal losses have the same bits.)
-        return network_.finite ? sum / divisor : NAN;
-    }
-
-    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        network_.reset_finite_and_amaxes();
-        const Floats padded = network_.next_logits(tokens, n);
-        std::copy_n(padded.begin(), settings_.config.V, logits);
-    }
-
-    QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
-        network_.reset_finite_and_amaxes();
-        clear_gradients();
-        QuantReport report;
-        network_.stats_by_kind = report.stats_by_kind;
-        const double loss_weight = 1.0 / divisor_of_mean(targets, settings_.B * settings_.T);
-        network_.run_micro_batch(tokens, targets, loss_weight, /*backward=*/true);
-        // k_m and k_v are the k of the moments that are stored now. The errors are those of moments that
-        // would be stored next: by an update with these gradients, with the default betas and without
-        // clipping. This update is made on a copy of the state, with lr = 0.
-        for (size_t i = 0; i < params_.size(); i++) {
-            ParamState state = states_[i];
-            report.k_m.insert(report.k_m.end(), state.m.k.begin(), state.m.k.end());
-            report.k_v.insert(report.k_v.end(), state.v.k.begin(), state.v.k.end());
-            const AdamWOptions nothing_moves{.update_number = 1, .lr = 0};
-            const AdamWConstants constants =
-                adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
-            update_parameter(state, i, constants, /*key=*/0);
-        }
-        network_.stats_by_kind = nullptr;
-        return report;
-    }
-
-    void read(const std::string& name, void* out) override {
-        const auto [data, bytes] = memory_of(name);
-        if (bytes) std::memcpy(out, data, bytes);
-    }
-    void write(const std::string& name, const void* in) override {
-        const auto [data, bytes] = memory_of(name, /*to_write=*/true);
-        if (bytes) std::memcpy(data, in, bytes);
-        refresh_weight_on_all_ranks(param_index_of(params_, name));
-    }
-
-    const RunSettings& settings() const override { return settings_; }
-
-private:
-    // --- The parts of a step ---
-
-    // Forward and backward of all micro-batches of the step. Afterwards the network has the gradients of the
-    // mean loss over the target_count targets that count. Returns the sum of the losses.
-    double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
-        const int64_t micro_batch_tokens = settings_.B * settings_.T;
-        const int64_t micro_batches = settings_.micro_batches_per_rank;
-        const double loss_weight = 1.0 / double(target_count);
-        std::vector<double> losses;  // by micro-batch
-        clear_gradients();
-        for (int64_t i = 0; i < micro_batches; i++) {
-            const int64_t first = i * micro_batch_tokens;
-            losses.push_back(network_.run_micro_batch(tokens + first, targets + first, loss_weight,
-                                                      /*backward=*/true));
-            reduce_gradients(/*is_last_micro_batch=*/i == micro_batches - 1);
-        }
-        return sum_losses(losses);
-    }
-
-    // The norm of all gradients: sqrt(sum of g^2).
-    double gradient_norm() const {
-        double sum = 0;
-        for (const Floats& gradient : network_.gradients)
-            for (double sum_of_unit : sums_of_squares(gradient)) sum += sum_of_unit;
-        return std::sqrt(sum);
-    }
-    // The sum of g^2 of each shard unit (ranks.h) of a gradient. On a GPU this makes the norm the same for
-    // any number of ranks, because each rank has whole shard units.
-    static std::vector<double> sums_of_squares(const Floats& gradient) {
-        std::vector<double> sums;
-        for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
-            const size_t end = std::min<size_t>(gradient.size(), first + SHARD_UNIT);
-            double sum = 0;
-            for (size_t e = first; e < end; e++) sum += double(gradient[e]) * gradient[e];
-            sums.push_back(sum);
-        }
-        return sums;
-    }
-
-    // Updates all parameters. grad_norm: the norm of all gradients, before clipping.
-    void update_all(const AdamWOptions& options, double grad_norm) {
-        const uint64_t key = rounding_key(settings_.seed, options.update_number);
-        for (size_t i = 0; i < params_.size(); i++) {
-            update_parameter(states_[i], i, adamw_constants(options, params_[i].role.decays, grad_norm), key);
-            refresh_weight_on_all_ranks(i);
-        }
-        update_delayed_scales();
-    }
-
-    // Updates the elements of parameter i that this rank owns: dequantizes the moments, computes AdamW in
-    // FP32, and quantizes the moments again. state: states_[i]; in measure_quantization() a copy of it. key:
-    // of stochastic rounding, for weights without masters.
-    void update_parameter(ParamState& state, size_t i, const AdamWConstants& constants, uint64_t key) const {
-        const auto [first, n] = owned(settings_, params_[i]);
-        Floats master(n), m(n), v(n);
-        for (int64_t e = 0; e < n; e++)
-            master[e] = join_master(state.weight_bits[first + e], state.remainder[first + e]);
-        state.m.load(m.data());
-        state.v.load(v.data());
-        adamw(constants, n, network_.gradients[i].data() + first, master.data(), m.data(), v.data());
-        state.m.store(m.data(), /*is_second_moment=*/false, network_.stats_of(ReportKind::Moment1));
-        state.v.store(v.data(), /*is_second_moment=*/true, network_.stats_of(ReportKind::Moment2));
-        for (int64_t e = 0; e < n; e++) {
-            const int64_t at = first + e;  // in the parameter
-            if (settings_.keep_masters) split_master(master[e], &state.weight_bits[at], &state.remainder[at]);
-            else state.weight_bits[at] = round_stochastically(master[e], key, params_[i].flat_offset + at);
-        }
-    }
-
-    // Delayed scaling (the recipe te): the amax of an operand, the largest of all ranks, goes into the
-    // operand's history. Without FP8 operands (LinearFormats::fallback) there are no amaxes, and nothing
-    // changes.
-    void update_delayed_scales() {
-        if (!linear_formats(settings_).x.fp8()) return;
-        for (auto& operands : network_.delayed_scales)
-            for (OperandKind o : LINEAR_OPERANDS) {
-                DelayedScale& d = operands[int(o)];
-                if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
-                d.amax = largest_of_ranks(d.amax);
-                d.update_history_and_scale(format_of(settings_.recipe, o).element_format);
-            }
-    }
-
-    // --- Weights and gradients ---
-
-    void clear_gradients() {
-        for (Floats& gradient : network_.gradients) std::fill(gradient.begin(), gradient.end(), 0.0f);
-        for (Floats& sum : sums_) std::fill(sum.begin(), sum.end(), 0.0f);
-    }
-
-    // What the network computes with: the BF16 weight, or the master if the compute format is FP32.
-    float value_for_network(const ParamState& state, int64_t e) const {
-        const bool bf16 = settings_.recipe.compute_format == Format::BF16;
-        return bf16 ? from_bf16(state.weight_bits[e]) : join_master(state.weight_bits[e], state.remainder[e]);
-    }
-
-    // --- The state by name ---
-
-    // The place in memory of the elements of a state tensor that this rank owns.
-    struct Memory {
-        void* data;
-        size_t bytes;
-    };
-    template <class Element> static Memory part_of(std::vector<Element>& elements, const Range& r) {
-        return {.data = elements.data() + r.first, .bytes = r.count * sizeof(Element)};
-    }
-    template <class Element> static Memory whole(std::vector<Element>& elements) {
-        return {.data = elements.data(), .bytes = elements.size() * sizeof(Element)};
-    }
-
-    // The memory of the tensor with this name. Gradients can only be read.
-    Memory memory_of(const std::string& name, bool to_write = false) {
-        const size_t i = param_index_of(params_, name);
-        const Range own = owned(settings_, params_[i]);
-        ParamState& state = states_[i];
-        std::map<std::string, Memory> places = {{"", part_of(state.weight_bits, own)},
-                                                {".m", whole(state.m.elements)},
-                                                {".m.max", whole(state.m.max)},
-                                                {".m.k", whole(state.m.k)},
-                                                {".v", whole(state.v.elements)},
-                                                {".v.max", whole(state.v.max)},
-                                                {".v.k", whole(state.v.k)}};
-        if (settings_.keep_masters) places[".remainder"] = part_of(state.remainder, own);
-        if (settings_.keep_gradients && !to_write) places[".gradient"] = part_of(network_.gradients[i], own);
-        for (OperandKind o : LINEAR_OPERANDS) {
-            DelayedScale& d = network_.delayed_scales[i][int(o)];
-            if (d.history.empty()) continue;
-            places[concat(suffix_of(o), ".history")] = whole(d.history);
-            places[concat(suffix_of(o), ".scale")] = {.data = &d.scale, .bytes = sizeof d.scale};
-        }
-        const auto place = places.find(name.substr(params_[i].name.size()));
-        if (place == places.end()) throw_no_such_tensor(name);
-        return place->second;
-    }
-
-    // --- What ranks exchange. (With one rank all_gather(x) is a list with x alone) ---
-
-    // A value, or a vector of values, of each rank, in the order of the ranks.
-    template <class Element> std::vector<Element> all_gather(const Element& mine) const {
-        return settings_.communicator ? settings_.communicator->all_gather(mine) : std::vector<Element>{mine};
-    }
-
-    int64_t sum_over_ranks(int64_t mine) const {
-        int64_t sum = 0;
-        for (int64_t theirs : all_gather(mine)) sum += theirs;
-        return sum;
-    }
-    float largest_of_ranks(float mine) const {
-        for (float theirs : all_gather(mine)) mine = std::max(mine, theirs);
-        return mine;
-    }
-    // (Ranks send a char, because a vector<bool> does not store its elements as an array.)
-    bool true_on_all_ranks(bool mine) const {
-        for (char theirs : all_gather(char(mine))) mine = mine && theirs;
-        return mine;
-    }
-    // The sum of the losses of all ranks, added in the order of the micro-batches: micro-batch i of rank r is
-    // number i * ranks + r of the step. losses: of this rank, by micro-batch.
-    double sum_losses(const std::vector<double>& losses) const {
-        const std::vector<std::vector<double>> losses_by_rank = all_gather(losses);
-        double sum = 0;
-        for (size_t i = 0; i < losses.size(); i++)
-            for (const std::vector<double>& theirs : losses_by_rank) sum += theirs[i];
-        return sum;
-    }
-
-    // Called after every micro-batch. With one rank it does nothing, because network_.gradients adds up all
-    // micro-batches. With several ranks network_.gradients has the gradients of one micro-batch. They are
-    // added to sums_ and cleared:
-    //   sum = round(sum + g_0 + g_1 + ...)     g_r is the gradient of rank r
-    // The additions are in FP32 and in the order of the ranks. After the last micro-batch sums_ moves to
-    // network_.gradients, where the update looks for gradients.
-    void reduce_gradients(bool is_last_micro_batch) {
-        if (!settings_.communicator) return;
-        for (size_t i = 0; i < params_.size(); i++) {
-            Floats &sum = sums_[i], &mine = network_.gradients[i];
-            sum.resize(mine.size());  // once: of zeros
-            const std::vector<Floats> gradients_by_rank = all_gather(mine);
-            for (size_t e = 0; e < sum.size(); e++) {
-                for (const Floats& gradient : gradients_by_rank) sum[e] += gradient[e];
-                sum[e] = round_to(gradient_format(settings_), sum[e]);
-            }
-            std::fill(mine.begin(), mine.end(), 0.0f);
-        }
-        if (is_last_micro_batch) network_.gradients.swap(sums_);
-    }
-
-    // Renews network_.param_values[i] after an update or write() has changed states_[i]. Each rank sends the
-    // weights that it owns to all ranks. A vector is not sent, because every rank owns the whole vector.
-    void refresh_weight_on_all_ranks(size_t i) {
-        const ParamState& state = states_[i];
-        const Range own = owned(settings_, params_[i]);
-        Floats mine(own.count);
-        for (int64_t e = 0; e < own.count; e++) mine[e] = value_for_network(state, own.first + e);
-        const bool is_sharded = !params_[i].is_vector();
-        auto to = network_.param_values[i].begin();
-        for (const Floats& part : is_sharded ? all_gather(mine) : std::vector<Floats>{mine})
-            to = std::copy(part.begin(), part.end(), to);
-    }
-};
-
-}  // namespace
-
+// For tests: forward and backward of the whole model in double (reference/model.cpp). The mean loss of one
+// micro-batch in the recipe fp32. If `gradients` is not null, it gets the gradients of this loss, by
+// parameter.
 double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
                       const std::vector<std::vector<double>>& param_values, const int32_t* tokens,
-                      const int32_t* targets, std::vector<std::vector<double>>* gradients) {
-    const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
-    const OptimizerFormats& optimizer = find_row(optimizers(), "fp32", "--optimizer");
-    Network<double> network({config, recipe, optimizer, B, T});
-    network.param_values = param_values;
-    const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);
-    const double loss =
-        network.run_micro_batch(tokens, targets, loss_weight, gradients != nullptr) * loss_weight;
-    if (gradients) *gradients = network.gradients;
-    return loss;
-}
+                      const int32_t* targets, std::vector<std::vector<double>>* gradients);
 
 }  // namespace coat::reference
-
-std::unique_ptr<coat::Model> coat::make_reference_model(const RunSettings& settings) {
-    return std::make_unique<reference::ReferenceModel>(settings);
-}

@@ -1,5 +1,5 @@
-// recipes.h - the tables of recipes and of optimizers: in which format, and with which scale blocks, each
-// kind of tensor is stored. A run has one recipe and one optimizer. (formats.h explains the words.)
+// common/recipes.h - the tables of recipes and of optimizers: in which format, and with which scale blocks,
+// each kind of tensor is stored. A run has one recipe and one optimizer. (formats.h explains the words.)
 #pragma once
 #include <algorithm>
 #include <array>

@@ -1,0 +1,82 @@
+// reference/operators.h - 4. Operators, forward and backward: matrix multiplication, norm, activation, RoPE,
+// attention, cross entropy.
+//
+// All pointers are to row-major arrays, with shapes such as (rows, cols). The template parameter Real is
+// float. It is double only where tests compare gradients with finite differences: that is the only reason for
+// the templates.
+#pragma once
+#include <vector>
+
+#include "../common/architecture.h"
+#include "../common/step.h"
+
+namespace coat::reference {
+
+// Backward functions add to the gradients of parameters, and overwrite all others. dX is the gradient of X.
+
+// An operand of matmul(). Its element (row, col) is data[row * row_stride + col * col_stride], so a transpose
+// costs nothing.
+template <class Real> struct MatrixView {
+    const Real* data;
+    int64_t row_stride, col_stride;
+};
+// A row-major matrix with `cols` columns, and its transpose.
+template <class Real> MatrixView<Real> matrix_view(const std::vector<Real>& x, int64_t cols) {
+    return {.data = x.data(), .row_stride = cols, .col_stride = 1};
+}
+template <class Real> MatrixView<Real> transposed_view(const std::vector<Real>& x, int64_t cols) {
+    return {.data = x.data(), .row_stride = 1, .col_stride = cols};
+}
+// c (m, n) += a (m, k) b (k, n). c is row-major.
+template <class Real>
+void matmul(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real> b, Real* c);
+
+// x, y, dy, dx: (N, C). weight, bias, dweight, dbias: (C).
+// RMSNorm if rms, else LayerNorm. For RMSNorm bias is null, and dbias may be null.
+template <class Real>
+void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
+                  const Real* bias, Real* y);
+template <class Real>
+void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
+                   const Real* dy, Real* dx, Real* dweight, Real* dbias);
+
+// RMSNorm of each head of q and of k in qkv (N, qkv_cols), in place. weight, dweight: (2 HS), [of q | of k].
+// Backward: qkv are the inputs of the norms; dqkv, the gradient of their outputs, becomes the gradient of
+// their inputs.
+template <class Real>
+void qk_norms_forward(const ModelConfig& config, int64_t N, const Real* weight, Real* qkv);
+template <class Real>
+void qk_norms_backward(const ModelConfig& config, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
+                       Real* dweight);
+
+// gate_up, dgate_up: (N, 2F) = [gate | up] if gated, else (N, F). act, dact: (N, F).
+template <class Real>
+void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, Real* act);
+template <class Real>
+void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, const Real* dact,
+                         Real* dgate_up);
+
+// Rotates q and k of qkv (B, T, qkv_cols) in place. Pairs are (i, i + HS/2), as in Hugging Face. The backward
+// pass rotates the gradients by the opposite angle (inverse = true).
+double rope_frequency(const ModelConfig& config, int64_t i);  // of pair i, 0 <= i < HS / 2
+template <class Real> void rope(const ModelConfig& config, int64_t B, int64_t T, Real* qkv, bool inverse);
+
+// Causal attention. qkv, dqkv: (B, T, qkv_cols). out, dout: (B, T, NH * HS). lse: (B, NH, T), the log-sum-exp
+// of the scaled scores.
+template <class Real>
+void attention_forward(const ModelConfig& config, int64_t B, int64_t T, const Real* qkv, Real* out,
+                       Real* lse);
+template <class Real>
+void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const Real* qkv, const Real* out,
+                        const Real* lse, const Real* dout, Real* dqkv);
+
+// Returns the sum of the losses of N tokens, in nats. logits (N, V_stride) become the gradients of
+// loss_weight times this sum. Columns from V on are padding. targets: (N).
+template <class Real>
+double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride, Real* logits,
+                                          const int32_t* targets, Real loss_weight);
+
+// y += factor x, both (n).
+template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Real* y);
+
+}  // namespace coat::reference

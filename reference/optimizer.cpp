@@ -1,0 +1,178 @@
+// reference/optimizer.cpp - 3. FP8 optimizer with dynamic range expansion (paper, section 4).
+//
+// The dynamic range of a format is its largest over its smallest positive value, R = FMAX / FMIN. For E4M3 R
+// is 448 / 2^-9 = 229,376. The dynamic range of a moment group X is R_X = max|X| / min|X|, where min|X|
+// leaves out zeros. R_X is often below 1,000, so the moment group uses only a part of E4M3's codes.
+// Therefore the paper (section 4.2, equation 4) stretches the moment group to the dynamic range of the
+// format before it is quantized, and contracts it afterwards. Let E be the expansion (f in the paper):
+//   expand:    E(x) = sign(x) |x|^k           k = log(R) / log(R_X), so that E(X) has the range R
+//   quantize:  code = encode(E(x) / s)        s = E(max) / FMAX
+//   contract:  x = E^-1(decode(code) * s)
+// Here max is max|X|. Since E(x) / s = sign(x) FMAX (|x| / max)^k, nothing is stored but the codes and the
+// moment scaling (max, k). If R_X is above R, k is below 1: the moment group is compressed instead, and
+// loses a little precision.
+#include "optimizer.h"
+
+#include <algorithm>
+
+#include "arrays.h"
+
+namespace coat::reference {
+
+// k = log(R) / log(R_X), rounded to a multiple of 1/256, and limited to [1/16, 64].
+//   - Rounding: logarithms of CPU and GPU differ in their last bits. After rounding, most k are the same on
+//     both. (The released code rounds down to a multiple of 1/16, which costs precision.)
+//   - The upper limit: if all magnitudes are equal, log(R_X) is 0. Any k is exact then, because all codes are
+//     those of FMAX or -FMAX, and contract() gives max or -max. 64 is taken.
+//   - The lower limit never changes k: the widest R_X of FP32 is 2^277, and its k in E4M3 is 16/256.
+float expansion_exponent(Format f, float max_magnitude, float min_magnitude) {
+    const float k_min = 1.0f / 16.0f, k_max = 64.0f;
+    const float log_R = std::log2(info(f).fmax) - std::log2(info(f).fmin);
+    const float log_R_X = std::log2(max_magnitude) - std::log2(min_magnitude);
+    if (log_R_X * k_max <= log_R) return k_max;  // also for log R_X = 0
+    return std::max(std::rint(256.0f * log_R / log_R_X) / 256.0f, k_min);
+}
+
+// The expanded value, sign(x) FMAX (|x| / max)^k, which encode() rounds to a code. The power is computed with
+// logarithms, because |x| / max may underflow.
+float expand(Format f, float x, float max_magnitude, float k) {
+    if (x == 0) return 0.0f;
+    const float power = std::exp2(k * (std::log2(std::abs(x)) - std::log2(max_magnitude)));
+    return std::copysign(info(f).fmax * power, x);
+}
+
+// The inverse of expand(): x = sign(y) max (|y| / FMAX)^(1/k) for a decoded y. If R_X is very large, the
+// power underflows in FP32, although the product of max and the power does not. So max is multiplied twice by
+// the square root of the power. |x| is at least the smallest positive FP32 value: a second moment that is not
+// zero must not become zero.
+float contract(Format f, float y, float max_magnitude, float k) {
+    if (y == 0 || max_magnitude == 0) return 0.0f;
+    const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(f).fmax)) / (2 * k));
+    return std::copysign(std::max(max_magnitude * root * root, 0x1p-149f), y);
+}
+
+// Without expansion: the scale of a moment group. Moments are finite, because a step with gradients that are
+// too large is skipped. (An infinity would not be noticed: scale_of() would return 1.)
+static float moment_scale(Format f, float max_magnitude) {
+    return scale_of(TensorFormat{.element_format = f}, max_magnitude);
+}
+
+void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count) {
+    format = f;
+    expanded = optimizer.uses_expansion(f);
+    n = count;
+    one_moment_group = optimizer.one_moment_group;
+    const int64_t moment_groups = optimizer.moment_scaling_count(f, n);
+    elements.assign(n * info(f).bytes, 0);
+    max.assign(moment_groups, 0.0f);
+    k.assign(expanded ? moment_groups : 0, 1.0f);
+}
+
+// Element i, decoded.
+float Moment::value(int64_t i) const {
+    const float y = read_element(format, elements.data(), i);
+    if (!moments_need_scaling(format)) return y;
+    const int64_t moment_group = i / moment_group_size();
+    const float max_magnitude = max[moment_group];
+    if (expanded) return contract(format, y, max_magnitude, k[moment_group]);
+    return max_magnitude == 0 ? 0.0f : y * moment_scale(format, max_magnitude);
+}
+
+void Moment::load(float* x) const {
+#pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < n; i++) x[i] = value(i);
+}
+
+// Stores the elements from first to end - 1, which form one moment group: first the moment scaling, then the
+// codes.
+//
+// A second moment that became zero would make the next update explode, because the update divides by
+// sqrt(v) + eps. So a positive second moment gets at least the smallest positive code, that of FMIN. Without
+// expansion this is needed. With expansion it never happens: the smallest magnitude is expanded to
+// FMAX R_X^(-k), which is FMIN if k is exact. k is rounded up by at most 1/512, and R_X is at most 2^277. So
+// the smallest magnitude becomes at least FMIN R_X^(-1/512) = 0.69 FMIN, and is rounded to FMIN.
+void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x,
+                                bool is_second_moment) {
+    float max_magnitude = 0, min_magnitude = INFINITY;  // min_magnitude leaves out zeros
+    for (int64_t i = first; i < end; i++) {
+        max_magnitude = std::max(max_magnitude, std::abs(x[i]));
+        if (x[i] != 0) min_magnitude = std::min(min_magnitude, std::abs(x[i]));
+    }
+    max[moment_group] = max_magnitude;
+    if (expanded) {
+        const bool all_zeros = max_magnitude == 0;
+        const float k_of_moment_group =
+            all_zeros ? 1.0f : expansion_exponent(format, max_magnitude, min_magnitude);
+        k[moment_group] = k_of_moment_group;
+        for (int64_t i = first; i < end; i++)
+            write_element(format, elements.data(), i, expand(format, x[i], max_magnitude, k_of_moment_group));
+    } else {
+        const float reciprocal = 1.0f / moment_scale(format, max_magnitude);
+        for (int64_t i = first; i < end; i++) write_element(format, elements.data(), i, x[i] * reciprocal);
+    }
+    if (!is_second_moment) return;
+    // In fp8lm a whole parameter is one moment group, and second moments are FP16. Only values below about
+    // 2^-41 of the largest become zero there, and they may stay zero.
+    if (one_moment_group) return;
+    for (int64_t i = first; i < end; i++) {
+        const bool became_zero = x[i] > 0 && read_element(format, elements.data(), i) == 0;
+        if (became_zero) write_element(format, elements.data(), i, info(format).fmin);
+    }
+}
+
+// Stores x (n) by moment groups. Formats that are not scaled have no moment groups.
+void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
+    if (!moments_need_scaling(format)) {
+#pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
+        for (int64_t i = 0; i < n; i++) write_element(format, elements.data(), i, x[i]);
+        return;
+    }
+    const int64_t size = moment_group_size();
+#pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
+    for (int64_t first = 0; first < n; first += size)
+        store_moment_group(first / size, first, std::min(n, first + size), x, is_second_moment);
+    if (!stats) return;
+    for (int64_t i = 0; i < n; i++) add_error(*stats, x[i], value(i));
+}
+
+float clip_factor(const AdamWOptions& options, double grad_norm) {
+    const bool clips = options.clip > 0 && grad_norm > options.clip;
+    return clips ? float(options.clip / grad_norm) : 1.0f;
+}
+
+// The constants of one AdamW step. Powers of beta are computed in double.
+AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm) {
+    const double t = double(options.update_number);
+    return {.lr = options.lr,
+            .beta1 = options.beta1,
+            .beta2 = options.beta2,
+            .one_minus_beta1 = 1 - options.beta1,
+            .one_minus_beta2 = 1 - options.beta2,
+            .eps = options.eps,
+            .decay = decays ? options.weight_decay : 0.0f,
+            .bias_correction1 = float(1 - std::pow(double(options.beta1), t)),
+            .bias_correction2_sqrt = float(std::sqrt(1 - std::pow(double(options.beta2), t))),
+            .clip_factor = clip_factor(options, grad_norm)};
+}
+
+// One AdamW step in FP32, with the clipped gradient g:
+//   m = b1 m + (1 - b1) g          m_hat = m / (1 - b1^t)
+//   v = b2 v + (1 - b2) g^2        v_hat = v / (1 - b2^t)
+//   w = w - lr (m_hat / (sqrt(v_hat) + eps) + decay w)
+// Weight decay is decoupled, and eps is outside the root, as in torch.optim.AdamW. The weight is updated with
+// the m and v that are not quantized yet.
+void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, float* master, float* m,
+           float* v) {
+#pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
+    for (int64_t i = 0; i < n; i++) {
+        const float g = gradient[i] * constants.clip_factor;
+        m[i] = constants.beta1 * m[i] + constants.one_minus_beta1 * g;
+        v[i] = constants.beta2 * v[i] + constants.one_minus_beta2 * (g * g);
+        const float m_hat = m[i] / constants.bias_correction1;
+        const float v_hat_sqrt = std::sqrt(v[i]) / constants.bias_correction2_sqrt;
+        const float update = m_hat / (v_hat_sqrt + constants.eps);
+        master[i] -= constants.lr * (update + constants.decay * master[i]);
+    }
+}
+
+}  // namespace coat::reference

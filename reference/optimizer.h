@@ -1,0 +1,67 @@
+// reference/optimizer.h - 3. FP8 optimizer with dynamic range expansion (paper, section 4).
+#pragma once
+#include "../common/architecture.h"
+#include "../common/step.h"
+#include "quantize.h"
+
+namespace coat::reference {
+
+// The format f of the next three functions is E4M3 or E5M2.
+
+// k of a moment group. max_magnitude, min_magnitude: the largest |x| of the moment group, and the smallest
+// one that is not 0.
+float expansion_exponent(Format f, float max_magnitude, float min_magnitude);
+// x expanded. The result has the sign of x, and at most the magnitude FMAX.
+float expand(Format f, float x, float max_magnitude, float k);
+// The inverse of expand(). The result has the sign of y, and at most the magnitude max_magnitude.
+float contract(Format f, float y, float max_magnitude, float k);
+
+// One moment (n) of one parameter, in any format. The elements of a moment group share a moment scaling (max,
+// k). The last moment group may be short. A moment group of zeros has max = 0 and k = 1. x' is the value that
+// is read back:
+//   with expansion:  code = encode(expand(x)),  x' = contract(decode(code))
+//   else:            code = encode(x / s),      x' = decode(code) * s,       with s = scale_of(max), and no k
+// FP32 and BF16 moments have no moment scalings, and their elements are values.
+struct Moment {
+    Format format = Format::FP32;
+    bool expanded = false;
+    int64_t n = 0;
+    bool one_moment_group = false;  // all n elements are one moment group
+    std::vector<uint8_t> elements;  // n elements of format
+    std::vector<float> max;         // of each moment group; empty if the format is not scaled
+    std::vector<float> k;           // of each moment group; empty without expansion
+
+    // A moment of `count` zeros. f: Param::moment_format().
+    void init(const OptimizerFormats& optimizer, Format f, int64_t count);
+    void load(float* x) const;  // the values that are read back; x: (n)
+    // Stores x (n). stats: null, or where the errors are added if the format is scaled.
+    void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
+
+    int64_t moment_group_size() const {
+        return one_moment_group ? std::max<int64_t>(n, 1) : MOMENT_GROUP_SIZE;
+    }
+
+private:
+    float value(int64_t i) const;
+    void store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x,
+                            bool is_second_moment);
+};
+
+struct AdamWConstants {
+    float lr, beta1, beta2;
+    float one_minus_beta1, one_minus_beta2;
+    float eps;
+    float decay;                                    // weight decay, 0 where it does not apply
+    float bias_correction1, bias_correction2_sqrt;  // 1 - beta1^t and sqrt(1 - beta2^t)
+    float clip_factor;                              // below 1 if the gradients are clipped
+};
+// The number by which clipping multiplies the gradients. grad_norm: the norm of all gradients, before
+// clipping.
+float clip_factor(const AdamWOptions& options, double grad_norm);
+// The constants of one step for one parameter. decays: Role::decays of the parameter.
+AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm);
+// One step of AdamW. gradient, master, m, v: (n)
+void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, float* master, float* m,
+           float* v);
+
+}  // namespace coat::reference
