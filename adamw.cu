@@ -1,5 +1,5 @@
 // adamw.cu - section 4 of the paper on the GPU: a step of AdamW whose moments m and v are stored in FP8, with
-// dynamic range expansion (interface: gpu/operators.h; the same on the CPU: reference/optimizer.cpp).
+// dynamic range expansion (interface: adamw.h; the same on the CPU: reference/optimizer.cpp).
 //
 // One kernel clips the gradients, decodes m and v, updates m, v and the weights in FP32, and encodes the new
 // m and v. The equations of AdamW stand in part 1 of gpu/adamw.cuh, those of the codes in part 1 here.
@@ -15,7 +15,7 @@
 //            another. So a span has four fields: max and k of m, and max and k of v
 //   pair     two neighbouring spans: what a warp updates at a time
 //   bundle   eight neighbouring spans, which are four pairs and have 32 fields: what a warp owns
-//   shard    on one GPU, the whole parameter (gpu/operators.h, part 4). The rank's order is then the order of
+//   shard    on one GPU, the whole parameter (adamw.h). The rank's order is then the order of
 //            all parameters
 //
 // Who owns what. A warp updates the pairs of its bundle one after the other. Half a warp (16 lanes) has one

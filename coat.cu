@@ -1,5 +1,5 @@
 // coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface:
-// gpu/operators.h; the same arithmetic on the CPU: reference/quantize.cpp).
+// coat.h; the same arithmetic on the CPU: reference/quantize.cpp).
 //
 // What is stored:
 //
@@ -48,6 +48,9 @@
 // What is called here of gpu/other_scaling.h and gpu/quant_report.h can wait: other recipes, and a report of
 // the errors of quantization. dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from
 // two simple kernels.
+#include "coat.h"
+
+#include "gpu/column_sums.cuh"
 #include "gpu/other_scaling.h"
 #include "gpu/quant_report.h"
 #include "gpu/quantize.cuh"
@@ -184,7 +187,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     update_amax_by_warp(x_amax_out, magnitude_bits(largest));
 }
 
-// x says which tensor is meant, and from what it is computed (gpu/operators.h). with_producer_for_quantizer()
+// x says which tensor is meant, and from what it is computed (gpu/tensors.h). with_producer_for_quantizer()
 // calls the function below with the producer that computes x.
 void compute_amax(const LazyTensor& x, float* x_amax_out, cudaStream_t stream) {
     with_producer_for_quantizer(x, [&](auto producer) {
@@ -275,7 +278,7 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 // 5. Operands whose column sums are wanted too: gradients, for the gradient of a bias
 
 // Makes the codes of part 3 and the column sums in one pass. A block takes every COLUMN_PARTIALS-th tile of
-// its columns, and ends with store_column_sums() (gpu/lazy_tensor.cuh), as the kernel of add_column_sums()
+// its columns, and ends with store_column_sums() (gpu/column_sums.cuh), as the kernel of add_column_sums()
 // does. So the sums have the same bits.
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)

@@ -32,11 +32,13 @@
 // between them. Then come other functions that they use, such as those that say where a tensor is. What is
 // apart from this path comes last: evaluations, prompts, reports, weights in a cache. Linear layers have
 // their own file, gpu/linear.h.
+#include "coat.h"
 #include "gpu/attention.h"
+#include "gpu/column_sums.h"
 #include "gpu/gpu_model.h"  // declares the two functions at the end of this file
 #include "gpu/layers.h"
 #include "gpu/linear.h"
-#include "gpu/operators.h"
+#include "gpu/norm.h"
 #include "gpu/parameter_state.h"
 #include "gpu/quant_report.h"
 #include "gpu/sharding.h"
@@ -113,7 +115,7 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 //     given back when the Arena::Scope around it ends. A Scope with the name until_x holds what is needed
 //     until x is computed. What must outlive a Scope is allocated before the Scope begins.
 //   - saved_per_layer() in common/architecture.h lists what is saved for backward. Outputs of norms and of
-//     activation functions are not saved, and exist only as operands of GEMMs. A LazyTensor (gpu/operators.h)
+//     activation functions are not saved, and exist only as operands of GEMMs. A LazyTensor (gpu/tensors.h)
 //     says what such an output is computed from. The kernel that makes the operand computes it.
 //   - Some tensors replace each other in one place. This table shows what is there, from left to right in the
 //     order of a step. "-" means that the place is not touched:
@@ -740,7 +742,7 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // The gradients of a bucket (gpu/operators.h)
+    // The gradients of a bucket (adamw.h)
 
     // To be called before the first kernel that adds to the gradients of a bucket. (The GEMMs of the head run
     // earlier: head_forward_and_backward().)

@@ -64,7 +64,7 @@ inline void require_supported(const ModelConfig& config) {
     };
     // With these limits a model has fewer than 2^49 parameters, and no number of bytes overflows. A row of
     // FP32 logits fits the workspace of a GPU's GEMMs, and a row of the hidden size fits the kernels of
-    // gpu/norm.cu.
+    // gpu/norm.cuh.
     const struct {
         const char* name;
         int64_t value, limit;

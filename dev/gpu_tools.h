@@ -5,6 +5,7 @@
 #include <functional>
 #include <vector>
 
+#include "../coat.h"
 #include "../gpu/parameter_kernels.h"
 
 namespace coat::dev {

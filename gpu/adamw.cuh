@@ -6,6 +6,7 @@
 //   3. the arguments of the kernels
 #pragma once
 #include "../common/random.h"
+#include "../adamw.h"
 #include "device.cuh"
 
 namespace coat::gpu {

@@ -17,6 +17,7 @@
 // and dv. In the second it owns a tile of queries and loops over keys, for dq. One kernel is compiled for
 // both, because they differ only in which side is the rows: see KEYS. The price is that s and dp are computed
 // twice.
+#include "../coat.h"
 #include "attention_common.cuh"
 #include "layers.h"
 

@@ -8,12 +8,12 @@
 // sizes of 64 and 128. Both accumulate in FP32 and sum in a fixed order, so the same input always gives the
 // same bits.
 //
-// Tensors are pointers with an AttentionShape: a TensorRef (gpu/operators.h) would say how many rows there
+// Tensors are pointers with an AttentionShape: a TensorRef (gpu/tensors.h) would say how many rows there
 // are, but not which of them belong to a sequence, nor which columns to a head.
 #pragma once
 #include <cuda_runtime.h>
 
-#include "operators.h"
+#include "tensors.h"
 
 namespace coat::gpu {
 

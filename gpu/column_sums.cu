@@ -1,11 +1,11 @@
 // gpu/column_sums.cu - the column sums of a tensor: the gradients of biases and of the weights of norms
-// (interface: gpu/operators.h, part 3).
-#include "lazy_tensor.cuh"
+// (interface: gpu/column_sums.h).
+#include "column_sums.cuh"
 
 namespace coat::gpu {
 
 // Stage one: partial sums. Block y of a column of tiles adds up the tiles y, y + COLUMN_PARTIALS, and so on.
-// A thread adds up its own rows of these tiles. Then store_column_sums() (gpu/lazy_tensor.cuh) adds the sums
+// A thread adds up its own rows of these tiles. Then store_column_sums() (gpu/column_sums.cuh) adds the sums
 // of the threads. The block also finds the amax.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)

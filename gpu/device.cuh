@@ -42,7 +42,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
-#include "operators.h"
+#include "tensors.h"
 
 namespace coat::gpu {
 

@@ -6,7 +6,7 @@
 #include <array>
 #include <map>
 
-#include "operators.h"
+#include "tensors.h"
 
 namespace coat::gpu {
 

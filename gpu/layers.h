@@ -1,10 +1,10 @@
 // gpu/layers.h - what any transformer has around its GEMMs, attention and norms: RoPE, the loss, the
-// embedding's backward pass, and qk_norms (kernels: gpu/layers.cu). The rules of gpu/operators.h hold
+// embedding's backward pass, and qk_norms (kernels: gpu/layers.cu). The rules of gpu/tensors.h hold
 // here, too.
 #pragma once
 #include <vector>
 
-#include "operators.h"
+#include "tensors.h"
 
 namespace coat::gpu {
 

@@ -1,9 +1,8 @@
-// gpu/lazy_tensor.cuh - how kernels compute a LazyTensor (operators.h), tile by tile.
+// gpu/lazy_tensor.cuh - how kernels compute a LazyTensor (gpu/tensors.h), tile by tile.
 //
 //   1. the equations of norms and activations, for one element
 //   2. producers: how a thread computes eight neighbouring elements from what is stored
 //   3. tiles: how the threads of a block share out a tensor
-//   4. column sums, and other ways to combine what the threads of a block have of a column
 #pragma once
 #include "device.cuh"
 
@@ -254,47 +253,6 @@ __device__ void for_each_row(const Producer& producer, const TilePlace& place, i
             use(first + i, v, first + i < live_rows);
         }
     }
-}
-
-// ===========================================================================================================
-// 4. Column sums, and other ways to combine what the threads of a block have of a column
-
-// Combines the numbers that the threads of a block have of a column. `mine` has this thread's numbers, one
-// for each of its 8 columns of each plane. A column has 16 numbers in the block. They are combined in the
-// order of the rows, starting from the value 0: result = combine(result, number). Then take(column, result)
-// is called, once for each column. `columns` is shared memory.
-template <class Producer, class Number, class Combine, class Take>
-__device__ void combine_columns(const Producer& producer, const TilePlace& place,
-                                const Number (&mine)[Producer::PLANES][CHUNK],
-                                Number (&columns)[SIDE_THREADS][TILE + 1], Combine combine, Take take) {
-    for (int p = 0; p < Producer::PLANES; p++) {
-        __syncthreads();
-        for (int j = 0; j < CHUNK; j++) columns[place.down][place.across * CHUNK + j] = mine[p][j];
-        __syncthreads();
-        const int64_t col = static_cast<int64_t>(blockIdx.x) * TILE + threadIdx.x;
-        if (threadIdx.x >= TILE || col >= producer.width) continue;
-        Number all = 0;
-        for (int i = 0; i < SIDE_THREADS; i++) all = combine(all, columns[i][threadIdx.x]);
-        take(p * producer.width + col, all);
-    }
-}
-
-// Column sums. Each 128 columns have COLUMN_PARTIALS = 128 blocks; block y adds up the tiles y, y + 128,
-// y + 256, and so on down these columns. A thread adds up its own rows of these tiles: `mine`. Then
-// store_column_sums() adds the threads' sums and writes row y of partials (COLUMN_PARTIALS, PLANES * width).
-// A multiprocessor has three such blocks, not four: the sums need registers, too.
-constexpr int COLUMN_BLOCKS_PER_SM = 3;
-inline dim3 column_grid(int64_t width) { return {block_count(width, TILE), COLUMN_PARTIALS}; }
-// In shared memory; a column is padding, against bank conflicts.
-using ColumnSums = float[SIDE_THREADS][TILE + 1];
-template <class Producer>
-__device__ void store_column_sums(const Producer& producer, const ChunkValues (&mine)[Producer::PLANES],
-                                  ColumnSums& columns, float* partials) {
-    combine_columns(
-        producer, TilePlace(), mine, columns, [](float a, float b) { return a + b; },
-        [&](int64_t col, float total) {
-            partials[static_cast<int64_t>(blockIdx.y) * Producer::PLANES * producer.width + col] = total;
-        });
 }
 
 }  // namespace coat::gpu

@@ -1,6 +1,8 @@
 // gpu/linear.cpp - the GEMMs of a linear layer and their operands (gpu/linear.h).
 #include "linear.h"
 
+#include "../coat.h"
+#include "column_sums.h"
 #include "sharding_kernels.h"
 
 namespace coat::gpu {

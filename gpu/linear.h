@@ -34,7 +34,7 @@
 //   backward   g once, for dgrad and wgrad; w again, for dgrad; and x again, for wgrad, with the amax from
 //              forward
 //
-// What a linear layer uses of other files, besides the kernels of gpu/operators.h:
+// What a linear layer uses of other files, besides the kernels of coat.h and gpu/column_sums.h:
 //
 //   GpuContext              the settings of the run, the stream, and the arena (gpu/context.h)
 //   ParameterState          (gpu/parameter_state.h)

@@ -1,6 +1,6 @@
 // gpu/memory_layout.h - how the memory of a GPU is divided: what this rank owns of each parameter, the
 // buckets, the sizes of buffers, and where gradients begin. All of this follows from the settings of the run,
-// so a program without CUDA knows it too, for --plan. gpu/operators.h explains the words bucket, flat order
+// so a program without CUDA knows it too, for --plan. adamw.h explains the words bucket, flat order
 // and rank's order. The map of the memory is drawn in gpu/memory_map.h: read it first.
 #pragma once
 #include "../common/ranks.h"

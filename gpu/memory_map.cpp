@@ -3,6 +3,7 @@
 
 #include "amax_table.h"  // for count_linear_layers()
 #include "gemm.h"
+#include "norm.h"
 
 namespace coat::gpu {
 

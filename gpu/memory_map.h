@@ -4,13 +4,15 @@
 // N is the number of tokens that are computed at a time: those of a micro-batch, B * T, or of a prompt. What
 // the map uses of other files:
 //
-//   gpu/operators.h   what is in the memory: TensorScale, RowStatistics, Weights, Shard, MomentRef and
-//                     GradientState; and the words shard, bucket and rank's order
+//   gpu/tensors.h     what is in the memory: TensorScale and RowStatistics
+//   adamw.h           Weights, Shard, MomentRef and GradientState; and the words shard, bucket and rank's
+//                     order
 //   gpu/layers.h      TokenRows, for the gradient of the embedding
 //
 // With one rank, a shard is a whole parameter, and the rank's order is the order of the parameters. What is
 // said of other ranks can wait.
 #pragma once
+#include "../adamw.h"
 #include "context.h"
 #include "layers.h"
 #include "memory_layout.h"

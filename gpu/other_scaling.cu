@@ -3,6 +3,7 @@
 // scales are different.
 #include "other_scaling.h"
 
+#include "column_sums.cuh"
 #include "other_scaling.cuh"
 #include "quant_report.h"
 #include "quantize.cuh"

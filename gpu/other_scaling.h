@@ -1,8 +1,8 @@
 // gpu/other_scaling.h - how the recipes rowwise, deepseek and te, with which COAT is compared, scale the
 // operands of a GEMM: per row, in blocks, and delayed (kernels: gpu/other_scaling.cu). The rules of
-// gpu/operators.h hold here, too.
+// gpu/tensors.h hold here, too.
 #pragma once
-#include "operators.h"
+#include "tensors.h"
 
 namespace coat::gpu {
 

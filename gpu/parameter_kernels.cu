@@ -104,7 +104,7 @@ void compute_gradient_squares(const ShardsToUpdate& g, const Range& shard_units,
            g.elements.first, shard_units.first, loss, sums);
 }
 
-// Adds the squares of the shard units to the state (operators.h, GradientState). There is one block.
+// Adds the squares of the shard units to the state (adamw.h, GradientState). There is one block.
 constexpr int STATE_THREADS = 1024;
 static __global__ void __launch_bounds__(STATE_THREADS)
     update_gradient_state_kernel(const double* sums, int64_t shard_units, int64_t ranks, float clip_limit,

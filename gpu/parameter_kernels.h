@@ -4,9 +4,9 @@
 //   1. the first values of parameters
 //   2. the norm of all gradients, and steps that are skipped
 //
-// The rules and the words of gpu/operators.h hold here, too.
+// The rules and the words of gpu/tensors.h and adamw.h hold here, too.
 #pragma once
-#include "operators.h"
+#include "../adamw.h"
 
 namespace coat::gpu {
 

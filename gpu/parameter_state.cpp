@@ -2,6 +2,7 @@
 // (gpu/parameter_state.h).
 #include "parameter_state.h"
 
+#include "../coat.h"
 #include "../common/random.h"
 #include "../common/state_tensors.h"
 #include "quant_report.h"

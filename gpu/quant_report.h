@@ -1,8 +1,8 @@
 // gpu/quant_report.h - the quantization report (kernel: gpu/quant_report.cu; QuantStats is in
 // common/quant_errors.h). It has a kernel of its own, so that training pays nothing for it. The rules of
-// gpu/operators.h hold here, too.
+// gpu/tensors.h hold here, too.
 #pragma once
-#include "operators.h"
+#include "../adamw.h"
 
 namespace coat::gpu {
 

@@ -1,6 +1,7 @@
 // gpu/sharding.cpp - what travels between the GPUs of a run, and when (gpu/sharding.h).
 #include "sharding.h"
 
+#include "../coat.h"
 #include "sharding_kernels.h"
 
 namespace coat::gpu {

@@ -14,7 +14,7 @@
 // sums are in FP32, and a micro-batch adds to each gradient once. (It adds more often to a tied embedding,
 // and to the head if there are many tokens.)
 //
-// gpu/operators.h says what a bucket is, and gpu/memory_layout.h what a gather unit is. How bytes travel has
+// adamw.h says what a bucket is, and gpu/memory_layout.h what a gather unit is. How bytes travel has
 // a file of its own, gpu/transport.h.
 #pragma once
 #include "parameter_state.h"

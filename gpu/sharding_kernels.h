@@ -1,8 +1,8 @@
 // gpu/sharding_kernels.h - kernels for several GPUs: sums of gradients, the amaxes of whole weights, and
 // weights that arrive as codes. gpu/sharding.cpp calls the first two, and gpu/linear.cpp the last. The rules
-// and the words of gpu/operators.h hold here, too.
+// and the words of gpu/tensors.h and adamw.h hold here, too.
 #pragma once
-#include "operators.h"
+#include "../adamw.h"
 
 namespace coat::gpu {
 

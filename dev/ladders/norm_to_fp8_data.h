@@ -1,6 +1,7 @@
 // norm_to_fp8_data.h - for the ladder norm_to_fp8.cu: what a kernel is given; and, which a reader of the
 // rungs can skip, the data of the program and how they are compared with the CPU reference.
 #pragma once
+#include "../../gpu/norm.h"
 #include "ladder.h"
 
 namespace ladder {

@@ -1,5 +1,5 @@
 // first.cu - the first test of a kernel to read, with everything in view. For a new kernel, copy it: put the
-// input into device memory, call the operator (gpu/operators.h), and compare with the reference. How larger
+// input into device memory, call the operator (coat.h), and compare with the reference. How larger
 // tests compare, with random values and any format: ../help/gpu.h.
 #include "../help/gpu.h"
 

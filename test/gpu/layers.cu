@@ -1,4 +1,5 @@
-// layers.cu - gpu/norm.cu (norms, residual) and gpu/layers.cu (RoPE, embedding, loss) against the reference.
+// layers.cu - gpu/norm.cu and gpu/norm_backward.cu (norms, residual) and gpu/layers.cu (RoPE, embedding,
+// loss) against the reference.
 #include <array>
 
 #include "../help/gpu.h"

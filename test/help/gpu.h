@@ -15,7 +15,10 @@
 #include <vector>
 
 #include "../../dev/gpu_tools.h"
+#include "../../coat.h"
+#include "../../gpu/column_sums.h"
 #include "../../gpu/layers.h"
+#include "../../gpu/norm.h"
 #include "../../gpu/parameter_kernels.h"
 #include "../../common/model.h"
 #include "../../reference/operators.h"

@@ -1,5 +1,6 @@
 // 5_gradients.cpp - gradients of the whole model in reference/network.h: in double beside finite differences,
 // those of fp32 beside double, those of the other recipes beside fp32.
+#include "../../reference/network.h"
 #include "../help/model.h"
 #include "../help/oracle.h"
 

@@ -1,0 +1,81 @@
+// adamw.h - the optimizer of section 4 of the paper on the GPU: weights and moments in memory, and their
+// update (kernels: adamw.cu; for other moments than COAT's, gpu/other_optimizers.cu). The rules of
+// gpu/tensors.h hold here.
+//
+// Weights, masters, moments and sums of gradients lie in the flat order: all parameters one after the other
+// (Param::flat_offset), each padded to whole moment groups. The padding stays zero. The parameters whose
+// gradients backward completes at the same time are a bucket (Param::bucket).
+//
+// On one GPU, read "shard" as "parameter", and "the rank's order" as "the flat order". With several GPUs, or
+// ranks, a shard is what one rank owns of a parameter. The rank's order has all shards of a rank one after
+// the other, each padded as in the flat order.
+#pragma once
+#include "common/ranks.h"
+#include "gpu/tensors.h"
+
+namespace coat::gpu {
+
+// BF16 weights, and beside them the int16 remainders of their FP32 masters, in the same order. Without
+// remainders there are no masters, and the optimizer rounds new weights stochastically. In the recipe fp32
+// the weights are the masters.
+struct Weights {
+    void* values;         // BF16 or FP32: all elements of the rank's order
+    int16_t* remainders;  // the same elements; null if the weights are FP32, or have no master
+    Format format;
+};
+
+// One moment, m or v, of one shard. In COAT it is FP8 codes, and `max` and `k` are the moment scalings of its
+// moment groups (common/formats.h). In other optimizers:
+//   one scale for the tensor   max[0] is the amax that decodes the codes. During an update the amax of the
+//                              new moment is found in max[1]
+//   FP32, BF16                 max is null
+struct MomentRef {
+    void* data;  // in `format`, padded to whole moment groups; padding stays zero
+    float* max;
+    float* k;  // null without expansion
+    Format format;
+};
+
+// The part of one parameter that this rank updates: on one GPU, the whole parameter. The device has a table
+// of shards.
+struct Shard {
+    int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
+    MomentRef m, v;
+    bool decays;
+    float* weight_amax_out;  // gets the amax of the new weights; null if nobody needs it
+
+    // Two numbers make results independent of the number of ranks. (They can wait.)
+    //   flat_minus_rank_offset   for random bits: an element's number in the flat order minus its number in
+    //                            the rank's order. On one GPU it is 0
+    //   units_before_shard       for the order in which squares of gradients are summed: the number of shard
+    //                            units (common/ranks.h, SHARD_UNIT) before this shard in the flat order
+    int64_t flat_minus_rank_offset = 0;
+    int64_t units_before_shard = 0;
+};
+
+// What a step knows of its gradients, on the device. It is cleared before the step.
+struct GradientState {
+    double sum_of_squares;  // of all buckets so far, before clipping
+    double norm;            // the root of sum_of_squares
+    float clip_factor;      // what clipping multiplies the gradients by: limit / norm, or 1
+    // Not 0: the step is skipped (StepResult::skipped of common/step.h says when). Then nothing is updated,
+    // and the next step has the same bias correction.
+    uint32_t skip;
+};
+
+// Whole shards, and their gradients: all shards of this rank, or those of a bucket.
+struct ShardsToUpdate {
+    const Shard* shards;  // (count), on the device
+    int count;
+    Range elements;         // the elements of these shards, in the rank's order
+    const void* gradients;  // the gradients of these elements
+    Format format;          // the format of the gradients: FP32, or that of the weights
+};
+
+// Updates shards by AdamW, and finds the amaxes of the new weights. If state->skip is set, everything stays
+// as it was. The format of a shard's m is optimizer.m_format or FP32, and that of its v is optimizer.v_format
+// or FP32. rounding_key: that of this update, for weights without a master.
+void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& update,
+           const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
+
+}  // namespace coat::gpu

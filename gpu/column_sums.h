@@ -1,0 +1,25 @@
+// gpu/column_sums.h - column sums, for the gradients of biases and of the weights of norms (kernels:
+// gpu/column_sums.cu). The rules of gpu/tensors.h hold here.
+//
+// Column sums are taken in two stages. First, thread blocks each add up a part of the rows; their partial
+// sums are the rows of the workspace. Then the partial sums are added up.
+#pragma once
+#include "tensors.h"
+
+namespace coat::gpu {
+
+// The number of partial sums that add_column_sums() takes of a column.
+inline constexpr int COLUMN_PARTIALS = 128;
+
+// gradient (cols) += the column sums of x. In the same pass x_amax_out gets the amax of x. workspace:
+// (COLUMN_PARTIALS, cols) floats.
+void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, float* x_amax_out,
+                     cudaStream_t stream);
+
+// The second stage alone, for kernels that take partial sums of their own: gradient (n) += the sum of the
+// rows of partials (rows, n). `second` is optional: another gradient (n), whose partials (rows, n) lie after
+// those of the first.
+void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
+                     const TensorRef& second = {});
+
+}  // namespace coat::gpu

@@ -1,0 +1,88 @@
+// gpu/norm.cuh - what the kernels of norms share: how threads share out rows, sums over a row, and the
+// statistics of a row.
+//
+// How threads share out rows. A team, one warp or several, holds a row in registers. A block has one team or
+// several: threadIdx.y is the number of a team in its block, threadIdx.x the number of a thread in its team.
+#pragma once
+#include "lazy_tensor.cuh"
+#include "norm.h"
+
+namespace coat::gpu {
+
+constexpr int ROW_CHUNKS = 4;  // the most chunks that a thread has of a row
+constexpr int ROW_WARPS = 16;  // the most warps of a team
+
+// The shape of a block for rows of C columns. A team has as few warps as can hold a row. (ROW_WARPS of them
+// hold 2^14 columns; require_supported() in common/known_models.h allows no more.) A block has four teams of
+// one warp, or two of two warps, or one larger team.
+inline dim3 block_shape(int64_t C) {
+    const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
+    return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
+}
+// The first column of chunk 0, 1, 2 or 3 of this thread. Neighbouring threads have neighbouring chunks.
+inline __device__ uint32_t first_column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * CHUNK; }
+
+// Adds numbers up over the threads of a team, which gives the sum over a row. The sums of a team's warps pass
+// through a buffer in shared memory. There are two buffers, which sums use by turns: some thread may still be
+// reading the buffer of one sum when another thread writes its part of the next sum. Before a buffer is used
+// again, the __syncthreads() of the sum between has let all threads finish reading.
+struct RowSum {
+    int buffer = 0;  // the next sum uses buffer 0 or 1
+
+    // x[i] becomes the sum of x[i] over all threads of the team. The order of additions is fixed, and all
+    // threads get the same bits. All threads of the block call it, because it synchronizes them. (The
+    // compiler makes two buffers for each COUNT.)
+    template <int COUNT> __device__ void operator()(float (&x)[COUNT]) {
+        __shared__ float buffers[2][COUNT][ROW_WARPS];
+        float(&parts)[COUNT][ROW_WARPS] = buffers[buffer];
+        buffer ^= 1;
+        for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
+        const int warps = blockDim.x / 32, first_warp = threadIdx.y * warps;
+        if (warps == 1) return;
+        if (threadIdx.x % 32 == 0)
+            for (int i = 0; i < COUNT; i++) parts[i][first_warp + threadIdx.x / 32] = x[i];
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            x[i] = 0;
+            for (int w = 0; w < warps; w++) x[i] += parts[i][first_warp + w];
+        }
+    }
+    // Switches to the other buffer without a sum. LayerNorm takes a sum where RMSNorm calls this. So both go
+    // on with the same value of `buffer`, and the compiler can treat it as a constant.
+    __device__ void skip() { buffer ^= 1; }
+};
+
+// 1 / sqrt(squares / C + eps)
+inline __device__ float inverse_root(float squares, int64_t C, float eps) {
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
+}
+
+// The statistics of a row. x: the thread's chunks of the row; a chunk past the end of the row is zeros.
+//
+// Backward needs the same bits as forward: wgrad quantizes the norm's output once more, with the amax that
+// forward has found (the comment above norm_backward_kernel() says more). The backward pass of LayerNorm
+// calls this function, too. That of RMSNorm takes the sum of squares together with another sum, but adds in
+// the same order.
+inline __device__ RowStatistics row_statistics(const ChunkValues (&x)[ROW_CHUNKS], int64_t C, bool rms,
+                                               float eps, RowSum& sum_over_row) {
+    float sum[1] = {0};
+    if (!rms) {
+        for (int c = 0; c < ROW_CHUNKS; c++)
+            for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
+        sum_over_row(sum);
+    } else {
+        sum_over_row.skip();
+    }
+    const float mean = __fdiv_rn(sum[0], static_cast<float>(C));
+    float square[1] = {0};
+    for (int c = 0; c < ROW_CHUNKS; c++)
+        for (int j = 0; j < CHUNK; j++) {
+            const float deviation = first_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
+            square[0] = __fmaf_rn(deviation, deviation, square[0]);
+        }
+    sum_over_row(square);
+    return {mean, inverse_root(square[0], C, eps)};
+}
+
+}  // namespace coat::gpu

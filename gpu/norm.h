@@ -1,0 +1,58 @@
+// gpu/norm.h - the residual stream and norms (kernels: gpu/norm.cu and gpu/norm_backward.cu). The rules of
+// gpu/tensors.h hold here.
+//
+// A layer has two halves, attention and MLP. What a half adds to the residual stream is its branch: the
+// output of its last linear layer.
+#pragma once
+#include "tensors.h"
+
+namespace coat::gpu {
+
+// --- Forward ---
+
+// residual_add() and embed() make a sum in FP32: the new residual stream. ResidualSumOutputs says where they
+// store the sum, and which norm reads it next. The norm will read next_norm.in. So its row statistics, and
+// the amax of its output, are computed from what is stored there. What is written:
+//
+//   field                      norms 1 and 2 in coat           final norm; in bf16, all norms
+//   x_out                      the sum, in BF16                null: next_norm.in has the same values
+//   next_norm.in               the sum, in groups              the sum, in BF16
+//   next_norm.row_statistics   written                         written
+//   norm_output_amax_out       the amax of the norm's output   null: the output is not quantized
+struct ResidualSumOutputs {
+    TensorRef x_out;              // (N, C) the sum, rounded. It may be the memory of an operand of the sum
+    Norm next_norm;               // the norm that reads the sum
+    float* norm_output_amax_out;  // the amax of the norm's output
+};
+// Adds a branch to the residual stream: x + branch, both (N, C).
+void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSumOutputs& out,
+                  cudaStream_t stream);
+// The embedding, where the residual stream begins: row r is embedding[tokens[r]] + positions[r % T].
+//   tokens      (N)
+//   positions   the learned positions (max_T, C), or no tensor
+void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
+           const ResidualSumOutputs& out, cudaStream_t stream);
+
+// --- Backward ---
+
+// What the backward pass of a norm is given besides the norm.
+struct NormBackwardTensors {
+    // It reads:
+    TensorRef dy;            // (N, C) the gradient of the norm's output
+    TensorRef dresidual_in;  // (N, C) the gradient of the residual stream, or no tensor
+    // It writes:
+    TensorRef dresidual_out;    // (N, C) dresidual_in + the gradient of the norm's input, rounded
+    float* dresidual_amax_out;  // the amax of dresidual_out
+    // It adds to:
+    TensorRef dweight, dbias;  // (C); dbias is no tensor for RMSNorm
+};
+// The backward pass of a norm, and of the residual sum before it. dresidual_out may be the memory of
+// dresidual_in, or of n.in if that is in the compute format. workspace:
+// norm_backward_workspace_floats(n.in.cols) floats.
+//
+// The function also writes the row statistics of the norm again. Afterwards lazy_norm(n) may be read, until
+// another norm writes its row statistics to the same memory or n.in is overwritten.
+void norm_backward(const Norm& n, const NormBackwardTensors& g, float* workspace, cudaStream_t stream);
+int64_t norm_backward_workspace_floats(int64_t C);
+
+}  // namespace coat::gpu

@@ -1,0 +1,269 @@
+// gpu/norm_backward.cu - RMSNorm and LayerNorm on the GPU, backward. One kernel computes the gradient of the
+// norm's input row by row, and sums the gradients of weight and bias over the rows.
+//
+// With xhat = (x - mean) / std, 1 / std being rstd, and d = dy * weight:
+//   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std
+//   RMSNorm    dx = (d - xhat mean(d xhat)) / rms, with xhat = x / rms
+//   both       dweight += dy xhat, dbias += dy
+//
+// A team goes through many rows. In shared memory it has sums of its own, dweight (C) and dbias (C), over the
+// rows that it has had so far. At its end the block adds the sums of its teams and writes the result to
+// memory. Then the sums of all blocks are added. The number of blocks depends only on the rows and on the
+// GPU's multiprocessors. So the order of additions is always the same on GPUs of one kind.
+#include "column_sums.h"
+#include "norm.cuh"
+
+namespace coat::gpu {
+namespace {
+
+// Adds a chunk of a row, v, to the sums (C) of a parameter's gradient. First come the first halves of all
+// chunks, four floats each, and then the second halves, so that neighbouring threads use different banks:
+//
+//   entry      0        1         2         ...    C/8      C/8 + 1    C/8 + 2    ...
+//   columns    0 - 3    8 - 11    16 - 19          4 - 7    12 - 15    20 - 23
+__device__ void add_chunk_to_sums(float4* sums, uint32_t C, uint32_t col, const ChunkValues& v) {
+    float4& a = sums[col / CHUNK];
+    float4& b = sums[(C + col) / CHUNK];
+    a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
+    b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
+}
+
+// Adds up the sums of all teams, (blockDim.y, C) as add_chunk_to_sums() arranges them, and writes the result
+// to row blockIdx.x of partials (blocks, C), with the columns in their usual order.
+__device__ void write_partials(const float4* sums_of_teams, int C, float* partials) {
+    for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < C / 4; i += blockDim.x * blockDim.y) {
+        float4 total{};
+        for (int y = 0; y < blockDim.y; y++) {
+            const float4 one = sums_of_teams[y * (C / 4) + i];
+            total = {total.x + one.x, total.y + one.y, total.z + one.z, total.w + one.w};
+        }
+        // Entry i has four columns: half a chunk. `col` is the first of them.
+        const int half = i / (C / CHUNK), col = i % (C / CHUNK) * CHUNK + half * 4;
+        store_at_once(partials + static_cast<int64_t>(blockIdx.x) * C + col, total);
+    }
+}
+
+// A thread's chunks of a row, as they are stored: of the norm's input, of dy, and of dresidual_in.
+template <class StoredView> struct LoadedRow {
+    using LoadedGradient = typename PlainView<typename StoredView::ComputeElement>::LoadedChunk;
+    typename StoredView::LoadedChunk x[ROW_CHUNKS];
+    LoadedGradient dy[ROW_CHUNKS], dresidual[ROW_CHUNKS];
+};
+
+// A row as dx needs it: the thread's chunks of xhat, and three numbers of the whole row.
+struct NormedRow {
+    ChunkValues xhat[ROW_CHUNKS];
+    RowStatistics statistics;
+    float mean_d;  // RMSNorm: 0
+    float mean_d_xhat;
+
+    // Computes xhat from x, once the statistics are known.
+    __device__ void set_xhat(const ChunkValues (&x)[ROW_CHUNKS]) {
+        for (int c = 0; c < ROW_CHUNKS; c++)
+            for (int j = 0; j < CHUNK; j++) xhat[c][j] = (x[c][j] - statistics.mean) * statistics.rstd;
+    }
+};
+
+// What happens to a row of a norm: load(), then normalize(), then write_gradients(). input is the memory
+// of norm.in. The other tensors are those of NormBackwardTensors; dresidual_in may be no tensor.
+//
+// If every thread has the same number of chunks inside a row, 3 or 4, CHUNKS is this number. Then no chunk
+// needs a condition, and the compiler can mix the instructions of all chunks. For other widths CHUNKS is 0:
+// which chunks lie inside the row is known only at run time.
+template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
+    using Element = typename StoredView::ComputeElement;
+    Norm norm;
+    StoredView input;
+    PlainView<Element> dy_in, dresidual_in, dresidual_out;
+
+    __device__ bool inside_row(int c) const {
+        return CHUNKS > 0 ? c < CHUNKS : first_column(c) < norm.in.cols;
+    }
+
+    // A row past the last one is zeros, and so is a chunk past the end of its row.
+    __device__ LoadedRow<StoredView> load(int64_t row) const {
+        LoadedRow<StoredView> loaded{};
+        if (row >= norm.in.rows) return loaded;
+        const int64_t row_begin = row * norm.in.cols;
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!inside_row(c)) continue;
+            loaded.x[c] = input.starting_at(row_begin).load(first_column(c));
+            loaded.dy[c] = dy_in.starting_at(row_begin).load(first_column(c));
+            if (dresidual_in.data)
+                loaded.dresidual[c] = dresidual_in.starting_at(row_begin).load(first_column(c));
+        }
+        return loaded;
+    }
+
+    // The weight is read again where it is needed, from the cache.
+    __device__ void get_dy_and_weight(const LoadedRow<StoredView>& loaded, int c, ChunkValues& dy,
+                                      ChunkValues& weight) const {
+        const PlainView<Element> weights = plain_view<Element>(norm.weight);
+        dy_in.unpack(loaded.dy[c], dy);
+        weights.unpack(weights.load(first_column(c)), weight);
+    }
+
+    // Calls f(c, j, d) for each element that the thread has of the row: element j of chunk c, d = dy weight.
+    template <class F> __device__ void for_each_d(const LoadedRow<StoredView>& loaded, F f) const {
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!inside_row(c)) continue;
+            ChunkValues dy, weight;
+            get_dy_and_weight(loaded, c, dy, weight);
+            for (int j = 0; j < CHUNK; j++) f(c, j, dy[j] * weight[j]);
+        }
+    }
+
+    // All threads of the block call it, because it takes sums along rows.
+    __device__ NormedRow normalize(const LoadedRow<StoredView>& loaded, RowSum& sum_over_row) const {
+        ChunkValues x[ROW_CHUNKS];
+        for (int c = 0; c < ROW_CHUNKS; c++) input.unpack(loaded.x[c], x[c]);
+        if constexpr (RMS) return normalize_by_rms(loaded, x, sum_over_row);
+        else return normalize_by_mean_and_std(loaded, x, sum_over_row);
+    }
+
+    // LayerNorm: the statistics come first, and then the means, which need xhat.
+    __device__ NormedRow normalize_by_mean_and_std(const LoadedRow<StoredView>& loaded,
+                                                   const ChunkValues (&x)[ROW_CHUNKS],
+                                                   RowSum& sum_over_row) const {
+        NormedRow row;
+        row.statistics = row_statistics(x, norm.in.cols, /*rms=*/false, norm.eps, sum_over_row);
+        row.set_xhat(x);
+        float sum[2] = {0, 0};  // of d, and of d xhat
+        for_each_d(loaded, [&](int c, int j, float d) {
+            sum[0] += d;
+            sum[1] += d * row.xhat[c][j];
+        });
+        sum_over_row(sum);
+        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(norm.in.cols));
+        row.mean_d = sum[0] * inverse_C;
+        row.mean_d_xhat = sum[1] * inverse_C;
+        return row;
+    }
+
+    // RMSNorm: mean(d xhat) is mean(d x) / rms. So both sums are of x, and are taken together.
+    __device__ NormedRow normalize_by_rms(const LoadedRow<StoredView>& loaded,
+                                          const ChunkValues (&x)[ROW_CHUNKS], RowSum& sum_over_row) const {
+        float sum[2] = {0, 0};  // of x^2, and of d x
+        for_each_d(loaded, [&](int c, int j, float d) {
+            sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
+            sum[1] += d * x[c][j];
+        });
+        sum_over_row(sum);
+        NormedRow row;
+        row.statistics = {.mean = 0, .rstd = inverse_root(sum[0], norm.in.cols, norm.eps)};
+        row.set_xhat(x);
+        row.mean_d = 0;
+        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(norm.in.cols));
+        row.mean_d_xhat = sum[1] * inverse_C * row.statistics.rstd;
+        return row;
+    }
+
+    // Writes dresidual_out = dresidual_in + dx, and adds the row to the sums dweight and dbias. `largest` is
+    // the largest magnitude of dresidual_out so far.
+    __device__ void write_gradients(int64_t row, const LoadedRow<StoredView>& loaded, const NormedRow& normed,
+                                    float4* dweight, float4* dbias, float& largest) const {
+        if (row >= norm.in.rows) return;
+        const uint32_t C = static_cast<uint32_t>(norm.in.cols);
+        for (int c = 0; c < ROW_CHUNKS; c++) {
+            if (!inside_row(c)) continue;
+            const ChunkValues& xhat = normed.xhat[c];
+            ChunkValues dy, weight, dresidual, dweight_of_row;
+            get_dy_and_weight(loaded, c, dy, weight);
+            dresidual_in.unpack(loaded.dresidual[c], dresidual);
+            for (int j = 0; j < CHUNK; j++) {
+                const float d = dy[j] * weight[j];
+                dresidual[j] += normed.statistics.rstd * (d - normed.mean_d - xhat[j] * normed.mean_d_xhat);
+                dweight_of_row[j] = dy[j] * xhat[j];
+            }
+            add_chunk_to_sums(dweight, C, first_column(c), dweight_of_row);
+            if (!RMS) add_chunk_to_sums(dbias, C, first_column(c), dy);
+            dresidual_out.starting_at(row * C).round_in_place_and_store(first_column(c), dresidual, true);
+            largest = larger_magnitude(largest, dresidual);
+        }
+    }
+};
+
+// The kernel of norm_backward() (gpu/norm.h). It writes dresidual_out and its amax, the row statistics, and
+// the blocks' sums: partials (blocks, C) of dweight and, for LayerNorm, after them (blocks, C) of dbias.
+//
+// The row statistics are computed again, because all norms have the same memory for them: later norms have
+// overwritten those of forward. Their bits must be those of forward: wgrad computes the norm's output from
+// them and quantizes it with the amax from forward, and a larger value would saturate.
+template <class StoredView, bool RMS, int CHUNKS>
+__global__ void __launch_bounds__(32 * ROW_WARPS)
+    norm_backward_kernel(const NormBackward<StoredView, RMS, CHUNKS> backward, float* dresidual_amax_out,
+                         float* partials) {
+    const int64_t rows = backward.norm.in.rows;
+    const uint32_t C = static_cast<uint32_t>(backward.norm.in.cols);
+    extern __shared__ float4 sums_of_teams[];  // (blockDim.y, C) of dweight; then, of LayerNorm, of dbias
+    const uint32_t float4s = C / 4;
+    float4* const dweight = sums_of_teams + threadIdx.y * float4s;
+    float4* const dbias = dweight + blockDim.y * float4s;
+    for (uint32_t i = threadIdx.x; i < float4s; i += blockDim.x) {
+        dweight[i] = float4{};
+        if (!RMS) dbias[i] = float4{};
+    }
+    __syncthreads();
+    RowSum sum_over_row;
+    float largest = 0;
+    for (int64_t first_row = static_cast<int64_t>(blockIdx.x) * blockDim.y; first_row < rows;
+         first_row += static_cast<int64_t>(gridDim.x) * blockDim.y) {
+        const int64_t row = first_row + threadIdx.y;
+        const LoadedRow<StoredView> loaded = backward.load(row);
+        const NormedRow normed = backward.normalize(loaded, sum_over_row);
+        if (row < rows && threadIdx.x == 0) backward.norm.row_statistics[row] = normed.statistics;
+        backward.write_gradients(row, loaded, normed, dweight, dbias, largest);
+    }
+    if (dresidual_amax_out) update_amax_by_warp(dresidual_amax_out, magnitude_bits(largest));
+    __syncthreads();
+    write_partials(sums_of_teams, C, partials);
+    if (!RMS) write_partials(sums_of_teams + blockDim.y * float4s, C, partials + gridDim.x * C);
+}
+
+// How many blocks there are decides in which order dweight and dbias are summed.
+constexpr int NORM_BLOCKS_PER_SM = 4;
+int most_norm_blocks() { return multiprocessors() * NORM_BLOCKS_PER_SM; }
+
+template <class StoredView, bool RMS, int CHUNKS>
+void launch_norm_backward(const Norm& n, StoredView in, const NormBackwardTensors& g, float* workspace,
+                          unsigned blocks, cudaStream_t stream) {
+    using Element = typename StoredView::ComputeElement;
+    const dim3 block = block_shape(n.in.cols);
+    const NormBackward<StoredView, RMS, CHUNKS> backward{
+        .norm = n,
+        .input = in,
+        .dy_in = plain_view<Element>(g.dy.data),
+        .dresidual_in = plain_view<Element>(g.dresidual_in.data),
+        .dresidual_out = plain_view<Element>(g.dresidual_out.data)};
+    const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
+    launch("norm_backward", norm_backward_kernel<StoredView, RMS, CHUNKS>, blocks, block, shared_bytes,
+           stream, backward, g.dresidual_amax_out, workspace);
+}
+
+// At the usual widths a thread has 3 chunks (768 columns), or 4 (multiples of 1024). A round is one chunk for
+// each thread of a team.
+template <class StoredView, bool RMS>
+void launch_for_width(const Norm& n, StoredView in, const NormBackwardTensors& g, float* workspace,
+                      unsigned blocks, cudaStream_t stream) {
+    const int64_t C = n.in.cols, columns_per_round = block_shape(C).x * CHUNK;
+    auto* launch_variant = launch_norm_backward<StoredView, RMS, /*CHUNKS=*/0>;
+    if (C == 3 * columns_per_round) launch_variant = launch_norm_backward<StoredView, RMS, 3>;
+    if (C == 4 * columns_per_round) launch_variant = launch_norm_backward<StoredView, RMS, 4>;
+    launch_variant(n, in, g, workspace, blocks, stream);
+}
+
+}  // namespace
+
+int64_t norm_backward_workspace_floats(int64_t C) { return 2 * most_norm_blocks() * C; }
+
+void norm_backward(const Norm& n, const NormBackwardTensors& g, float* workspace, cudaStream_t stream) {
+    const unsigned blocks =
+        std::min(block_count(n.in.rows, block_shape(n.in.cols).y), static_cast<unsigned>(most_norm_blocks()));
+    with_view(n.in, [&](auto in) {
+        if (n.rms) launch_for_width<decltype(in), /*RMS=*/true>(n, in, g, workspace, blocks, stream);
+        else launch_for_width<decltype(in), /*RMS=*/false>(n, in, g, workspace, blocks, stream);
+    });
+    reduce_partials(workspace, blocks, g.dweight, stream, n.rms ? TensorRef{} : g.dbias);
+}
+
+}  // namespace coat::gpu
