@@ -11,7 +11,7 @@ namespace gpu {
 class Transport;  // gpu/transport.h: how GPUs send each other bytes
 }
 
-// The recipe as a GPU of this compute capability (90 is 9.0) runs it (table: dev/README.md), or an Error.
+// The recipe as a GPU of this compute capability (90 is 9.0) runs it (table: program/README.md), or an Error.
 Recipe recipe_on_gpu(const Recipe& r, int capability);
 
 // Whether it pays off to make all FP8 weights once per step, if memory allows.

@@ -1,6 +1,6 @@
-// commands.cpp - runs every command that the course and dev/README.md give, and compares what it prints with
-// what the page quotes. The commands are found in the Markdown, so a new one is tested without being listed
-// here.
+// commands.cpp - runs every command that the course, the manual and dev/README.md give, and compares what it
+// prints with what the page quotes. The commands are found in the Markdown, so a new one is tested without being
+// listed here.
 #include <atomic>
 #include <optional>
 #include <regex>
@@ -240,12 +240,12 @@ static std::optional<int> exercise(const std::string& command) {
     return std::stoi(number[1]);
 }
 
-TEST_CASE("commands: all that the course and dev/README.md give run and print what the pages quote" *
+TEST_CASE("commands: all that the course and the manual give run and print what the pages quote" *
           doctest::skip(NO_NUMPY || quick())) {
     std::vector<std::string> commands;
     std::set<const Skipped*> used;
-    const std::vector<std::string> pages = {"dev/WALK.md", "dev/WALK2.md", "dev/README.md",
-                                            "dev/exercises/README.md"};
+    const std::vector<std::string> pages = {"program/README.md", "dev/WALK.md", "dev/WALK2.md",
+                                            "dev/README.md", "dev/exercises/README.md"};
     for (const std::string& page : pages)
         for (const Passage& p : passages(read_file(page))) {
             if (p.kind != Passage::Command) continue;

@@ -1,5 +1,5 @@
-// pages.cpp - what dev/*.md says is so: quotations and names of tests in the course (WALK.md and WALK2.md),
-// tables in dev/README.md.
+// pages.cpp - what the pages say is so: quotations and names of tests in the course (WALK.md and WALK2.md),
+// tables of README.md and program/README.md, links.
 #include <nlohmann/json.hpp>
 #include <regex>
 #include <set>
@@ -59,8 +59,8 @@ static std::set<std::string> anchors(const std::string& page) {
 TEST_CASE("pages: every link to a file and to a heading and every picture is there") {
     const std::regex target("(?:\\]\\(|srcset=\"|src=\"|href=\")([^)\"#:]*)(?:#([^)\"]*))?[)\"]");
     for (const char* page :
-         {"README.md", "dev/WALK.md", "dev/WALK2.md", "dev/README.md", "dev/RESULTS.md",
-          "dev/exercises/README.md", "dev/ladders/README.md", "test/README.md", "dev/explore.html"}) {
+         {"README.md", "program/README.md", "test/README.md", "dev/README.md", "dev/WALK.md", "dev/WALK2.md",
+          "dev/RESULTS.md", "dev/exercises/README.md", "dev/ladders/README.md", "dev/explore.html"}) {
         const std::string text = std::regex_replace(read_file(page), std::regex("`[^`\n]*`"), "");
         for (std::sregex_iterator found(text.begin(), text.end(), target), end; found != end; ++found) {
             const std::string path = (*found)[1], heading = (*found)[2];
@@ -301,8 +301,8 @@ TEST_CASE("README.md: its table of losses has the figures of dev/RESULTS.md and 
     }
 }
 
-TEST_CASE("dev/README.md: which recipe runs how on a compute capability") {
-    const std::string page = read_file("dev/README.md");
+TEST_CASE("program/README.md: which recipe runs how on a compute capability") {
+    const std::string page = read_file("program/README.md");
     for (const Recipe& r : recipes()) {  // its row: "| `fp32`, `bf16` | FP32 | ... |"
         std::string cells;
         for (const int capability : {80, 86, 89, 90, 100, 120}) {
@@ -327,8 +327,8 @@ static RunSettings settings_with_coat(const char* model) {
 // A program without CUDA does not know the whole memory.
 static const bool NO_CUDA = arena_bytes(settings_with_coat("llama-2-7b"), false) == 0;
 
-TEST_CASE("dev/README.md: which model fits in a GPU" * doctest::skip(NO_CUDA)) {
-    const std::string page = read_file("dev/README.md");
+TEST_CASE("program/README.md: which model fits in a GPU" * doctest::skip(NO_CUDA)) {
+    const std::string page = read_file("program/README.md");
     for (const char* name : {"tinyllama-1.1b", "llama-2-7b", "llama-3.1-8b", "llama-2-13b", "llama-30b"}) {
         RunSettings s = settings_with_coat(name);
         const std::string by_default = gigabytes(total_bytes(gpu_memory_plan(s)));
