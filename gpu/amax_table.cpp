@@ -25,7 +25,7 @@ void AmaxTable::clear() {
 
 // Strided: of each entry, which has 16 bytes, only `amax` is cleared.
 void AmaxTable::clear_operand_amaxes() const {
-    enqueue(stream_, [&] {
+    enqueue(stream_, "clear", [&] {
         check(cudaMemset2DAsync(&entries_[param_count].amax, sizeof(TensorScale), 0, sizeof(float),
                                 OPERAND_COUNT * linear_layer_count, stream_),
               "Clearing amaxes failed");

@@ -410,11 +410,11 @@ AttentionKernels any_gpu_attention(const AttentionShape& s) {
 
 void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* amax_out,
                        cudaStream_t stream) {
-    enqueue(stream, [&] { fastest(s).forward(s, qkv, out, lse, amax_out, stream); });
+    enqueue(stream, "attention_forward", [&] { fastest(s).forward(s, qkv, out, lse, amax_out, stream); });
 }
 
 void attention_backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {
-    enqueue(stream, [&] { fastest(s).backward(s, tensors, stream); });
+    enqueue(stream, "attention_backward", [&] { fastest(s).backward(s, tensors, stream); });
 }
 
 size_t attention_workspace(const AttentionShape& s) { return fastest(s).workspace(s); }

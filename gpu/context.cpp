@@ -6,7 +6,7 @@
 namespace coat::gpu {
 
 void GpuContext::wait(const char* what) const {
-    enqueue(stream, [&] {
+    enqueue(stream, "wait", [&] {
         if (settings.communicator)
             settings.communicator->wait_until([&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
         check(cudaStreamSynchronize(stream), what);

@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
+#include <map>
 #include <string>
 
 #include "../common/text.h"
@@ -47,16 +48,21 @@ cudaError_t kernel_status();
 // What takes the place of a stream in a dry run.
 inline const cudaStream_t DRY_RUN = reinterpret_cast<cudaStream_t>(-1);
 
-// Calls put_work(), which puts work on the stream. In a dry run it is not called.
-template <class PutWork> void enqueue(cudaStream_t stream, PutWork put_work) {
+// How often each kind of work would have been put on a stream in a dry run, by its name. It is null, and nothing
+// is counted, unless a test asks for it.
+inline std::map<std::string, int64_t>* dry_run_counts = nullptr;
+
+// Calls put_work(), which puts work of this name on the stream. In a dry run it is not called, only counted.
+template <class PutWork> void enqueue(cudaStream_t stream, const char* name, PutWork put_work) {
     if (stream != DRY_RUN) put_work();
+    else if (dry_run_counts) (*dry_run_counts)[name]++;
 }
 
 inline void clear_async(void* p, int64_t bytes, cudaStream_t stream) {
-    enqueue(stream, [&] { check(cudaMemsetAsync(p, 0, bytes, stream), "Clearing memory failed"); });
+    enqueue(stream, "clear", [&] { check(cudaMemsetAsync(p, 0, bytes, stream), "Clearing memory failed"); });
 }
 inline void copy_async(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
-    enqueue(stream, [&] {
+    enqueue(stream, "copy", [&] {
         check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "Copying memory failed");
     });
 }
@@ -87,7 +93,7 @@ public:
 class Event : UniqueHandle<cudaEvent_t, cudaEventDestroy> {
 public:
     void record(cudaStream_t stream) {
-        enqueue(stream, [&] {
+        enqueue(stream, "record an event", [&] {
             if (!handle)
                 check(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming),
                       "Creating a CUDA event failed");

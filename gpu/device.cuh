@@ -54,15 +54,15 @@ inline unsigned block_count(int64_t n, int64_t per_block) {
     return static_cast<unsigned>(ceil_div(n, per_block));
 }
 
-// Every kernel is launched here. what: its name in an error. shared_bytes: the shared memory that a block
-// needs besides the arrays that the kernel declares with a fixed size. Most kernels need none.
+// Every kernel is launched here. what: its name in errors and dry runs. shared_bytes: the shared memory that
+// a block needs besides the arrays that the kernel declares with a fixed size. Most kernels need none.
 template <class... Parameters>
 void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared_bytes,
             cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
     // CUDA's limits. They are checked in a dry run, too.
     require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");
     if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
-    enqueue(stream, [&] {
+    enqueue(stream, what, [&] {
         // CUDA allows a block 48 KiB of shared memory, and more only after this call. 8 of the 48 are left to
         // the arrays of a fixed size.
         if (shared_bytes > 40 << 10)

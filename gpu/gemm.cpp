@@ -213,7 +213,7 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
                   .cols = out.cols,
                   .depth = depth,
                   .biased = options.bias != nullptr};
-    enqueue(stream, [&] {
+    enqueue(stream, "GEMM", [&] {
         if (!handle_) check_cublas(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
         if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {
             launch(chosen->second);
