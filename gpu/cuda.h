@@ -48,8 +48,8 @@ cudaError_t kernel_status();
 // What takes the place of a stream in a dry run.
 inline const cudaStream_t DRY_RUN = reinterpret_cast<cudaStream_t>(-1);
 
-// How often each kind of work would have been put on a stream in a dry run, by its name. It is null, and nothing
-// is counted, unless a test asks for it.
+// How often each kind of work would have been put on a stream in a dry run, by its name. It is null, and
+// nothing is counted, unless a test asks for it.
 inline std::map<std::string, int64_t>* dry_run_counts = nullptr;
 
 // Calls put_work(), which puts work of this name on the stream. In a dry run it is not called, only counted.
