@@ -86,8 +86,8 @@ template <MomentKind KIND, Format FORMAT, bool EXPANSION> struct MomentTraits {
     static constexpr bool E5M2 = FORMAT == Format::E5M2;
     static constexpr bool EXPANDS = EXPANSION;
     static constexpr bool SIGNED = KIND == MomentKind::First;
-    static constexpr float FMAX = info(FORMAT).fmax;
-    static constexpr float FMIN = info(FORMAT).fmin;
+    static constexpr float FMAX = format_info(FORMAT).fmax;
+    static constexpr float FMIN = format_info(FORMAT).fmin;
     static constexpr float LOG2_FMAX = E5M2 ? 15.80735492f : 8.80735492f;    // log2(FMAX)
     static constexpr float LOG2_RANGE = E5M2 ? 31.80735492f : 17.80735492f;  // log2(FMAX / FMIN)
 };
@@ -604,8 +604,8 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
     const AdamWArguments arguments{.constants = kernel_constants(options),
                                    .moment_scales = moment_scales(optimizer),
-                                   .fmax_m = info(optimizer.m_format).fmax,
-                                   .fmax_v = info(optimizer.v_format).fmax,
+                                   .fmax_m = format_info(optimizer.m_format).fmax,
+                                   .fmax_v = format_info(optimizer.v_format).fmax,
                                    .shards = update.shards,
                                    .shard_count = update.count,
                                    .elements = update.elements,

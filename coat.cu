@@ -227,7 +227,7 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
         auto kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/true>;
         launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0,
-               stream, producer, x.rows, out.tensor.tensor_scale, info(FP8).fmax,
+               stream, producer, x.rows, out.tensor.tensor_scale, format_info(FP8).fmax,
                static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
     });
 }
@@ -250,7 +250,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 }
 
 void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream) {
-    require(!out.format.fp8(), "values are stored in BF16 or FP32");
+    require(!out.format.is_fp8(), "values are stored in BF16 or FP32");
     with_producer(x, [&](auto producer) {
         launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, bf16_or_fp32(out));
@@ -259,7 +259,7 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
 
 void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     const TensorFormat& format = out.tensor.format;
-    require(format.fp8() && format != E4M3_1x16,
+    require(format.is_fp8() && format != E4M3_PER_1x16,
             "quantize_operand() makes the FP8 codes of a GEMM's operand, not groups");
     // Both of these are in gpu/other_scaling.cu.
     if (format.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, stream);
@@ -270,7 +270,7 @@ void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant
 }
 
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
-    if (out.tensor.format.fp8()) quantize_operand(x, out, quant_stats, stream);
+    if (out.tensor.format.is_fp8()) quantize_operand(x, out, quant_stats, stream);
     else store_values(x, out.tensor, stream);
 }
 
@@ -307,7 +307,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
 void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
                                        float* workspace, QuantStats* quant_stats, cudaStream_t stream) {
     const TensorFormat& format = out.tensor.format;
-    const bool per_tensor = format.fp8() && format.granularity == PER_TENSOR && !out.delayed;
+    const bool per_tensor = format.is_fp8() && format.granularity == PER_TENSOR && !out.delayed;
     const bool both_forms = out.tensor.data && out.transposed;
     const bool one_pass = x.op == LazyOp::Stored && x.input.format == PLAIN_BF16 && per_tensor && both_forms;
     if (!one_pass) {
@@ -321,7 +321,7 @@ void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, 
         kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;
     launch("write_operand_and_add_column_sums", kernel, column_grid(x.cols), TILE_THREADS, /*shared_bytes=*/0,
            stream, P{plain_view<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.tensor_scale,
-           info(format.element_format).fmax, static_cast<uint8_t*>(out.tensor.data),
+           format_info(format.element_format).fmax, static_cast<uint8_t*>(out.tensor.data),
            static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }

@@ -66,7 +66,7 @@ struct ResidualNorm {
     // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
     LinearLayer* reader;
 
-    bool saves_groups() const { return norm.in.format.fp8(); }
+    bool saves_groups() const { return norm.in.format.is_fp8(); }
     float* place_for_output_amax() const { return reader ? reader->place_for_x_amax() : nullptr; }
 };
 
@@ -165,8 +165,8 @@ class Network {
     //   - dgate_up has one scale per tensor, or none. Scales of rows or blocks would lie right after the
     //     codes (gpu/linear.cpp). There they would overwrite the scales of the groups of gate and up, which
     //     the kernel still reads.
-    const bool dgate_up_in_place_ = info(linear_context_.formats.g.element_format).bytes ==
-                                        info(recipe_.saved_inputs.element_format).bytes &&
+    const bool dgate_up_in_place_ = format_info(linear_context_.formats.g.element_format).bytes ==
+                                        format_info(recipe_.saved_inputs.element_format).bytes &&
                                     linear_context_.formats.g.granularity == PER_TENSOR;
     // Whether dqkv, later in backward, overwrites the same place: if a row of dqkv fits into the bytes of a
     // row of gate and up, codes and scales together. (In Llama-2-7B a row of dqkv has 24,576 bytes. A row of
@@ -230,7 +230,7 @@ public:
     void forward(const MicroBatch& micro_batch) {
         const Arena::Scope scope(arena_);
         ResidualStream residual{};
-        if (recipe_.saved_inputs.fp8()) residual.buffer = allocate_tensor(micro_batch.N, config_.C);
+        if (recipe_.saved_inputs.is_fp8()) residual.buffer = allocate_tensor(micro_batch.N, config_.C);
         // Each micro-batch has its own amaxes. (Delayed scaling: begin_delayed_scaling() clears them)
         if (!amax_table_.delayed()) amax_table_.clear_operand_amaxes();
         embed_and_save(micro_batch, residual, norm1_of(micro_batch, layers_[0]));
@@ -309,7 +309,7 @@ private:
         const LazyTensor x = lazy_norm(norm2.norm);
         // Each branch of the `if` saves gate and up. It also finds the amax of down_proj's x, the output of
         // the activation, if down_proj needs this amax
-        if (gate_up.format.fp8()) {
+        if (gate_up.format.is_fp8()) {
             // coat: the projection's output is the widest tensor of a layer. It exists only until its groups
             // are saved
             const Arena::Scope until_saved(arena_);
@@ -610,7 +610,7 @@ private:
     // multiple of 16 rows, because an FP8 GEMM writes so many.
     TensorRef allocate_tensor(int64_t n, int64_t cols) {
         const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
-        return tensor_at(arena_.allocate(elements * info(recipe_.compute_format).bytes), n, cols);
+        return tensor_at(arena_.allocate(elements * format_info(recipe_.compute_format).bytes), n, cols);
     }
     TensorRef tensor_at(void* data, int64_t n, int64_t cols) const {
         return {.data = data, .rows = n, .cols = cols, .format = {recipe_.compute_format}};
@@ -667,27 +667,27 @@ private:
     //
     // What a function of this section allocates lies in memory of the caller's scope.
     TensorRef allocate_buffer_if_needed(const TensorRef& saved) {
-        return saved.format.fp8() ? allocate_tensor(saved.rows, saved.cols) : saved;
+        return saved.format.is_fp8() ? allocate_tensor(saved.rows, saved.cols) : saved;
     }
     // Saves what is in a buffer, and reloads the buffer. (Without a buffer there is nothing to do.)
     void save_and_reload(const TensorRef& buffer, const TensorRef& saved) {
-        if (!saved.format.fp8()) return;
+        if (!saved.format.is_fp8()) return;
         quantize_groups(buffer, saved, /*write_back=*/true, context_.quant_stats_of(ReportKind::Attention),
                         stream_);
     }
     TensorRef allocate_and_load_if_needed(const TensorRef& saved) {
         const TensorRef buffer = allocate_buffer_if_needed(saved);
-        if (saved.format.fp8()) store_values(lazy_stored(saved), buffer, stream_);
+        if (saved.format.is_fp8()) store_values(lazy_stored(saved), buffer, stream_);
         return buffer;
     }
     // The output of attention is the x of attention_out_proj. Its amax comes from attention_forward(). With
     // --attention groups x is what the groups hold, and its amax takes a pass of its own.
     float* place_for_attention_output_amax(const Layer& layer, const TensorRef& saved) const {
-        return saved.format.fp8() ? nullptr : layer.attention_out_proj.place_for_x_amax();
+        return saved.format.is_fp8() ? nullptr : layer.attention_out_proj.place_for_x_amax();
     }
     void save_attention_output(const Layer& layer, const TensorRef& buffer, const TensorRef& saved) {
         save_and_reload(buffer, saved);
-        if (saved.format.fp8()) layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved));
+        if (saved.format.is_fp8()) layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved));
     }
 
     // q, k, v as attention reads them: as they are saved, because forward applies RoPE right after the q, k,
@@ -805,7 +805,7 @@ private:
         for (const SavedTensor& saved : saved_per_layer(config_, recipe_)) {
             TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .format = saved.format};
             // The scales of groups lie right after the codes
-            if (saved.format.fp8())
+            if (saved.format.is_fp8())
                 tensor.group_scales =
                     reinterpret_cast<uint16_t*>(data + saved.format.bytes_without_scales(N, saved.cols));
             layer.saved_tensors.push_back(tensor);
@@ -1052,7 +1052,7 @@ public:
         load_tokens(micro_batch, tokens);
         network_.forward(micro_batch);
         context_.copy_to_host(logits, network_.last_logits(micro_batch),
-                              settings_.config.V * info(Format::FP32).bytes);
+                              settings_.config.V * format_info(Format::FP32).bytes);
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {

@@ -52,7 +52,7 @@ struct ModelConfig {
     Architecture arch;
     // Sizes; formats.h says what the letters mean.
     int64_t L, C, NH, NKV, F;
-    int64_t V;      // in models(), 0 means: the vocabulary size of the data
+    int64_t V;      // in known_models(), 0 means: the vocabulary size of the data
     int64_t max_T;  // the number of positions
     bool tied;      // the weight of the head is the embedding
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
@@ -115,16 +115,16 @@ struct Role {
     bool decays = false;  // weight decay applies
     // Its moments have the formats OptimizerFormats::m_format and v_format. The moments of other roles are in
     // FP32.
-    bool moments_follow_optimizer = false;
+    bool moments_in_optimizer_format = false;
     // It is the weight of a linear layer that belongs to a transformer layer: its GEMMs read operands in the
     // formats Recipe::x, w and g. (The head is outside the layers. Its GEMMs are in the compute format.)
     bool is_linear_weight = false;
     bool starts_at_one = false;  // its initial values are 1
 };
 // The embedding, learned positions and the head: they are never quantized, but their moments are.
-inline constexpr Role MATRIX_OUTSIDE_LAYERS{.decays = true, .moments_follow_optimizer = true};
+inline constexpr Role MATRIX_OUTSIDE_LAYERS{.decays = true, .moments_in_optimizer_format = true};
 inline constexpr Role LINEAR_WEIGHT{
-    .decays = true, .moments_follow_optimizer = true, .is_linear_weight = true};
+    .decays = true, .moments_in_optimizer_format = true, .is_linear_weight = true};
 inline constexpr Role NORM_WEIGHT{.starts_at_one = true};
 inline constexpr Role BIAS{};
 
@@ -150,7 +150,7 @@ struct Param {
     // The format in which this parameter's first or second moments are stored. optimizer_format is
     // OptimizerFormats::m_format or v_format.
     Format moment_format(Format optimizer_format) const {
-        return role.moments_follow_optimizer ? optimizer_format : Format::FP32;
+        return role.moments_in_optimizer_format ? optimizer_format : Format::FP32;
     }
 };
 

@@ -75,7 +75,7 @@ inline constexpr FormatInfo FORMATS[] = {
 };
 // clang-format on
 
-constexpr const FormatInfo& info(Format f) { return FORMATS[static_cast<int>(f)]; }
+constexpr const FormatInfo& format_info(Format f) { return FORMATS[static_cast<int>(f)]; }
 constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -111,21 +111,25 @@ struct TensorFormat {
     Format scale_format = Format::FP32;
 
     constexpr bool operator==(const TensorFormat&) const = default;
-    bool fp8() const { return is_fp8(element_format); }
-    int64_t scale_rows(int64_t rows) const { return granularity.rows ? ceil_div(rows, granularity.rows) : 1; }
-    int64_t scale_cols(int64_t cols) const { return granularity.cols ? ceil_div(cols, granularity.cols) : 1; }
+    bool is_fp8() const { return coat::is_fp8(element_format); }
+    int64_t rows_of_scales(int64_t rows) const {
+        return granularity.rows ? ceil_div(rows, granularity.rows) : 1;
+    }
+    int64_t cols_of_scales(int64_t cols) const {
+        return granularity.cols ? ceil_div(cols, granularity.cols) : 1;
+    }
     int64_t scale_count(int64_t rows, int64_t cols) const {
-        return fp8() ? scale_rows(rows) * scale_cols(cols) : 0;
+        return is_fp8() ? rows_of_scales(rows) * cols_of_scales(cols) : 0;
     }
     int64_t bytes_without_scales(int64_t rows, int64_t cols) const {
-        return rows * cols * info(element_format).bytes;
+        return rows * cols * format_info(element_format).bytes;
     }
     int64_t bytes(int64_t rows, int64_t cols) const {  // with the scales
-        return bytes_without_scales(rows, cols) + scale_count(rows, cols) * info(scale_format).bytes;
+        return bytes_without_scales(rows, cols) + scale_count(rows, cols) * format_info(scale_format).bytes;
     }
     std::string text() const {  // "e4m3 1x16", "e4m3 row", "e5m2 tensor", "bf16"
-        const std::string name = info(element_format).name;
-        if (!fp8()) return name;
+        const std::string name = format_info(element_format).name;
+        if (!is_fp8()) return name;
         if (granularity == PER_TENSOR) return name + " tensor";
         if (granularity == PER_ROW) return name + " row";
         return concat(name, " ", granularity.rows, "x", granularity.cols);
@@ -137,11 +141,11 @@ inline constexpr TensorFormat PLAIN_BF16{.element_format = Format::BF16};
 // With scales, by granularity:
 inline constexpr TensorFormat E4M3_PER_TENSOR{.element_format = Format::E4M3};
 inline constexpr TensorFormat E5M2_PER_TENSOR{.element_format = Format::E5M2};
-inline constexpr TensorFormat E4M3_1x16{
+inline constexpr TensorFormat E4M3_PER_1x16{
     .element_format = Format::E4M3, .granularity = PER_1x16, .scale_format = Format::BF16};
 inline constexpr TensorFormat E4M3_PER_ROW{.element_format = Format::E4M3, .granularity = PER_ROW};
-inline constexpr TensorFormat E4M3_1x128{.element_format = Format::E4M3, .granularity = PER_1x128};
-inline constexpr TensorFormat E4M3_128x128{.element_format = Format::E4M3, .granularity = PER_128x128};
+inline constexpr TensorFormat E4M3_PER_1x128{.element_format = Format::E4M3, .granularity = PER_1x128};
+inline constexpr TensorFormat E4M3_PER_128x128{.element_format = Format::E4M3, .granularity = PER_128x128};
 
 // -----------------------------------------------------------------------------------------------------------
 // The GEMMs of a linear layer

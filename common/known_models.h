@@ -5,7 +5,7 @@
 
 namespace coat {
 
-inline const std::vector<ModelConfig>& models() {
+inline const std::vector<ModelConfig>& known_models() {
     constexpr RopeScaling LLAMA3_BY_8{.type = RopeScaling::Llama3, .factor = 8};
     constexpr RopeScaling LLAMA3_BY_32{.type = RopeScaling::Llama3, .factor = 32};
     // clang-format off

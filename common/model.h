@@ -47,7 +47,7 @@ inline void require_supported(const RunSettings& s) {
     if (s.B > 65535 || s.B * s.T > 128 * 65535)
         throw Error("--batch ", s.B, " with --seq ", s.T,
                     " is too large; use a smaller --batch and more --accumulate.");
-    const bool groups = s.recipe.saved_attention.fp8();
+    const bool groups = s.recipe.saved_attention.is_fp8();
     if (s.recipe.compute_format == Format::FP32 && (groups || !s.keep_masters))
         throw Error(groups ? "--attention groups" : "--master none", " needs BF16, but --recipe ",
                     s.recipe.name, " computes in FP32; leave it out, or choose --recipe coat.");

@@ -58,7 +58,7 @@ inline const std::vector<Recipe>& recipes() {
         {.name = "bf16",
          .about = "BF16 tensors; GEMMs sum in FP32"},
         {.name = "coat", .x = E4M3_PER_TENSOR, .w = E4M3_PER_TENSOR, .g = E5M2_PER_TENSOR,
-         .saved_inputs = E4M3_1x16, .fast_accumulation = FAST_IN_FPROP, .default_optimizer = "coat",
+         .saved_inputs = E4M3_PER_1x16, .fast_accumulation = FAST_IN_FPROP, .default_optimizer = "coat",
          .about = "FP8 GEMMs, one scale per tensor; norm and activation inputs saved in FP8 groups of 16"},
         {.name = "te", .x = E4M3_PER_TENSOR, .w = E4M3_PER_TENSOR, .g = E5M2_PER_TENSOR,
          .scale_source = ScaleSource::Delayed,
@@ -74,7 +74,7 @@ inline const std::vector<Recipe>& recipes() {
         {.name = "rowwise", .x = E4M3_PER_ROW, .w = E4M3_PER_ROW, .g = E4M3_PER_ROW,
          .fast_accumulation = FAST_IN_FPROP,
          .about = "FP8 GEMMs, one scale per row, not rounded to powers of two"},
-        {.name = "deepseek", .x = E4M3_1x128, .w = E4M3_128x128, .g = E4M3_1x128,
+        {.name = "deepseek", .x = E4M3_PER_1x128, .w = E4M3_PER_128x128, .g = E4M3_PER_1x128,
          .about = "FP8 GEMMs, one scale per 1x128 block (weights: per 128x128 block; DeepSeek-V3)"},
     };
     // clang-format on
@@ -90,7 +90,7 @@ struct LinearFormats {
 };
 inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
     const TensorFormat plain{.element_format = r.compute_format};
-    if (N % 16 != 0 && r.x.fp8()) return {.x = plain, .w = plain, .g = plain, .fallback = true};
+    if (N % 16 != 0 && r.x.is_fp8()) return {.x = plain, .w = plain, .g = plain, .fallback = true};
     return {.x = r.x, .w = r.w, .g = r.g, .fallback = false};
 }
 

@@ -98,7 +98,7 @@ inline std::vector<StateTensor> tensors_besides_weights(const RunSettings& s) {
             const Format f = p.moment_format(wanted);
             const int64_t moment_groups = s.optimizer.moment_scaling_count(f, p.size());
             const int64_t shared_by = s.optimizer.one_moment_group ? StateTensor::ALL : MOMENT_GROUP_SIZE;
-            add(moment, info(f).safetensors_dtype, info(f).bytes, {p.rows, p.cols}, 1);
+            add(moment, format_info(f).safetensors_dtype, format_info(f).bytes, {p.rows, p.cols}, 1);
             if (moment_groups) add(moment + ".max", "F32", 4, {moment_groups}, shared_by);
             if (s.optimizer.uses_expansion(f)) add(moment + ".k", "F32", 4, {moment_groups}, shared_by);
         }

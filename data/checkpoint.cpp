@@ -27,7 +27,7 @@ static void write_trainer(const std::string& folder, const SavedRun& run) {
         {"step", run.state.step},
         {"updates", run.state.updates},
         {"first_validation", run.state.first_validation},
-        {"settings", run.saved_flags},
+        {"settings", run.flags},
     };
     for (const std::string& name : HASHED_FILES) trainer["hashes"][name] = hash_file(path_in(folder, name));
     trainer["hash"] = hash_of_fields(trainer);
@@ -189,7 +189,7 @@ SavedRun read_saved_run(const std::string& checkpoint) {
         .state = {.step = trainer.get<int64_t>("step"),
                   .updates = trainer.get<int64_t>("updates"),
                   .first_validation = trainer.get<double>("first_validation")},
-        .saved_flags = trainer.get<Fields>("settings").object,
+        .flags = trainer.get<Fields>("settings").object,
     };
 }
 

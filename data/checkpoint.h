@@ -21,7 +21,7 @@ struct LoopState {
 struct SavedRun {
     LoopState state;
     // The flags of the run by their names, and the files of its data.
-    ordered_json saved_flags = ordered_json::object();
+    ordered_json flags = ordered_json::object();
 };
 
 // Creates a folder and those above it that are missing, and syncs each folder that gets a new entry.

@@ -53,7 +53,7 @@ std::vector<TokenStream::Part>::const_iterator TokenStream::part_of(int64_t toke
 }
 
 // Tokens as they are in token files, with the bit NOT_COUNTED.
-std::vector<uint32_t> TokenStream::words(int64_t first, int64_t count) const {
+std::vector<uint32_t> TokenStream::raw_tokens(int64_t first, int64_t count) const {
     std::vector<uint32_t> all(count);
     const int64_t end = first + count;
     auto part = part_of(first);
@@ -76,12 +76,12 @@ std::vector<uint32_t> TokenStream::words(int64_t first, int64_t count) const {
 }
 
 void TokenStream::read(int64_t first, int64_t count, int32_t* tokens, int32_t* as_targets) const {
-    for (uint32_t word : words(first, count)) {
-        const int32_t token = word & ~NOT_COUNTED;
+    for (uint32_t raw_token : raw_tokens(first, count)) {
+        const int32_t token = raw_token & ~NOT_COUNTED;
         if (token > largest_)
             throw Error("--data was changed during the run, and now has token ", token, "; restore it.");
         *tokens++ = token;
-        *as_targets++ = word & NOT_COUNTED ? NO_TARGET : token;
+        *as_targets++ = raw_token & NOT_COUNTED ? NO_TARGET : token;
     }
 }
 
@@ -95,9 +95,10 @@ TokenStream::Summary TokenStream::scan() {
 #pragma omp parallel for reduction(max : largest) reduction(^ : hash)
     for (int64_t first = 0; first < size_; first += TOKENS_OF_PART) {
         try {
-            const std::vector<uint32_t> part = words(first, std::min(TOKENS_OF_PART, size_ - first));
+            const std::vector<uint32_t> part = raw_tokens(first, std::min(TOKENS_OF_PART, size_ - first));
             hash ^= hash_bytes(part.data(), std::ssize(part) * 4, first);
-            for (const uint32_t word : part) largest = std::max<int64_t>(largest, word & ~NOT_COUNTED);
+            for (const uint32_t raw_token : part)
+                largest = std::max<int64_t>(largest, raw_token & ~NOT_COUNTED);
         } catch (...) {
 #pragma omp critical
             error = std::current_exception();
@@ -160,7 +161,7 @@ static TokenStream::Source source_of_text(const std::shared_ptr<const MappedFile
 // Reads text files. A text that occurs twice is used once: its copy would make validation easier than it is.
 static void read_texts(const FoundFiles& found, const CorpusOptions& options, Corpus& corpus) {
     constexpr size_t HELD_OUT_EVERY = 20;  // if there are at least 20 texts, every 20th is held out
-    const KnownFiles known(options.known);
+    const KnownFiles known(options.files_of_resumed_run);
     std::map<uint64_t, std::string> path_of_hash;
     std::vector<LeftOut> copies;
     std::vector<TokenStream::Source> texts;  // that --val does not name
@@ -262,7 +263,7 @@ static void read_files(const FoundFiles& found, const CorpusOptions& options, Co
     if (std::none_of(found.paths.begin(), found.paths.end(), is_token_file))
         return read_texts(found, options, corpus);
     corpus.held_out_rule = "files with the word val in their names";
-    const KnownFiles known(options.known);
+    const KnownFiles known(options.files_of_resumed_run);
     for (size_t i = 0; i < found.paths.size(); i++) {
         const std::string& path = found.paths[i];
         const bool is_held_out = options.val.empty() ? is_held_out_by_name(path) : i < found.held_out_count;
@@ -289,7 +290,7 @@ static void hold_out_end(Corpus& corpus) {
 }
 
 Corpus load_corpus(const std::string& data, const CorpusOptions& options) {
-    const FoundFiles found = find_data_files(data, options.written, options.val);
+    const FoundFiles found = find_data_files(data, options.output_paths, options.val);
     Corpus corpus;
     corpus.left_out = found.left_out;
     try {

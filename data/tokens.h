@@ -59,7 +59,7 @@ private:
         int64_t first;  // where its tokens begin in the stream
     };
     std::vector<Part>::const_iterator part_of(int64_t token) const;
-    std::vector<uint32_t> words(int64_t first, int64_t count) const;
+    std::vector<uint32_t> raw_tokens(int64_t first, int64_t count) const;
 
     std::vector<Part> parts_;
     int64_t size_ = 0;
@@ -72,12 +72,12 @@ private:
 struct Corpus {
     TokenStream train, validation;
     TokenStream::Summary train_summary, validation_summary;
-    std::string held_out_rule;    // by which rule `validation` was chosen, as it is printed
-    Vocabulary vocabulary;        // without pieces if token files come without tokenizer.bin
-    std::string vocabulary_file;  // that tokenizer.bin; empty without one, and of text files
-    int64_t seq = 0;              // of packed conversations; 0 for text
+    std::string held_out_rule;      // by which rule `validation` was chosen, as it is printed
+    Vocabulary vocabulary;          // without pieces if token files come without tokenizer.bin
+    std::string vocabulary_file;    // that tokenizer.bin; empty without one, and of text files
+    int64_t seq = 0;                // of packed conversations; 0 for text
     bool tokens_are_bytes = false;  // the tokens are the bytes of text files
-    std::vector<DataFile> files;  // the files that were read, in this order
+    std::vector<DataFile> files;    // the files that were read, in this order
     std::vector<LeftOut> left_out;
     std::string tokenizer_folder;  // the folder of token files that also has a tokenizer; empty: none
 };
@@ -86,9 +86,9 @@ struct CorpusOptions {
     // Files and folders that are held out, as --val names them. Empty: by the rules of load_corpus().
     std::string val{};
     // Files and folders that the run itself writes: these are no data.
-    std::vector<std::string> written{};
+    std::vector<std::string> output_paths{};
     // The files of the run that is continued: other files are new, and left out. Empty in a new run.
-    std::vector<DataFile> known{};
+    std::vector<DataFile> files_of_resumed_run{};
     // The largest number of bytes of text that are copied into memory. Text that is copied may change on the
     // disk during the run. Text beyond this number is read from the disk when it is needed.
     int64_t copied_bytes = int64_t{1} << 30;

@@ -77,7 +77,8 @@ public:
         return reinterpret_cast<T*>(taken.get());
     }
     TensorRef random(int64_t rows, int64_t cols, Format format, float std = 1.0f) {
-        const TensorRef tensor{take(rows * cols * info(format).bytes), rows, cols, TensorFormat{format}};
+        const TensorRef tensor{take(rows * cols * format_info(format).bytes), rows, cols,
+                               TensorFormat{format}};
         if (format == Format::FP32)
             fill_kernel<<<4096, 256>>>(static_cast<float*>(tensor.data), rows * cols, taken_.size(), std);
         else
@@ -96,7 +97,7 @@ public:
                                .format = q,
                                .tensor_scale = take<TensorScale>(sizeof(TensorScale))},
                     .transposed = transposed ? take(bytes) : nullptr};
-        if (q == E4M3_1x16) {
+        if (q == E4M3_PER_1x16) {
             out.tensor.group_scales = take<uint16_t>(q.scale_count(rows, cols) * 2);
         } else if (q.granularity != PER_TENSOR) {
             out.block_scales = take<float>(operand_scale_count(q, rows, cols) * 4);
@@ -135,8 +136,8 @@ constexpr const char *COPY = "copy", *FAST = "fp8 GEMM, fast accumulation",
 
 Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const TensorFormat& q, Format compute) {
     const TensorRef x = memory.random(rows, cols, compute);
-    if (!q.fp8()) return {x};
-    const bool groups = q == E4M3_1x16;
+    if (!q.is_fp8()) return {x};
+    const bool groups = q == E4M3_PER_1x16;
     const Operand out = memory.allocate_operand(rows, cols, q, /*row_major=*/true, /*transposed=*/!groups);
     if (groups) {
         quantize_groups(x, out.tensor, /*write_back=*/false, nullptr, nullptr);
@@ -155,7 +156,7 @@ double copy_rate(Clock& clock) {
     return 2 * BYTES / clock.seconds([&] { copy(to, from.data, BYTES); });
 }
 const char* gemm_ceiling(GemmKind kind, const TensorFormat& operand, const Recipe& r) {
-    if (operand.fp8()) return r.fast_accumulation[int(kind)] ? FAST : EXACT;
+    if (operand.is_fp8()) return r.fast_accumulation[int(kind)] ? FAST : EXACT;
     return operand.element_format == Format::FP32 ? "fp32 GEMM" : "bf16 GEMM";
 }
 double gemm_rate(Clock& clock, const std::string& name) {
@@ -167,7 +168,7 @@ double gemm_rate(Clock& clock, const std::string& name) {
                            : name == EXACT ? E5M2_PER_TENSOR
                                            : TensorFormat{compute};
     const Operand x = random_operand(memory, SIDE, SIDE, a, compute),
-                  w = random_operand(memory, SIDE, SIDE, a.fp8() ? E4M3_PER_TENSOR : a, compute);
+                  w = random_operand(memory, SIDE, SIDE, a.is_fp8() ? E4M3_PER_TENSOR : a, compute);
     const TensorRef out = memory.random(SIDE, SIDE, compute);
     const GemmKind kind = name == EXACT ? GemmKind::Dgrad : GemmKind::Fprop;
     return 2.0 * SIDE * SIDE * SIDE / clock.seconds([&] { gemms.run(kind, x, w, out, nullptr); });
@@ -252,7 +253,7 @@ private:
     const std::string only_;
     const ModelConfig& c_ = settings_.config;
     const Format compute_ = r_.compute_format;
-    const bool fp8_ = r_.x.fp8(), groups_ = r_.saved_inputs.fp8();
+    const bool fp8_ = r_.x.is_fp8(), groups_ = r_.saved_inputs.is_fp8();
     const int64_t N_ = settings_.B * settings_.T;
     const double batches_ = double(settings_.micro_batches_per_rank);  // micro-batches per step
     const double layers_ = batches_ * double(c_.L);                    // layer passes per step
@@ -302,7 +303,7 @@ private:
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const LazyTensor& x, const Operand& out) const {
-        if (!out.tensor.format.fp8() || out.tensor.format.granularity != PER_TENSOR) return;
+        if (!out.tensor.format.is_fp8() || out.tensor.format.granularity != PER_TENSOR) return;
         TensorScale* tensor_scale = out.tensor.tensor_scale;
         compute_amax(x, &tensor_scale->amax, nullptr);
         quantize_operand(x, out, nullptr, nullptr);
@@ -313,8 +314,8 @@ private:
     }
     void quantize_pass(const std::string& name, double count, const LazyTensor& x, const TensorFormat& q,
                        Use use) {
-        if (x.op == LazyOp::Stored && !q.fp8()) return;  // used without a copy
-        const bool transposed = q.fp8() && q.granularity != PER_1x16 && use != Use::Fprop;
+        if (x.op == LazyOp::Stored && !q.is_fp8()) return;  // used without a copy
+        const bool transposed = q.is_fp8() && q.granularity != PER_1x16 && use != Use::Fprop;
         const bool row_major = !transposed || use == Use::Both;
         Operand out = memory_.allocate_operand(x.rows, x.cols, q, row_major, transposed);
         out.delayed = r_.scale_source == ScaleSource::Delayed;
@@ -411,7 +412,7 @@ private:
         const Norm n{random(rows, c_.C, q), weight,     bias, memory_.take<RowStatistics>(rows * 8),
                      c_.arch.rms,           c_.norm_eps};
         const TensorRef x = random(rows, c_.C), branch = random(rows, c_.C);
-        const TensorRef x_out = q.fp8() ? random(rows, c_.C) : TensorRef{};
+        const TensorRef x_out = q.is_fp8() ? random(rows, c_.C) : TensorRef{};
         residual_add(x, branch, {x_out, n, nullptr}, nullptr);  // for statistics
         return n;
     }
@@ -548,7 +549,7 @@ private:
                   nullptr);
         });
         pass(HEAD, "embedding backward", batches_,
-             size(x) + 2.0 * double(distinct * c_.C * info(compute_).bytes), [&] {
+             size(x) + 2.0 * double(distinct * c_.C * format_info(compute_).bytes), [&] {
                  gpu::embedding_backward(x, {rows, token_rows, distinct, order.frequent_count}, table,
                                          nullptr);
              });
@@ -589,7 +590,7 @@ private:
                       n = moment_groups * MOMENT_GROUP_SIZE;
         const std::vector<float> ones(size_t(moment_groups), 1.0f);
         auto moment = [&](Format f) -> MomentRef {
-            void* codes = memory_.take(n * info(f).bytes);
+            void* codes = memory_.take(n * format_info(f).bytes);
             return {codes,
                     moments_need_scaling(f) ? floats(std::max<int64_t>(o.moment_scaling_count(f, n), 2))
                                             : nullptr,
@@ -609,11 +610,11 @@ private:
             const double scales = moments_need_scaling(f) && !o.one_moment_group
                                       ? (o.uses_expansion(f) ? 8.0 : 4.0) / double(MOMENT_GROUP_SIZE)
                                       : 0;
-            return info(f).bytes + scales;
+            return format_info(f).bytes + scales;
         };
-        const double weight = info(compute_).bytes + (remainder ? 2 : 0),
+        const double weight = format_info(compute_).bytes + (remainder ? 2 : 0),
                      each = 2 * (weight + state_bytes(o.m_format) + state_bytes(o.v_format)) +
-                            info(compute_).bytes;
+                            format_info(compute_).bytes;
         const ShardsToUpdate g{
             .shards = shard, .count = 1, .elements = {0, n}, .gradients = gradient.data, .format = compute_};
         auto norm = [&] {
@@ -726,7 +727,7 @@ std::vector<RunSettings> all_settings(const Flags& flags) {
     const std::string& wanted = flags.at("--model");
     const Recipe& recipe = find_row(recipes(), flags.at("--recipe"), "--recipe");
     auto add = [&](const Run& r) {
-        RunSettings s{find_row(models(), r.model, "--model"),
+        RunSettings s{find_row(known_models(), r.model, "--model"),
                       recipe,
                       find_row(optimizers(), recipe.default_optimizer, "--optimizer"),
                       number("--batch", r.batch),
@@ -740,7 +741,8 @@ std::vector<RunSettings> all_settings(const Flags& flags) {
     for (const Run& r : RUNS)
         if (wanted.empty() || wanted == r.model) add(r);
     if (list.empty())
-        add({wanted.c_str(), 8, std::min<int64_t>(2048, find_row(models(), wanted, "--model").max_T), 1});
+        add({wanted.c_str(), 8, std::min<int64_t>(2048, find_row(known_models(), wanted, "--model").max_T),
+             1});
     return list;
 }
 

@@ -33,11 +33,11 @@ void AmaxTable::clear_operand_amaxes() const {
 }
 
 void AmaxTable::expect_empty_histories() {
-    any_empty_history = delayed() && linear_formats(settings_).x.fp8();
+    any_empty_history = delayed() && linear_formats(settings_).x.is_fp8();
 }
 
 void AmaxTable::update_histories(StepOutcome* outcome) const {
-    if (!delayed() || !linear_formats(settings_).x.fp8()) return;
+    if (!delayed() || !linear_formats(settings_).x.is_fp8()) return;
     for (OperandKind o : LINEAR_OPERANDS)
         update_delayed_scales({.scales = of_operand(o, 0),
                                .histories = history(o, 0),

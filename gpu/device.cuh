@@ -346,7 +346,7 @@ template <class F> void with_plain_view(const TensorRef& t, F f) {
 }
 // The same for a tensor that may also be in groups.
 template <class F> void with_view(const TensorRef& t, F f) {
-    if (t.format != E4M3_1x16) return with_plain_view(t, f);
+    if (t.format != E4M3_PER_1x16) return with_plain_view(t, f);
     f(groups_view(t));
 }
 

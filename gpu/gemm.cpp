@@ -61,7 +61,7 @@ static Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
     const bool along_columns = sum_along == SumAlong::Column;
     const TensorRef& tensor = operand.tensor;
     const TensorFormat& format = tensor.format;
-    if (!format.fp8())  // A is transposed if the sum goes along its rows, B if it goes along its columns
+    if (!format.is_fp8())  // A is transposed if the sum goes along its rows, B if it goes along its columns
         return {.data = tensor.data,
                 .scales = nullptr,
                 .rows = tensor.cols,

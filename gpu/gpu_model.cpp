@@ -5,7 +5,7 @@
 namespace coat {
 
 bool should_cache_weights(const RunSettings& s) {
-    return s.micro_batches_per_rank > 1 && linear_formats(s).w.fp8() && s.ranks == 1;
+    return s.micro_batches_per_rank > 1 && linear_formats(s).w.is_fp8() && s.ranks == 1;
 }
 
 std::string flags_that_save_memory(const RunSettings& s) {
@@ -13,14 +13,14 @@ std::string flags_that_save_memory(const RunSettings& s) {
     auto add = [&](const char* flag) { flags += (flags.empty() ? "" : ", ") + std::string(flag); };
     const bool fp32 = s.recipe.compute_format == Format::FP32;
     if (s.keep_masters && !fp32) add("--master none");
-    if (!s.recipe.saved_attention.fp8() && !fp32) add("--attention groups");
+    if (!s.recipe.saved_attention.is_fp8() && !fp32) add("--attention groups");
     if (s.keep_gradients && micro_batches_of_step(s) == 1) add("--gradients none --clip 0");
     return flags;
 }
 
 // Whether cuBLASLt has a GEMM of two such operands.
 static bool has_gemm(const TensorFormat& a, const TensorFormat& b) {
-    if (!a.fp8() || !b.fp8()) return a == b;
+    if (!a.is_fp8() || !b.is_fp8()) return a == b;
     if (a.element_format == Format::E5M2 && b.element_format == Format::E5M2) return false;
     const auto in_blocks = [](const TensorFormat& operand) {
         return operand.granularity == PER_1x128 || operand.granularity == PER_128x128;
@@ -36,13 +36,13 @@ Recipe recipe_on_gpu(const Recipe& r, int capability) {
                     ", which no GEMM of a GPU multiplies; give all of them one scale per tensor, ",
                     "per row or per 128 elements, at most one of them E5M2.");
     Recipe changed = r;
-    if (capability < 89 && r.x.fp8()) changed.x = changed.w = changed.g = TensorFormat{r.compute_format};
-    if (changed.x.fp8() && r.x.granularity != PER_TENSOR && capability != 90)
+    if (capability < 89 && r.x.is_fp8()) changed.x = changed.w = changed.g = TensorFormat{r.compute_format};
+    if (changed.x.is_fp8() && r.x.granularity != PER_TENSOR && capability != 90)
         throw Error("--recipe ", r.name,
                     " scales operands in rows or blocks, which needs a GPU of compute capability 9.0 "
                     "(Hopper); use --recipe tensorwise, or --device cpu.");
     for (const TensorFormat& saved : {r.saved_inputs, r.saved_attention})
-        if (saved.fp8() && saved != E4M3_1x16)
+        if (saved.is_fp8() && saved != E4M3_PER_1x16)
             throw Error("--recipe ", r.name, " saves ", saved.text(),
                         "; GPUs save e4m3 1x16: use --device cpu.");
     return changed;

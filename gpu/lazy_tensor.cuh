@@ -162,7 +162,7 @@ template <class F> void with_producer(const LazyTensor& x, F f) {
 template <class F> void with_producer_for_quantizer(const LazyTensor& x, F f) {
     require(x.input.format.element_format != Format::FP32,
             "FP8 goes with the compute format BF16, not with FP32");
-    if (x.input.format == E4M3_1x16) with_producer_of_view(x, groups_view(x.input), f);
+    if (x.input.format == E4M3_PER_1x16) with_producer_of_view(x, groups_view(x.input), f);
     else with_producer_of_view(x, plain_view<bf16>(x.input.data), f);
 }
 

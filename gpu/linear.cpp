@@ -23,7 +23,7 @@ LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
 // 16 tokens anyway (linear_formats() of common/recipes.h). But a prompt may have any number. Then the operand
 // and y have more rows than x, and nobody reads what these further rows hold.
 static int64_t rows_of_gemm(const TensorFormat& format, int64_t rows) {
-    return format.fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
+    return format.is_fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -59,7 +59,9 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
 // Operands
 
 // Whether x is stored in the compute format: then in recipes without FP8 a GEMM can read x as it is.
-static bool is_stored_plain(const LazyTensor& x) { return x.op == LazyOp::Stored && !x.input.format.fp8(); }
+static bool is_stored_plain(const LazyTensor& x) {
+    return x.op == LazyOp::Stored && !x.input.format.is_fp8();
+}
 
 static Operand with_block_scales(const TensorRef& tensor, void* transposed);  // rowwise, deepseek: below
 
@@ -85,7 +87,7 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
 
 // The operand of x or of w in the form that `gemm` reads: FP8 codes row-major for fprop, else transposed.
 Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const {
-    const bool fp8 = format_of(context_.formats, kind).fp8();
+    const bool fp8 = format_of(context_.formats, kind).is_fp8();
     if (!fp8 && is_stored_plain(source)) return {source.input};
     const Form form = fp8 && gemm != GemmKind::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = allocate_operand(kind, source.rows, form);
@@ -98,18 +100,18 @@ Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, Ge
 Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     if (context_.caches_weights) return cached_w_operand_;
     const TensorRef w = context_.sharding.weight(weight_index_);
-    if (w.format.fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
+    if (w.format.is_fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
     compute_w_amax_if_needed();
     return make_operand(OperandKind::W, lazy_stored(w), gemm);
 }
 
 Operand LinearLayer::allocate_g_operand(int64_t N, void* codes) const {
-    const Form form = context_.formats.g.fp8() ? Form::Both : Form::RowMajor;
+    const Form form = context_.formats.g.is_fp8() ? Form::Both : Form::RowMajor;
     return allocate_operand(OperandKind::G, N, form, codes);
 }
 
 Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from) {
-    if (!context_.formats.g.fp8() && is_stored_plain(g)) {  // g is its own operand
+    if (!context_.formats.g.is_fp8() && is_stored_plain(g)) {  // g is its own operand
         if (bias_index_) add_dbias(g, /*g_amax_out=*/nullptr);
         return {g.input};
     }
@@ -150,7 +152,7 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 void LinearLayer::write_g_operand_with_dbias(const LazyTensor& g, float* missing_amax,
                                              const Operand& g_operand) {
     QuantStats* const quant_stats = quant_stats_of(OperandKind::G);
-    if (!context_.formats.g.fp8()) {
+    if (!context_.formats.g.is_fp8()) {
         write_operand(g, g_operand, quant_stats, stream());
         add_dbias(lazy_stored(g_operand.tensor), /*g_amax_out=*/nullptr);
     } else if (missing_amax) {

@@ -69,7 +69,7 @@ struct LinearContext {
     // tensor. In every recipe either x, w and g are all stored so, or none of them is. (With delayed scaling
     // the answer is yes only as long as some history of amaxes is empty.)
     bool needs_amax_before_codes() const {
-        const bool per_tensor = formats.x.fp8() && formats.x.granularity == PER_TENSOR;
+        const bool per_tensor = formats.x.is_fp8() && formats.x.granularity == PER_TENSOR;
         return per_tensor && (!amax_table.delayed() || amax_table.any_empty_history);
     }
 };

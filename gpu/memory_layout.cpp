@@ -49,7 +49,8 @@ ReceivedBytes received_bytes(const RunSettings& s) {
             elements += params[i].is_vector() ? params[i].padded_size() : most_units * SHARD_UNIT;
             gathered += gathered_bytes(s, params[i]);
         }
-        most.gradients = std::max(most.gradients, (s.ranks - 1) * elements * info(gradient_format(s)).bytes);
+        most.gradients =
+            std::max(most.gradients, (s.ranks - 1) * elements * format_info(gradient_format(s)).bytes);
         most.weights = std::max(most.weights, gathered);
     }
     return most;
@@ -80,7 +81,7 @@ int64_t gradients_offset(const RunSettings& s) {
     if (s.micro_batches_per_rank > 1) return config.L * layer_bytes;
     const std::vector<Param> params = parameters(config);
     const std::vector<ShardPlace> places = shard_places(s);
-    const int64_t gradient_bytes = info(gradient_format(s)).bytes;
+    const int64_t gradient_bytes = format_info(gradient_format(s)).bytes;
     int64_t offset = 0;
     for (size_t i = 0; i < params.size(); i++) {
         // Gradient i begins at offset + rank_offset * gradient_bytes, which must be at least needed_bytes.

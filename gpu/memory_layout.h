@@ -75,7 +75,7 @@ struct ReceivedBytes {
 ReceivedBytes received_bytes(const RunSettings& s);
 // The bytes from the beginning of a gathered matrix to that of the next one.
 inline int64_t gathered_bytes(const RunSettings& s, const Param& p) {
-    return round_up(p.padded_size() * info(s.recipe.compute_format).bytes, GPU_ALIGNMENT);
+    return round_up(p.padded_size() * format_info(s.recipe.compute_format).bytes, GPU_ALIGNMENT);
 }
 
 // The bytes of page tables that CUDA's driver needs. A GPU maps the allocations of the other ranks of its

@@ -16,7 +16,7 @@ static void allocate_moments(MemoryMap& m, GpuContext& context, const std::vecto
     m.moments_begin = arena.allocate(0);
     auto allocate = [&](Format f, const Range& owned) {
         const int64_t moment_groups = o.moment_scaling_count(f, owned.count);
-        MomentRef moment{.data = arena.allocate(padded_count(owned) * info(f).bytes),
+        MomentRef moment{.data = arena.allocate(padded_count(owned) * format_info(f).bytes),
                          .max = nullptr,
                          .k = nullptr,
                          .format = f};
@@ -37,7 +37,7 @@ static void allocate_moments(MemoryMap& m, GpuContext& context, const std::vecto
 static std::vector<uint8_t*> allocate_gradient_buffers(const RunSettings& s, Arena& arena, size_t buckets,
                                                        bool two) {
     const GradientBufferSizes elements = gradient_buffer_sizes(s);
-    const int64_t element_bytes = info(gradient_format(s)).bytes;
+    const int64_t element_bytes = format_info(gradient_format(s)).bytes;
     uint8_t* const even = arena.allocate(elements.largest * element_bytes);
     uint8_t* const odd = two ? arena.allocate(elements.largest * element_bytes) : even;
     std::vector<uint8_t*> by_bucket(buckets);
@@ -61,7 +61,7 @@ static void allocate_activations_and_gradients(MemoryMap& m, GpuContext& context
         return;
     }
     // The sums of a step lie over the activations or after them, as gradients_offset() says
-    const int64_t offset = gradients_offset(s), element_bytes = info(gradient_format(s)).bytes;
+    const int64_t offset = gradients_offset(s), element_bytes = format_info(gradient_format(s)).bytes;
     m.saved_activations =
         arena.allocate(std::max(activation_bytes, offset + places.back().rank_offset * element_bytes));
     for (const BucketRange& bucket : buckets)
@@ -76,7 +76,8 @@ MemoryMap allocate_memory(GpuContext& context) {
     Arena& arena = context.arena;
     const ModelConfig& config = s.config;
     const std::vector<ShardPlace> places = shard_places(s);
-    const int64_t owned = places.back().rank_offset, compute_bytes = info(s.recipe.compute_format).bytes;
+    const int64_t owned = places.back().rank_offset,
+                  compute_bytes = format_info(s.recipe.compute_format).bytes;
     const int64_t param_count = int64_t(context.params.size());
     const int64_t linear_layers = count_linear_layers(context.params);
     const bool delayed = s.recipe.scale_source == ScaleSource::Delayed, several = s.ranks > 1;

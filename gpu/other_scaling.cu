@@ -32,7 +32,7 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     // length of a scale block, and the distance from the scale of one block to that of the next. With one
     // scale per row, every column lies in block 0 of its row.
     const int shift_n = square ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
-    const int64_t step_n = square ? round_up(t.format.scale_cols(K), 4) : 1, step_k = square ? 1 : N;
+    const int64_t step_n = square ? round_up(t.format.cols_of_scales(K), 4) : 1, step_k = square ? 1 : N;
     // The rows of the tensor are counted along N, or (transposed) along K.
     return {.scales = codes ? scales : nullptr,
             .row_shift = transposed ? shift_k : shift_n,
@@ -109,7 +109,7 @@ static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaSt
         if (g.scales)
             launch("convert_amaxes_to_scales", convert_amaxes_to_scales_kernel, block_count(g.count, 256),
                    256, /*shared_bytes=*/0, stream, g.scales, g.count,
-                   info(out.tensor.format.element_format).fmax, &out.tensor.tensor_scale->amax);
+                   format_info(out.tensor.format.element_format).fmax, &out.tensor.tensor_scale->amax);
 }
 
 // The second pass: codes with a scale for each row or block. `codes` or `transposed` may be null.
@@ -193,7 +193,7 @@ void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant
         auto kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/true>;
         launch("quantize_delayed", kernel, tile_grid(x.rows, producer.width), TILE_THREADS,
-               /*shared_bytes=*/0, stream, producer, x.rows, out.tensor.tensor_scale, info(fp8).fmax,
+               /*shared_bytes=*/0, stream, producer, x.rows, out.tensor.tensor_scale, format_info(fp8).fmax,
                fp8 == Format::E5M2, static_cast<uint8_t*>(out.tensor.data),
                static_cast<uint8_t*>(out.transposed));
     });
@@ -225,7 +225,7 @@ void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped
                            cudaStream_t stream) {
     launch("update_delayed_scales", update_delayed_scales_kernel, block_count(delayed.n, HISTORY_THREADS),
            HISTORY_THREADS, /*shared_bytes=*/0, stream, delayed.scales, delayed.n, delayed.histories,
-           delayed.length, info(delayed.fp8).fmax, skipped, empty);
+           delayed.length, format_info(delayed.fp8).fmax, skipped, empty);
 }
 
 }  // namespace coat::gpu

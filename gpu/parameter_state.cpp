@@ -14,9 +14,9 @@ ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memor
     : settings(context.settings), params(context.params), buckets(bucket_ranges(params)),
       places(shard_places(settings)), format_of_weights{settings.recipe.compute_format},
       format_of_gradients(TensorFormat{gradient_format(settings)}),
-      weight_bytes(info(format_of_weights.element_format).bytes),
-      gradient_bytes(info(format_of_gradients.element_format).bytes), context_(context), memory_(memory),
-      amax_table_(amax_table), stream_(context.stream) {
+      weight_bytes(format_info(format_of_weights.element_format).bytes),
+      gradient_bytes(format_info(format_of_gradients.element_format).bytes), context_(context),
+      memory_(memory), amax_table_(amax_table), stream_(context.stream) {
     int64_t linear_layers = 0;
     for (size_t i = 0; i < params.size(); i++) {
         linear_layer_indices_.push_back(params[i].role.is_linear_weight ? linear_layers++ : -1);

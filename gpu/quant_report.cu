@@ -68,10 +68,10 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
             launch("measure_quant_errors", measure_quant_errors_kernel<decltype(producer)>,
                    tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer,
                    x.rows, tensor_scale, block_scale_grid, format.element_format == Format::E5M2,
-                   info(format.element_format).fmax, quant_stats);
+                   format_info(format.element_format).fmax, quant_stats);
         });
     };
-    if (format == E4M3_1x16) return launch_with(nullptr, {});
+    if (format == E4M3_PER_1x16) return launch_with(nullptr, {});
     if (format.granularity == PER_TENSOR) return launch_with(out.tensor.tensor_scale, {});
     for (bool transposed : {false, true}) {
         const ScaleGrid grid = scale_grid(out, transposed);
@@ -106,7 +106,7 @@ void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const 
     auto moment_on_host = [&](const void* data, Format f, const float* max, const float* k) {
         reference::Moment moment;
         moment.init(o, f, n);
-        fetch_pieces(moment.elements, data, 1, info(f).bytes);
+        fetch_pieces(moment.elements, data, 1, format_info(f).bytes);
         if (max && o.one_moment_group) copy_async(moment.max.data(), max, sizeof(float), stream);
         else if (max) fetch_pieces(moment.max, max, MOMENT_GROUP_SIZE, sizeof(float));
         if (k) fetch_pieces(moment.k, k, MOMENT_GROUP_SIZE, sizeof(float));

@@ -115,7 +115,7 @@ private:
     // Whether weights of linear layers can travel as FP8 codes: if they have one scale per tensor, which
     // every rank knows before it has the whole weight.
     const bool codes_travel_ =
-        linear_formats(settings_).w.fp8() && settings_.recipe.w.granularity == PER_TENSOR;
+        linear_formats(settings_).w.is_fp8() && settings_.recipe.w.granularity == PER_TENSOR;
     Event launched_so_far_, sent_so_far_;
     Event is_sent_[3];  // by buffer of gradients: its gradients are sent, so it may be written again
     Event is_gathered_
@@ -216,7 +216,7 @@ private:
         const TensorFormat format = codes ? settings_.recipe.w : parameter_state_.format_of_weights;
         TensorScale* const scale =
             codes ? amax_table_.of_weight(i, parameter_state_.linear_layer_index(i)) : nullptr;
-        const int64_t element_bytes = info(format.element_format).bytes;
+        const int64_t element_bytes = format_info(format.element_format).bytes;
         const auto part_of = [&](int64_t rank) {
             const Range elements = owned_by(i, rank);
             return Range{.first = elements.first * element_bytes,

@@ -45,7 +45,7 @@ static __global__ void combine_amaxes_kernel(TensorScale* mine, const TensorScal
 void combine_amaxes(TensorScale* mine, const TensorScale* entries_of_ranks, int64_t n, int64_t ranks,
                     Format fp8, cudaStream_t stream) {
     launch("combine_amaxes", combine_amaxes_kernel, block_count(n, 128), 128, /*shared_bytes=*/0, stream,
-           mine, entries_of_ranks, n, ranks, info(fp8).fmax);
+           mine, entries_of_ranks, n, ranks, format_info(fp8).fmax);
 }
 
 // Transposes the codes of a tile of a weight. (They have arrived from other ranks row-major, and dgrad reads

@@ -79,7 +79,7 @@ void note_checkpoint(Run& run, const std::string& checkpoint) {
 // full. Then rank 0 says why.
 static bool save_in(Run& run, const std::string& folder) {
     try {
-        const SavedRun saved{.state = run.state, .saved_flags = run.saved_flags};
+        const SavedRun saved{.state = run.state, .flags = run.flags_to_save};
         note_checkpoint(run, save_checkpoint(folder, *run.model, saved, run.other_files, run.flags.keep));
     } catch (const Error& error) {
         if (run.is_rank_0()) print_error(concat("Step ", run.state.step, " was not saved: ", error.what()));

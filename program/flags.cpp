@@ -296,7 +296,7 @@ void print_help() {
         if (*flag.words) std::printf("%40sone of: %s\n", "", flag.words);
     }
     std::printf("\n--model\n");
-    for (const ModelConfig& config : models())
+    for (const ModelConfig& config : known_models())
         std::printf("  %-16s %s, %ld layers, hidden size %ld, %ld positions\n", config.name.c_str(),
                     config.arch.name, config.L, config.C, config.max_T);
     std::printf("\n--recipe\n");

@@ -119,7 +119,7 @@ static RunSettings settings_to_generate(const ModelConfig& config, const Recipe&
 static int64_t longest_seen(const Flags& flags, const std::string& folder) {
     if (flags.given("seq")) return flags.seq;
     const bool is_checkpoint = find_checkpoint(folder) == folder;
-    return is_checkpoint ? read_saved_run(folder).saved_flags.at("seq").get<int64_t>() : INT32_MAX;
+    return is_checkpoint ? read_saved_run(folder).flags.at("seq").get<int64_t>() : INT32_MAX;
 }
 
 // Prints the prompt, and what the model continues it with: each token as soon as it is drawn, but a character

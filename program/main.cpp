@@ -74,7 +74,7 @@ static int run_training(Flags flags, const RunLocation& location, std::unique_pt
         print_plan(settings_of_last_rank(run), run.flags.on_gpu());
         return 0;
     }
-    run.saved_flags = flags_to_save_on_all_ranks(run);
+    run.flags_to_save = flags_to_save_on_all_ranks(run);
     require_same_on_all_ranks(run);
     if (run.flags.resumes()) require_data_of_resumed(run);
     make_loaders(run);

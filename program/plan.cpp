@@ -1,5 +1,5 @@
 // plan.cpp - the tables of plan.h, computed from common/recipes.h, common/architecture.h and common/model.h.
-// A new recipe or model needs only its row in recipes() or models().
+// A new recipe or model needs only its row in recipes() or known_models().
 #include "plan.h"
 
 #include <map>
@@ -33,7 +33,7 @@ struct FormatTexts {
 static FormatTexts format_texts(const RunSettings& s) {
     const Recipe& recipe = s.recipe;
     const LinearFormats linear = linear_formats(s);
-    const std::string compute = info(recipe.compute_format).name;
+    const std::string compute = format_info(recipe.compute_format).name;
     const std::string saved_inputs = recipe.saved_inputs.text();
     const bool has_remainder = s.keep_masters && recipe.compute_format != Format::FP32;
     return {
@@ -43,12 +43,12 @@ static FormatTexts format_texts(const RunSettings& s) {
         .x = linear.x.text(),
         .w = linear.w.text(),
         .g = linear.g.text(),
-        .weight_gradient = concat(info(gradient_format(s)).name, " gradient"),
-        .residual = recipe.saved_inputs.fp8() ? compute + " and " + saved_inputs : compute,
+        .weight_gradient = concat(format_info(gradient_format(s)).name, " gradient"),
+        .residual = recipe.saved_inputs.is_fp8() ? compute + " and " + saved_inputs : compute,
         .weights = has_remainder ? compute + " + 16 bits = fp32" : compute,
         .falls_back = linear.fallback ? " (falls back)" : "",
-        .last_layer = recipe.saved_inputs.fp8() ? concat(" (last layer: ", compute, ")") : "",
-        .final_norm = recipe.saved_inputs.fp8() ? concat(" (final norm: ", compute, ")") : "",
+        .last_layer = recipe.saved_inputs.is_fp8() ? concat(" (last layer: ", compute, ")") : "",
+        .final_norm = recipe.saved_inputs.is_fp8() ? concat(" (final norm: ", compute, ")") : "",
     };
 }
 
@@ -107,7 +107,7 @@ static std::vector<Operator> layer_operators(const RunSettings& s, const FormatT
 }
 
 static std::vector<Operator> head_operators(const FormatTexts& f) {
-    const std::string fp32 = info(Format::FP32).name;
+    const std::string fp32 = format_info(Format::FP32).name;
     return {{.name = "final norm",
              .reads = f.compute,
              .weights = f.compute,
@@ -120,7 +120,7 @@ static std::vector<Operator> head_operators(const FormatTexts& f) {
 static std::vector<Operator> backward_operators(const RunSettings& s, const FormatTexts& f) {
     const std::string saved_and_dy = f.saved_inputs + ", " + f.compute;
     const std::string attention_reads =
-        (s.recipe.saved_attention.fp8() ? f.saved_attention + ", " : "") + f.compute;
+        (s.recipe.saved_attention.is_fp8() ? f.saved_attention + ", " : "") + f.compute;
     return {
         {.name = "linear layers, dgrad" + f.falls_back, .reads = f.g, .weights = f.w, .writes = f.compute},
         {.name = "linear layers, wgrad" + f.falls_back,
@@ -134,12 +134,12 @@ static std::vector<Operator> backward_operators(const RunSettings& s, const Form
 
 // The update of one moment, whose format is f.
 static Operator moment_operator(const RunSettings& s, const char* name, Format f) {
-    std::string writes = info(f).name;
+    std::string writes = format_info(f).name;
     if (moments_need_scaling(f)) {
         writes += s.optimizer.uses_expansion(f) ? ", max and k" : ", max";
         writes += s.optimizer.one_moment_group ? " per tensor" : concat(" per ", MOMENT_GROUP_SIZE);
     }
-    return {.name = name, .reads = info(f).name, .writes = writes};
+    return {.name = name, .reads = format_info(f).name, .writes = writes};
 }
 
 static std::vector<Operator> update_operators(const RunSettings& s, const FormatTexts& f) {
@@ -189,12 +189,12 @@ std::vector<MemoryRow> memory_plan(const RunSettings& s) {
         {Weights, "remainder of the FP32 masters (int16)", fp32 ? 0 : kept_of[".remainder"], "parameter",
          count},
         {Weights, "histories and delayed scales", scaling, "parameter", count},
-        {Gradients, "gradients", gradients * info(dw).bytes, "parameter", count},
+        {Gradients, "gradients", gradients * format_info(dw).bytes, "parameter", count},
         {Optimizer, "first moments", kept_of[".m"], "parameter", count},
         {Optimizer, "second moments", kept_of[".v"], "parameter", count},
         {Optimizer, "moment scalings",
          kept_of[".m.max"] + kept_of[".m.k"] + kept_of[".v.max"] + kept_of[".v.k"], "parameter", count},
-        {Activations, "final norm input", N * config.C * info(compute).bytes, "token", N},
+        {Activations, "final norm input", N * config.C * format_info(compute).bytes, "token", N},
     };
     for (const SavedTensor& t : saved_per_layer(s.config, s.recipe))
         plan.push_back({Activations, t.name, t.bytes(N) * config.L, "token and layer", N * config.L});
@@ -249,8 +249,8 @@ std::vector<MemoryRow> gpu_memory_plan(const RunSettings& s) {
 
 std::string recipe_text(const RunSettings& s) {
     std::string text = concat(s.recipe.name, ": ", s.recipe.about);
-    const bool wants_fp8 = find_row(recipes(), s.recipe.name, "--recipe").x.fp8();
-    if (wants_fp8 && !s.recipe.x.fp8())
+    const bool wants_fp8 = find_row(recipes(), s.recipe.name, "--recipe").x.is_fp8();
+    if (wants_fp8 && !s.recipe.x.is_fp8())
         text +=
             "; but this GPU has no FP8 GEMMs (they need compute capability 8.9), so linear layers run in "
             "BF16";

@@ -25,7 +25,7 @@
 namespace coat {
 
 constexpr int MOST_RANKS = 1024;
-// The bytes of the longest value that a rank may send: no tensor of models() has more.
+// The bytes of the longest value that a rank may send: no tensor of known_models() has more.
 constexpr uint64_t MOST_BYTES = uint64_t{1} << 33;
 
 // -----------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ static void set_aside_skipped(const std::vector<WholeCheckpoint::Skipped>& skipp
 // How the given flags change the steps to come, as a sentence: "after step 4: --lr 1e-4 (before: 3e-3)".
 static std::string sentence_of_change(const Flags& flags, const Resumed& resumed,
                                       const std::string& changes) {
-    const ordered_json& before = resumed.saved_flags;
+    const ordered_json& before = resumed.flags_of_checkpoint;
     const int64_t step = resumed.state.step;
     const float planned =  // the learning rate of the next step, without a change
         learning_rate(before.at("lr"), before.at("warmup"), before.at("steps"), step);
@@ -51,13 +51,13 @@ std::string find_resumed_on_all_ranks(const Flags& flags, bool out_existed, Proc
 Resumed read_resumed(const std::string& checkpoint) {
     const SavedRun saved = read_saved_run(checkpoint);
     return {.checkpoint = checkpoint,
-            .saved_flags = saved.saved_flags,
+            .flags_of_checkpoint = saved.flags,
             .state = saved.state,
-            .changes = saved.saved_flags.at("changes")};
+            .changes = saved.flags.at("changes")};
 }
 
 void take_flags_of_resumed(int64_t ranks, Resumed& resumed, Flags& flags) {
-    ordered_json saved = resumed.saved_flags;
+    ordered_json saved = resumed.flags_of_checkpoint;
     const int64_t all = saved.at("accumulate");
     if (all % ranks)
         throw Error("The run has ", with_noun(all, "micro-batch"), " a step, which ",

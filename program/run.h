@@ -27,9 +27,9 @@ namespace coat {
 
 // What --resume continues.
 struct Resumed {
-    std::string checkpoint;                             // its folder
-    ordered_json saved_flags = ordered_json::object();  // the flags in this checkpoint
-    LoopState state;                                    // how many steps were made
+    std::string checkpoint;                                     // its folder
+    ordered_json flags_of_checkpoint = ordered_json::object();  // the flags in this checkpoint
+    LoopState state;                                            // how many steps were made
     // A sentence for each --resume that changed flags on which later steps depend:
     // "after step 4: --lr 1e-4 (before: 3e-3)".
     ordered_json changes = ordered_json::array();
@@ -49,9 +49,9 @@ struct Run {
     const bool out_existed;          // --out existed before this run, and is locked since its start
 
     // What training changes.
-    LoopState state;                                    // how many steps this run has made
-    ordered_json saved_flags = ordered_json::object();  // what this run's checkpoints get
-    Model* model = nullptr;                             // null until it is made, after the start was printed
+    LoopState state;                                      // how many steps this run has made
+    ordered_json flags_to_save = ordered_json::object();  // what this run's checkpoints get
+    Model* model = nullptr;  // null until it is made, after the start was printed
     // The data in windows of --seq tokens, made before the model: micro-batches to train on, and single
     // validation windows, in the same order in every run.
     std::optional<Loader> training_loader{}, validation_loader{};

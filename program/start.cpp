@@ -62,9 +62,9 @@ void never_return_memory_to_system() {
 // -----------------------------------------------------------------------------------------------------------
 // The model and the formats
 
-// The row of models() that --model names, if it names no folder.
+// The row of known_models() that --model names, if it names no folder.
 static const ModelConfig& find_model(const std::string& name) {
-    if (const ModelConfig* config = find_row_or_null(models(), name)) return *config;
+    if (const ModelConfig* config = find_row_or_null(known_models(), name)) return *config;
     throw Error("--model ", name, " is no folder on this machine, and no model that ./train --help lists; ",
                 "correct it, or download a model (hf download NAME --local-dir FOLDER) and give its folder.");
 }
@@ -72,7 +72,7 @@ static const ModelConfig& find_model(const std::string& name) {
 static std::string find_weights(const Resumed& resumed, const Flags& flags) {
     if (flags.resumes()) return resumed.checkpoint;
     if (!fs::is_directory(flags.model)) return "";
-    if (find_row_or_null(models(), flags.model))
+    if (find_row_or_null(known_models(), flags.model))
         throw Error("--model ", flags.model, " is also a folder; write ./", flags.model, " for the folder.");
     return model_in(flags.model);
 }
@@ -80,7 +80,7 @@ static std::string find_weights(const Resumed& resumed, const Flags& flags) {
 ModelAndFormats choose_model_and_formats(const RunLocation& location, const Resumed& resumed, Flags& flags) {
     Recipe recipe = find_row(recipes(), flags.recipe, "--recipe");
     if (flags.optimizer.empty()) flags.optimizer = recipe.default_optimizer;
-    if (flags.attention == "groups") recipe.saved_attention = E4M3_1x16;
+    if (flags.attention == "groups") recipe.saved_attention = E4M3_PER_1x16;
     if (flags.on_gpu() && location.why_no_gpu.empty()) recipe = recipe_on_gpu(recipe, gpu_capability());
     const OptimizerFormats optimizer = find_row(optimizers(), flags.optimizer, "--optimizer");
     if (flags.gradients == "none" && flags.clip > 0 && location.ranks == 1)
@@ -108,9 +108,9 @@ static std::vector<std::string> data_lines(const Corpus& corpus) {
 }
 
 // The files of data that the saved flags of a run list.
-static std::vector<DataFile> data_files(const ordered_json& saved_flags) {
+static std::vector<DataFile> data_files(const ordered_json& saved) {
     std::vector<DataFile> files;
-    for (const ordered_json& line : saved_flags.at("data_files")) files.push_back(DataFile::from_line(line));
+    for (const ordered_json& line : saved.at("data_files")) files.push_back(DataFile::from_line(line));
     return files;
 }
 
@@ -119,16 +119,16 @@ static std::vector<DataFile> data_files(const ordered_json& saved_flags) {
 static CorpusOptions corpus_options_on_all_ranks(const RunLocation& location, const Flags& flags,
                                                  const Resumed& resumed) {
     CorpusOptions options{.val = flags.val};
-    std::vector<std::string> written = location.output_files;
-    written.push_back(flags.log);
-    written.push_back(flags.out);
-    for (const std::string& path : written)
+    std::vector<std::string> output_paths = location.output_files;
+    output_paths.push_back(flags.log);
+    output_paths.push_back(flags.out);
+    for (const std::string& path : output_paths)
         for (const std::string& theirs : location.processes.all_gather(path))
-            options.written.push_back(theirs);
-    const ordered_json& before = resumed.saved_flags;
+            options.output_paths.push_back(theirs);
+    const ordered_json& before = resumed.flags_of_checkpoint;
     if (flags.resumes() && flags.data == before.at("data").get<std::string>() &&
         flags.val == before.at("val").get<std::string>())
-        options.known = data_files(resumed.saved_flags);
+        options.files_of_resumed_run = data_files(resumed.flags_of_checkpoint);
     return options;
 }
 
@@ -222,15 +222,15 @@ ordered_json flags_to_save_on_all_ranks(const Run& run) {
     const auto found = [](const TokenStream& tokens, const TokenStream::Summary& summary) {
         return concat(tokens.size(), " tokens, hash ", summary.hash);
     };
-    ordered_json saved_flags = run.flags.saved_as_json();
-    saved_flags["data_found"] = {{"train", found(run.corpus.train, run.corpus.train_summary)},
-                                 {"held out", found(run.corpus.validation, run.corpus.validation_summary)}};
-    saved_flags["data_files"] = data_lines(run.corpus);
-    saved_flags["accumulate"] = micro_batches_of_step(run.settings);  // a checkpoint knows nothing of ranks
-    saved_flags["changes"] = run.resumed.changes;
+    ordered_json saved = run.flags.saved_as_json();
+    saved["data_found"] = {{"train", found(run.corpus.train, run.corpus.train_summary)},
+                           {"held out", found(run.corpus.validation, run.corpus.validation_summary)}};
+    saved["data_files"] = data_lines(run.corpus);
+    saved["accumulate"] = micro_batches_of_step(run.settings);  // a checkpoint knows nothing of ranks
+    saved["changes"] = run.resumed.changes;
     const std::string now_on_rank_0 = run.processes.all_gather(utc_now()).front();
-    saved_flags["run_started"] = run.resumed.saved_flags.value("run_started", now_on_rank_0);
-    return saved_flags;
+    saved["run_started"] = run.resumed.flags_of_checkpoint.value("run_started", now_on_rank_0);
+    return saved;
 }
 
 // What differs between the data of two runs, or of two ranks, by their saved flags; empty if the tokens are
@@ -256,7 +256,7 @@ static ordered_json hashes_of_weights_on_all_ranks(const Run& run) {
 
 // Every rank compares all others with rank 0.
 void require_same_on_all_ranks(const Run& run) {
-    ordered_json mine = run.saved_flags;
+    ordered_json mine = run.flags_to_save;
     mine["accumulate"] = run.flags.accumulate;
     mine["resume"] = run.weights_folder;
     mine["device"] = run.flags.device;
@@ -282,8 +282,8 @@ void require_same_on_all_ranks(const Run& run) {
 
 // With other data the saved state, which has the place in the data, would mean something else.
 void require_data_of_resumed(const Run& run) {
-    const std::string text = difference_of_data(run.resumed.saved_flags, run.saved_flags);
-    const std::string val_before = run.resumed.saved_flags.at("val");
+    const std::string text = difference_of_data(run.resumed.flags_of_checkpoint, run.flags_to_save);
+    const std::string val_before = run.resumed.flags_of_checkpoint.at("val");
     const bool has_val = !run.flags.val.empty() || !val_before.empty();
     if (!text.empty())
         throw Error(has_val ? "--data or --val" : "--data", " is not that of the checkpoint's run: ", text,
@@ -321,7 +321,7 @@ std::unique_ptr<Model> make_model(const Run& run) {
 }
 
 void log_flags(Run& run) {
-    ordered_json fields = {{"date", utc_now()}, {"run_started", run.saved_flags["run_started"]}};
+    ordered_json fields = {{"date", utc_now()}, {"run_started", run.flags_to_save["run_started"]}};
     fields.update(run.flags.all_as_json());
     fields["parameters"] = parameter_count(run.settings.config);
     fields["ranks"] = run.settings.ranks;

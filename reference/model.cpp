@@ -58,15 +58,15 @@ public:
     }
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
-        network_.reset_finite_and_amaxes();
+        network_.reset_all_finite_and_amaxes();
         const int64_t tokens_of_rank = settings_.micro_batches_per_rank * settings_.B * settings_.T;
         // The targets of the step that count.
-        const int64_t target_count = sum_over_ranks(counted_targets(targets, tokens_of_rank));
+        const int64_t target_count = sum_of_ranks(counted_targets(targets, tokens_of_rank));
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
 
         const double loss = forward_and_backward(tokens, targets, target_count) / double(target_count);
         const double grad_norm = gradient_norm();
-        const bool finite = true_on_all_ranks(network_.finite);
+        const bool finite = true_on_all_ranks(network_.all_finite);
         // If the norm after clipping is below 2^62, the square of each gradient fits every format of v. A
         // norm that is NaN is not below 2^62, so the step is skipped, too.
         const double clipped_norm = grad_norm * clip_factor(options, grad_norm);
@@ -76,26 +76,26 @@ public:
     }
 
     double validation_loss(const int32_t* tokens, const int32_t* targets) override {
-        network_.reset_finite_and_amaxes();
+        network_.reset_all_finite_and_amaxes();
         const double divisor = divisor_of_mean(targets, settings_.B * settings_.T);
         const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
         // (step() divides, too, so equal losses have the same bits.)
-        return network_.finite ? sum / divisor : NAN;
+        return network_.all_finite ? sum / divisor : NAN;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        network_.reset_finite_and_amaxes();
+        network_.reset_all_finite_and_amaxes();
         const Floats padded = network_.next_logits(tokens, n);
         std::copy_n(padded.begin(), settings_.config.V, logits);
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
-        network_.reset_finite_and_amaxes();
+        network_.reset_all_finite_and_amaxes();
         clear_gradients();
         QuantReport report;
         network_.stats_by_kind = report.stats_by_kind;
-        const double loss_weight = 1.0 / divisor_of_mean(targets, settings_.B * settings_.T);
-        network_.run_micro_batch(tokens, targets, loss_weight, /*backward=*/true);
+        const double gradient_weight = 1.0 / divisor_of_mean(targets, settings_.B * settings_.T);
+        network_.run_micro_batch(tokens, targets, gradient_weight, /*backward=*/true);
         // k_m and k_v are the k of the moments that are stored now. The errors are those of moments that
         // would be stored next: by an update with these gradients, with the default betas and without
         // clipping. This update is made on a copy of the state, with lr = 0.
@@ -132,12 +132,12 @@ private:
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
         const int64_t micro_batch_tokens = settings_.B * settings_.T;
         const int64_t micro_batches = settings_.micro_batches_per_rank;
-        const double loss_weight = 1.0 / double(target_count);
+        const double gradient_weight = 1.0 / double(target_count);
         std::vector<double> losses;  // by micro-batch
         clear_gradients();
         for (int64_t i = 0; i < micro_batches; i++) {
             const int64_t first = i * micro_batch_tokens;
-            losses.push_back(network_.run_micro_batch(tokens + first, targets + first, loss_weight,
+            losses.push_back(network_.run_micro_batch(tokens + first, targets + first, gradient_weight,
                                                       /*backward=*/true));
             reduce_gradients(/*is_last_micro_batch=*/i == micro_batches - 1);
         }
@@ -198,7 +198,7 @@ private:
     // operand's history. Without FP8 operands (LinearFormats::fallback) there are no amaxes, and nothing
     // changes.
     void update_delayed_scales() {
-        if (!linear_formats(settings_).x.fp8()) return;
+        if (!linear_formats(settings_).x.is_fp8()) return;
         for (auto& operands : network_.delayed_scales)
             for (OperandKind o : LINEAR_OPERANDS) {
                 DelayedScale& d = operands[int(o)];
@@ -267,7 +267,7 @@ private:
         return settings_.communicator ? settings_.communicator->all_gather(mine) : std::vector<Element>{mine};
     }
 
-    int64_t sum_over_ranks(int64_t mine) const {
+    int64_t sum_of_ranks(int64_t mine) const {
         int64_t sum = 0;
         for (int64_t theirs : all_gather(mine)) sum += theirs;
         return sum;
@@ -335,9 +335,9 @@ double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
     const OptimizerFormats& optimizer = find_row(optimizers(), "fp32", "--optimizer");
     Network<double> network({config, recipe, optimizer, B, T});
     network.param_values = param_values;
-    const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);
+    const double gradient_weight = 1.0 / divisor_of_mean(targets, B * T);
     const double loss =
-        network.run_micro_batch(tokens, targets, loss_weight, gradients != nullptr) * loss_weight;
+        network.run_micro_batch(tokens, targets, gradient_weight, gradients != nullptr) * gradient_weight;
     if (gradients) *gradients = network.gradients;
     return loss;
 }

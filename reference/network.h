@@ -39,7 +39,7 @@
 namespace coat::reference {
 
 // The sizes of a micro-batch: B sequences of T tokens.
-struct MicroBatch {
+struct MicroBatchShape {
     int64_t B, T;
     int64_t N() const { return B * T; }
 };
@@ -51,7 +51,7 @@ template <class Real> class Network {
 public:
     // Whether values are rounded and quantized, as the recipe says. In double they are not: what is saved for
     // backward is the tensor itself.
-    static constexpr bool QUANTIZES = std::is_same_v<Real, float>;
+    static constexpr bool ROUNDS = std::is_same_v<Real, float>;
     using Tensor = std::vector<Real>;
 
     const RunSettings settings;
@@ -61,7 +61,7 @@ public:
     // By parameter and OperandKind; for recipes with delayed scaling only.
     std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
     QuantStats* stats_by_kind = nullptr;  // one element for each ReportKind; null: errors are not measured
-    bool finite = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
+    bool all_finite = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
 
     explicit Network(const RunSettings& s) : settings(s) {
         for (size_t i = 0; i < params.size(); i++) {
@@ -73,26 +73,27 @@ public:
     }
 
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses, which is not multiplied by loss_weight. Backward adds the gradients of loss_weight *
-    // (sum of the losses) to `gradients`. With loss_weight = 1 / (targets of the step that count), all
+    // of the losses, which is not multiplied by gradient_weight. Backward adds to `gradients` those of
+    // gradient_weight * (sum of the losses). With gradient_weight = 1 / (targets of the step that count), all
     // micro-batches of the step together give the gradients of the mean loss.
-    double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
-        const MicroBatch micro_batch{.B = settings.B, .T = settings.T};
-        const Tensor x = forward(micro_batch, tokens);          // (N, C)
+    double run_micro_batch(const int32_t* tokens, const int32_t* targets, double gradient_weight,
+                           bool backward) {
+        const MicroBatchShape shape{.B = settings.B, .T = settings.T};
+        const Tensor x = forward(shape, tokens);                // (N, C)
         const Tensor y = rounded(apply_norm("final_norm", x));  // (N, C)
         Tensor logits = head_forward(y);                        // (N, padded_V)
         // The gradients of the logits replace the logits. (Evaluation needs only the loss, but the gradients
         // cost little.)
-        const double loss = cross_entropy_forward_and_backward(micro_batch.N(), config_.V, config_.padded_V(),
-                                                               logits.data(), targets, Real(loss_weight));
-        finite = finite && std::isfinite(loss);
+        const double loss = cross_entropy_forward_and_backward(shape.N(), config_.V, config_.padded_V(),
+                                                               logits.data(), targets, Real(gradient_weight));
+        all_finite = all_finite && std::isfinite(loss);
         if (!backward) return loss;
 
         const Tensor dlogits = rounded(logits);
         const Tensor dy = head_backward(y, dlogits);
         Tensor dresidual = rounded(apply_norm_backward("final_norm", x, dy));
-        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(micro_batch, l, dresidual);
-        add_embedding_gradients(micro_batch, tokens, dresidual);
+        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(shape, l, dresidual);
+        add_embedding_gradients(shape, tokens, dresidual);
         return loss;
     }
 
@@ -105,8 +106,8 @@ public:
 
     // Forgets what was observed of earlier tensors. It is called before a step, and before a forward pass on
     // its own.
-    void reset_finite_and_amaxes() {
-        finite = true;
+    void reset_all_finite_and_amaxes() {
+        all_finite = true;
         for (auto& operands : delayed_scales)
             for (DelayedScale& d : operands) d.amax = 0;
     }
@@ -114,13 +115,13 @@ public:
     QuantStats* stats_of(ReportKind k) const { return stats_by_kind ? stats_by_kind + int(k) : nullptr; }
 
 private:
-    using SavedActivation = std::conditional_t<QUANTIZES, StoredMatrix, Tensor>;
+    using SavedActivation = std::conditional_t<ROUNDS, StoredMatrix, Tensor>;
     // What a layer saves for backward (paper, table 2): the tensors of saved_per_layer() in
     // common/architecture.h.
     struct SavedLayer {
         SavedActivation norm1_input, norm2_input;  // (N, C)
         SavedActivation qkv;                       // (N, qkv_cols)
-        SavedActivation attention_output;          // (N, q_cols)
+        SavedActivation attended;                  // (N, q_cols)
         SavedActivation gate_up;                   // (N, gate_up_cols)
         Tensor lse;                                // (B, NH, T)
     };
@@ -136,16 +137,16 @@ private:
     // tokens (B, T) -> input of the final norm (N, C). As in the paper, the embedding is not quantized:
     //   residual[n] = embedding[token n]                         with RoPE
     //   residual[n] = embedding[token n] + positions[n mod T]    with learned positions
-    Tensor forward(const MicroBatch& micro_batch, const int32_t* tokens) {
+    Tensor forward(const MicroBatchShape& shape, const int32_t* tokens) {
         saved_layers_.clear();
         const int64_t C = config_.C;
-        Tensor residual(micro_batch.N() * C);
-        for (int64_t n = 0; n < micro_batch.N(); n++) {
+        Tensor residual(shape.N() * C);
+        for (int64_t n = 0; n < shape.N(); n++) {
             std::copy_n(&values_of("embedding")[tokens[n] * C], C, &residual[n * C]);
             if (!config_.arch.rope)
-                add_scaled(C, Real(1), &values_of("positions")[n % micro_batch.T * C], &residual[n * C]);
+                add_scaled(C, Real(1), &values_of("positions")[n % shape.T * C], &residual[n * C]);
         }
-        for (int64_t l = 0; l < config_.L; l++) residual = layer_forward(micro_batch, l, residual);
+        for (int64_t l = 0; l < config_.L; l++) residual = layer_forward(shape, l, residual);
         return rounded(residual);
     }
 
@@ -154,7 +155,7 @@ private:
     // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C). Both are FP32 sums.
     // (Before layer 0 the stream is the embedding.) A norm reads a residual sum from its groups, and the
     // next sum reads it rounded to BF16.
-    Tensor layer_forward(const MicroBatch& micro_batch, int64_t l, const Tensor& residual_sum) {
+    Tensor layer_forward(const MicroBatchShape& shape, int64_t l, const Tensor& residual_sum) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         SavedLayer& saved = saved_layers_.emplace_back();
 
@@ -165,21 +166,20 @@ private:
         // Norm 1 -> q, k, v -> RoPE, which is in qkv_to_save()
         const Tensor norm1_output = apply_norm(prefix + "norm1", load_saved(saved.norm1_input));
         const Tensor projected = linear_forward(prefix + "qkv", norm1_output);
-        saved.qkv = save_for_backward(qkv_to_save(micro_batch, projected), config_.qkv_cols(),
+        saved.qkv = save_for_backward(qkv_to_save(shape, projected), config_.qkv_cols(),
                                       recipe_.saved_attention, ReportKind::Attention);
 
         // Attention reads q, k and v as backward will load them, because the log-sum-exp has to belong to the
         // loaded values.
-        const Tensor qkv = qkv_for_attention(micro_batch, prefix, load_saved_for_attention(saved.qkv));
-        Tensor attention_output(micro_batch.N() * config_.q_cols());
-        saved.lse.resize(micro_batch.N() * config_.NH);
-        attention_forward(config_, micro_batch.B, micro_batch.T, qkv.data(), attention_output.data(),
-                          saved.lse.data());
-        saved.attention_output = save_for_backward(rounded(attention_output), config_.q_cols(),
-                                                   recipe_.saved_attention, ReportKind::Attention);
+        const Tensor qkv = qkv_for_attention(shape, prefix, load_saved_for_attention(saved.qkv));
+        Tensor attended(shape.N() * config_.q_cols());
+        saved.lse.resize(shape.N() * config_.NH);
+        attention_forward(config_, shape.B, shape.T, qkv.data(), attended.data(), saved.lse.data());
+        saved.attended = save_for_backward(rounded(attended), config_.q_cols(), recipe_.saved_attention,
+                                           ReportKind::Attention);
 
         // The linear layer attention_out -> residual sum -> norm 2 input
-        const Tensor branch = linear_forward(prefix + "attention_out", load_saved(saved.attention_output));
+        const Tensor branch = linear_forward(prefix + "attention_out", load_saved(saved.attended));
         const Tensor sum_after_attention = add(rounded(residual_sum), branch);
         saved.norm2_input =
             save_for_backward(sum_after_attention, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
@@ -198,7 +198,7 @@ private:
     // Layer l: the gradient of the residual stream after the layer (N, C) -> before the layer (N, C). Where a
     // branch leaves the stream, two gradients are added: one comes along the stream, one through the branch.
     // dX is the gradient of X. The operators come in the opposite order of forward.
-    Tensor layer_backward(const MicroBatch& micro_batch, int64_t l, Tensor dresidual) {
+    Tensor layer_backward(const MicroBatchShape& shape, int64_t l, Tensor dresidual) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         const SavedLayer& saved = saved_layers_[l];
 
@@ -215,17 +215,17 @@ private:
             rounded(add(dresidual, apply_norm_backward(prefix + "norm2", norm2_input, dnorm2_output)));
 
         // Backward through the linear layer attention_out
-        const Tensor dattention_output =
-            linear_backward(prefix + "attention_out", load_saved(saved.attention_output), dresidual);
+        const Tensor dattended =
+            linear_backward(prefix + "attention_out", load_saved(saved.attended), dresidual);
 
         // Backward through attention and RoPE
-        const Tensor attention_output = load_saved_for_attention(saved.attention_output);
+        const Tensor attended = load_saved_for_attention(saved.attended);
         const Tensor saved_qkv = load_saved_for_attention(saved.qkv);
-        const Tensor qkv = qkv_for_attention(micro_batch, prefix, saved_qkv);
+        const Tensor qkv = qkv_for_attention(shape, prefix, saved_qkv);
         Tensor dqkv(qkv.size());
-        attention_backward(config_, micro_batch.B, micro_batch.T, qkv.data(), attention_output.data(),
-                           saved.lse.data(), dattention_output.data(), dqkv.data());
-        dqkv = qkv_backward(micro_batch, prefix, saved_qkv, rounded(dqkv));
+        attention_backward(config_, shape.B, shape.T, qkv.data(), attended.data(), saved.lse.data(),
+                           dattended.data(), dqkv.data());
+        dqkv = qkv_backward(shape, prefix, saved_qkv, rounded(dqkv));
 
         // Backward through the linear layer qkv, and norm 1
         const Tensor norm1_input = load_saved(saved.norm1_input);
@@ -239,14 +239,14 @@ private:
     // Saves x (N, cols) for backward, stored as `format` says. load_saved() gives the stored values.
     SavedActivation save_for_backward(const Tensor& x, int64_t cols, const TensorFormat& format,
                                       ReportKind kind) {
-        if constexpr (!QUANTIZES) return x;
+        if constexpr (!ROUNDS) return x;
         else {
             note_whether_finite(x, format);
             return quantize(x.data(), rows_of(x, cols), cols, format, stats_of(kind));
         }
     }
     static Tensor load_saved(const SavedActivation& saved) {
-        if constexpr (!QUANTIZES) return saved;
+        if constexpr (!ROUNDS) return saved;
         else return dequantize(saved);
     }
     // What attention reads of saved tensors: their values, rounded to the compute format. Without --attention
@@ -255,13 +255,13 @@ private:
     // linear layer attention_out as it is.
     Tensor load_saved_for_attention(const SavedActivation& saved) const { return rounded(load_saved(saved)); }
 
-    // FP8 codes saturate, which hides an infinity. So `finite` remembers whether the amax of each tensor
+    // FP8 codes saturate, which hides an infinity. So `all_finite` remembers whether the amax of each tensor
     // that is quantized to FP8 was finite. (Only scales of whole tensors need this: scale_of() says why. For
     // smaller scale blocks it does no harm.) Returns this amax; 0 for other formats.
     float note_whether_finite(const Tensor& x, const TensorFormat& format) {
-        if (!format.fp8()) return 0;
+        if (!format.is_fp8()) return 0;
         const float amax = compute_amax(x.data(), int64_t(x.size()));
-        finite = finite && std::isfinite(amax);
+        all_finite = all_finite && std::isfinite(amax);
         return amax;
     }
 
@@ -308,13 +308,12 @@ private:
     // scale for the whole tensor, this makes no difference.)
     Tensor make_operand(OperandKind kind, size_t weight_index, const Tensor& tensor, int64_t cols,
                         SumAlong sum_along) {
-        if constexpr (!QUANTIZES) return tensor;
+        if constexpr (!ROUNDS) return tensor;
         else {
             const TensorFormat& format = format_of(formats_, kind);
             const float amax = note_whether_finite(tensor, format);
             return gemm_operand(tensor, rows_of(tensor, cols), cols, format, sum_along,
-                                stats_of(report_kind(kind)),
-                                delayed_scale_if_any(kind, weight_index, amax));
+                                stats_of(report_kind(kind)), delayed_scale_if_any(kind, weight_index, amax));
         }
     }
 
@@ -376,32 +375,32 @@ private:
     // the GPU: rope_at_projection(), make_attention_input() and core_attention_backward() of model.cu.)
 
     // q, k and v (N, qkv_cols) as the projection gives them -> as they are saved, in the compute format.
-    Tensor qkv_to_save(const MicroBatch& micro_batch, Tensor qkv) const {
+    Tensor qkv_to_save(const MicroBatchShape& shape, Tensor qkv) const {
         const bool rotates = config_.arch.rope && !config_.arch.qk_norms;
-        if (rotates) rope(config_, micro_batch.B, micro_batch.T, qkv.data(), /*inverse=*/false);
+        if (rotates) rope(config_, shape.B, shape.T, qkv.data(), /*inverse=*/false);
         return rounded(qkv);
     }
     // q, k and v (N, qkv_cols) as they were saved -> as attention reads them.
-    Tensor qkv_for_attention(const MicroBatch& micro_batch, const std::string& prefix, Tensor qkv) const {
+    Tensor qkv_for_attention(const MicroBatchShape& shape, const std::string& prefix, Tensor qkv) const {
         if (!config_.arch.qk_norms) return qkv;
-        qk_norms_forward(config_, micro_batch.N(), values_of(prefix + "qk_norm.weight").data(), qkv.data());
+        qk_norms_forward(config_, shape.N(), values_of(prefix + "qk_norm.weight").data(), qkv.data());
         qkv = rounded(qkv);
-        rope(config_, micro_batch.B, micro_batch.T, qkv.data(), /*inverse=*/false);
+        rope(config_, shape.B, shape.T, qkv.data(), /*inverse=*/false);
         return rounded(qkv);
     }
     // The backward pass of RoPE and of qk_norms: dqkv (N, qkv_cols), the gradient of what attention
     // reads -> the gradient of what the projection gives. saved_qkv: q, k and v as they were saved. Adds to
     // the gradient of the weight of Qwen3's norms.
-    Tensor qkv_backward(const MicroBatch& micro_batch, const std::string& prefix, const Tensor& saved_qkv,
+    Tensor qkv_backward(const MicroBatchShape& shape, const std::string& prefix, const Tensor& saved_qkv,
                         Tensor dqkv) {
         if (config_.arch.rope) {
-            rope(config_, micro_batch.B, micro_batch.T, dqkv.data(), /*inverse=*/true);
+            rope(config_, shape.B, shape.T, dqkv.data(), /*inverse=*/true);
             dqkv = rounded(dqkv);
         }
         if (config_.arch.qk_norms) {
             const std::string name = prefix + "qk_norm.weight";
             Tensor dweight(2 * config_.HS());
-            qk_norms_backward(config_, micro_batch.N(), saved_qkv.data(), values_of(name).data(), dqkv.data(),
+            qk_norms_backward(config_, shape.N(), saved_qkv.data(), values_of(name).data(), dqkv.data(),
                               dweight.data());
             add_gradient(name, dweight);
             dqkv = rounded(dqkv);
@@ -430,14 +429,14 @@ private:
     // Adds to the gradients of the embedding and of the learned positions. dresidual: (N, C).
     //   dembedding[token] = sum of dresidual[n] over all n with this token
     //   dpositions[t]     = sum of dresidual[n] over all n with n mod T = t
-    void add_embedding_gradients(const MicroBatch& micro_batch, const int32_t* tokens,
+    void add_embedding_gradients(const MicroBatchShape& shape, const int32_t* tokens,
                                  const Tensor& dresidual) {
         const int64_t C = config_.C;
         const bool positions = !config_.arch.rope;
         Tensor dembedding(config_.padded_V() * C), dpositions(positions ? config_.max_T * C : 0);
-        for (int64_t n = 0; n < micro_batch.N(); n++) {
+        for (int64_t n = 0; n < shape.N(); n++) {
             add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
-            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % micro_batch.T * C]);
+            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % shape.T * C]);
         }
         add_gradient("embedding", dembedding);
         if (positions) add_gradient("positions", dpositions);
@@ -450,7 +449,7 @@ private:
     // x, rounded to the compute format.
     Tensor rounded(Tensor x) const {
         for (Real& v : x)
-            if constexpr (QUANTIZES) v = round_to(recipe_.compute_format, v);
+            if constexpr (ROUNDS) v = round_to(recipe_.compute_format, v);
         return x;
     }
 
@@ -461,7 +460,7 @@ private:
     void add_gradient(const std::string& name, const Tensor& contribution) {
         Tensor& gradient = gradients[param_index_.at(name)];
         gradient = add(gradient, contribution);
-        if constexpr (QUANTIZES) {
+        if constexpr (ROUNDS) {
             const Format format = gradient_format(settings);
             for (Real& v : gradient) v = round_to(format, v);
         }
@@ -488,7 +487,7 @@ private:
     // summed: it is g rounded to the compute format, which is what a GPU has in memory.
     void add_bias_gradient_if_any(const std::string& linear, const Tensor& g, const Tensor& g_operand) {
         if (!has_bias(linear)) return;
-        const Tensor& to_sum = formats_.g.fp8() ? g : g_operand;
+        const Tensor& to_sum = formats_.g.is_fp8() ? g : g_operand;
         const int64_t out = int64_t(values_of(linear + ".bias").size());
         Tensor dbias(out);
         for (int64_t n = 0; n < rows_of(g, out); n++)
@@ -520,7 +519,7 @@ private:
     // none: quantize() then takes the scale from the operand's amax. amax: of the operand.
     std::optional<float> delayed_scale_if_any(OperandKind kind, size_t weight_index, float amax) {
         const TensorFormat& format = format_of(formats_, kind);
-        if (recipe_.scale_source != ScaleSource::Delayed || !format.fp8()) return {};
+        if (recipe_.scale_source != ScaleSource::Delayed || !format.is_fp8()) return {};
         return delayed_scales[weight_index][int(kind)].raise_amax_and_get_scale(format, amax);
     }
     void prepare_delayed_scales() {

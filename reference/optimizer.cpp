@@ -27,7 +27,7 @@ namespace coat::reference {
 //   - The lower limit never changes k: the widest R_X of FP32 is 2^277, and its k in E4M3 is 16/256.
 float expansion_exponent(Format f, float max_magnitude, float min_magnitude) {
     const float k_min = 1.0f / 16.0f, k_max = 64.0f;
-    const float log_R = std::log2(info(f).fmax) - std::log2(info(f).fmin);
+    const float log_R = std::log2(format_info(f).fmax) - std::log2(format_info(f).fmin);
     const float log_R_X = std::log2(max_magnitude) - std::log2(min_magnitude);
     if (log_R_X * k_max <= log_R) return k_max;  // also for log R_X = 0
     return std::max(std::rint(256.0f * log_R / log_R_X) / 256.0f, k_min);
@@ -38,7 +38,7 @@ float expansion_exponent(Format f, float max_magnitude, float min_magnitude) {
 float expand(Format f, float x, float max_magnitude, float k) {
     if (x == 0) return 0.0f;
     const float power = std::exp2(k * (std::log2(std::abs(x)) - std::log2(max_magnitude)));
-    return std::copysign(info(f).fmax * power, x);
+    return std::copysign(format_info(f).fmax * power, x);
 }
 
 // The inverse of expand(): x = sign(y) max (|y| / FMAX)^(1/k) for a decoded y. If R_X is very large, the
@@ -47,7 +47,7 @@ float expand(Format f, float x, float max_magnitude, float k) {
 // zero must not become zero.
 float contract(Format f, float y, float max_magnitude, float k) {
     if (y == 0 || max_magnitude == 0) return 0.0f;
-    const float root = std::exp2((std::log2(std::abs(y)) - std::log2(info(f).fmax)) / (2 * k));
+    const float root = std::exp2((std::log2(std::abs(y)) - std::log2(format_info(f).fmax)) / (2 * k));
     return std::copysign(std::max(max_magnitude * root * root, 0x1p-149f), y);
 }
 
@@ -63,7 +63,7 @@ void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count) {
     n = count;
     one_moment_group = optimizer.one_moment_group;
     const int64_t moment_groups = optimizer.moment_scaling_count(f, n);
-    elements.assign(n * info(f).bytes, 0);
+    elements.assign(n * format_info(f).bytes, 0);
     max.assign(moment_groups, 0.0f);
     k.assign(expanded ? moment_groups : 0, 1.0f);
 }
@@ -116,7 +116,7 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
     if (one_moment_group) return;
     for (int64_t i = first; i < end; i++) {
         const bool became_zero = x[i] > 0 && read_element(format, elements.data(), i) == 0;
-        if (became_zero) write_element(format, elements.data(), i, info(format).fmin);
+        if (became_zero) write_element(format, elements.data(), i, format_info(format).fmin);
     }
 }
 

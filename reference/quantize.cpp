@@ -33,7 +33,8 @@ using Floats = std::vector<float>;
 float scale_of(const TensorFormat& format, float amax) {
     if (!std::isfinite(amax)) return format.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
-    const float s = std::max(amax / info(format.element_format).fmax, 0x1p-126f);  // so that 1 / s is finite
+    const float s =
+        std::max(amax / format_info(format.element_format).fmax, 0x1p-126f);  // so that 1 / s is finite
     return round_to(format.scale_format, s);
 }
 
@@ -63,9 +64,9 @@ float compute_amax(const float* x, int64_t n) {
 // The scale of the scale block that contains (row, col). Scales are a row-major matrix with one element for
 // each scale block.
 float StoredMatrix::scale(int64_t row, int64_t col) const {
-    if (!format.fp8()) return 1.0f;
+    if (!format.is_fp8()) return 1.0f;
     const int64_t scale_row = row / block_rows(), scale_col = col / block_cols();
-    const int64_t block = scale_row * format.scale_cols(cols) + scale_col;
+    const int64_t block = scale_row * format.cols_of_scales(cols) + scale_col;
     return read_element(format.scale_format, scales.data(), block);
 }
 float StoredMatrix::value(int64_t row, int64_t col) const {
@@ -86,7 +87,7 @@ void add_error(QuantStats& stats, float x, float dequantized) {
 static void compute_scales(const float* x, StoredMatrix& stored) {
     const TensorFormat& format = stored.format;
     const int64_t blocks = format.scale_count(stored.rows, stored.cols);
-    const int64_t scale_cols = format.scale_cols(stored.cols);
+    const int64_t scale_cols = format.cols_of_scales(stored.cols);
 #pragma omp parallel for if (blocks > 1 && stored.rows * stored.cols > MIN_PARALLEL_ELEMENTS)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first_row = block / scale_cols * stored.block_rows();
@@ -129,7 +130,7 @@ static void compute_codes(const float* x, StoredMatrix& stored) {
 //   |x| up to 464 s   is rounded to 448 s, as any value is rounded to its neighbour
 //   |x| beyond 464 s  is saturated
 static void measure_quant_errors(const float* x, const StoredMatrix& stored, QuantStats& stats) {
-    const FormatInfo& f = info(stored.format.element_format);
+    const FormatInfo& f = format_info(stored.format.element_format);
     const float half_spacing = std::ldexp(0.5f, std::ilogb(f.fmax) - f.mantissa_bits);  // at FMAX
     for (int64_t i = 0; i < stored.rows * stored.cols; i++) {
         const int64_t row = i / stored.cols, col = i % stored.cols;
@@ -143,22 +144,22 @@ StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const TensorFo
                       QuantStats* stats, std::optional<float> scale) {
     StoredMatrix stored{.elements = {}, .scales = {}, .rows = rows, .cols = cols, .format = format};
     stored.elements.resize(format.bytes_without_scales(rows, cols));
-    stored.scales.resize(format.scale_count(rows, cols) * info(format.scale_format).bytes);
-    if (format.fp8() && format.granularity == PER_TENSOR) {
+    stored.scales.resize(format.scale_count(rows, cols) * format_info(format.scale_format).bytes);
+    if (format.is_fp8() && format.granularity == PER_TENSOR) {
         const float s = scale ? *scale : scale_of(format, compute_amax(x, rows * cols));
         write_element(format.scale_format, stored.scales.data(), 0, s);
-    } else if (format.fp8()) {
+    } else if (format.is_fp8()) {
         compute_scales(x, stored);
     }
     compute_codes(x, stored);
-    if (stats && format.fp8()) measure_quant_errors(x, stored, *stats);
+    if (stats && format.is_fp8()) measure_quant_errors(x, stored, *stats);
     return stored;
 }
 
 // x' = decode(code) * s for all elements. In FP32 and BF16 elements are values.
 Floats dequantize(const StoredMatrix& stored) {
     Floats x(stored.rows * stored.cols);
-    if (!stored.format.fp8()) {
+    if (!stored.format.is_fp8()) {
 #pragma omp parallel for if (stored.rows * stored.cols > MIN_PARALLEL_ELEMENTS)
         for (int64_t i = 0; i < stored.rows * stored.cols; i++)
             x[i] = read_element(stored.format.element_format, stored.elements.data(), i);

@@ -36,10 +36,10 @@ inline float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 // In the second row rounding gives 2^(M + 1) steps. The sum then has the exponent field of the next power of
 // two and the mantissa 0, as it should.
 inline uint16_t encode(Format f, float x) {
-    const int M = info(f).mantissa_bits;
+    const int M = format_info(f).mantissa_bits;
     const int bias = exponent_bias(f);
     // If x is NaN, std::min() returns fmax: NaN is not less. The code of NaN is chosen below.
-    const float magnitude = std::min(info(f).fmax, std::abs(x));
+    const float magnitude = std::min(format_info(f).fmax, std::abs(x));
     const int e = std::max(int(std::bit_cast<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
     const float steps = magnitude * power_of_two(M - e);  // |x| / 2^(e - M)
     const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << M);
@@ -53,12 +53,12 @@ inline uint16_t encode(Format f, float x) {
 // exponent field of FP32, which means infinity if the mantissa is 0, and NaN otherwise. In E4M3 only one code
 // lies above that of FMAX. Its mantissa is 7, so it is NaN: E4M3 has no infinity.
 inline float decode(Format f, uint16_t code) {
-    const int M = info(f).mantissa_bits;
+    const int M = format_info(f).mantissa_bits;
     const uint32_t magnitude = code & (sign_bit(f) - 1);
     const uint32_t bits = magnitude << (23 - M);  // exponent and mantissa where FP32 has them
     float value = std::bit_cast<float>(bits + (uint32_t(127 - exponent_bias(f)) << 23));
-    if (magnitude >> M == 0) value = float(magnitude) * info(f).fmin;            // subnormal
-    if (value > info(f).fmax) value = std::bit_cast<float>(bits | 0x7F800000u);  // infinity or NaN
+    if (magnitude >> M == 0) value = float(magnitude) * format_info(f).fmin;            // subnormal
+    if (value > format_info(f).fmax) value = std::bit_cast<float>(bits | 0x7F800000u);  // infinity or NaN
     return code & sign_bit(f) ? -value : value;
 }
 
@@ -80,13 +80,14 @@ inline float round_to(Format f, float x) {
 // Element i of an array in any format, as an FP32 value.
 inline float read_element(Format f, const uint8_t* elements, int64_t i) {
     if (f == Format::FP32) return reinterpret_cast<const float*>(elements)[i];
-    const uint16_t code = info(f).bytes == 1 ? elements[i] : reinterpret_cast<const uint16_t*>(elements)[i];
+    const uint16_t code =
+        format_info(f).bytes == 1 ? elements[i] : reinterpret_cast<const uint16_t*>(elements)[i];
     return f == Format::BF16 ? from_bf16(code) : decode(f, code);
 }
 // Rounds x to the format and stores it as element i.
 inline void write_element(Format f, uint8_t* elements, int64_t i, float x) {
     if (f == Format::FP32) reinterpret_cast<float*>(elements)[i] = x;
-    else if (info(f).bytes == 1) elements[i] = uint8_t(encode(f, x));
+    else if (format_info(f).bytes == 1) elements[i] = uint8_t(encode(f, x));
     else reinterpret_cast<uint16_t*>(elements)[i] = f == Format::BF16 ? to_bf16(x) : encode(f, x);
 }
 

@@ -30,7 +30,7 @@ static void check_statistics(const Buffer<QuantStats>& stats, QuantStats wanted)
 
 // Quantizes a stored tensor, in groups or as an operand. With one scale per tensor its amax is taken first.
 static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = nullptr) {
-    if (out.format == E4M3_1x16) {
+    if (out.format == E4M3_PER_1x16) {
         gpu::quantize_groups(x, out.ref(), /*write_back=*/false, stats, 0);
         return;
     }
@@ -48,7 +48,7 @@ static void check_groups(const Floats& x, const Tensor& groups) {
     gpu::store_values(lazy_stored(groups.ref()), bf16.ref(), 0);
     CHECK(same_values(fp32.values(), values));
     CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
-    const Tensor in(x, s, PLAIN_BF16), again(s, E4M3_1x16);
+    const Tensor in(x, s, PLAIN_BF16), again(s, E4M3_PER_1x16);
     const bool write_back = true;
     gpu::quantize_groups(in.ref(), again.ref(), write_back, nullptr, 0);
     check_quantized(again, x);
@@ -63,7 +63,7 @@ static void check_groups(const Floats& x, const Tensor& groups) {
 static void check_all_formats(const Floats& x, Shape s) {
     const Tensor in(x, s, PLAIN_BF16);
     std::vector<TensorFormat> formats(std::begin(GEMM_FORMATS), std::end(GEMM_FORMATS));
-    formats.push_back(E4M3_1x16);
+    formats.push_back(E4M3_PER_1x16);
     for (TensorFormat q : formats) {
         const Tensor out(s, q);
         const Buffer<QuantStats> stats({BEFORE});
@@ -75,7 +75,7 @@ static void check_all_formats(const Floats& x, Shape s) {
         if (out.transposes() && !q.granularity.transpose_has_same_blocks())
             reference::quantize(transposed(x, s.rows, s.cols).data(), s.cols, s.rows, q, &wanted);
         check_statistics(stats, wanted);
-        if (q == E4M3_1x16) check_groups(x, out);
+        if (q == E4M3_PER_1x16) check_groups(x, out);
         if (q != E4M3_PER_TENSOR || !out.transposes()) continue;
         const Buffer<uint8_t> column_major(s.n());
         gpu::transpose_codes(out.ref(), column_major.get(), 0);
@@ -107,7 +107,7 @@ static void check_activation(RecipeFormats formats, bool gated, Shape s, const F
 }
 
 GPU_TEST_CASE("quantize: codes and scales and statistics in every format") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (Shape s : SHAPES) {
         for (const Distribution& d : distributions()) {
             CAPTURE(d.name);
@@ -128,7 +128,7 @@ GPU_TEST_CASE("quantize: codes and scales and statistics in every format") {
 }
 
 GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values to FP8 are an error") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (Shape s : SHAPES) {
         const Floats x = heavy(rng, Format::FP32, s.n());
         const Tensor in(x, s, PLAIN_FP32);
@@ -142,7 +142,7 @@ GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values
             CHECK_THROWS_AS(gpu::quantize_operand(gpu::lazy_stored(in.ref()), out.operand(), nullptr, 0),
                             Error);
         }
-        const Tensor groups(s, E4M3_1x16);
+        const Tensor groups(s, E4M3_PER_1x16);
         const bool write_back = false;
         CHECK_THROWS_AS(gpu::quantize_groups(in.ref(), groups.ref(), write_back, nullptr, 0), Error);
     }
@@ -151,12 +151,12 @@ GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values
 // With a delayed scale, values beyond FMAX saturate. Those up to half a step beyond it are rounded to
 // it, as any value is to its neighbour; they do not count as saturated.
 GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     const int64_t rows = 300, cols = 272;
     for (TensorFormat q : {E4M3_PER_TENSOR, E5M2_PER_TENSOR}) {
         CAPTURE(q.text());
-        const float fmax = info(q.element_format).fmax, scale = 0x1p-8f;
-        const float half_step = std::ldexp(fmax / 1.75f, -info(q.element_format).mantissa_bits - 1);
+        const float fmax = format_info(q.element_format).fmax, scale = 0x1p-8f;
+        const float half_step = std::ldexp(fmax / 1.75f, -format_info(q.element_format).mantissa_bits - 1);
         Floats x = heavy(rng, Format::BF16, rows * cols);
         for (int64_t i = 0; i < 100; i++)
             x[rng.below(rows * cols)] = (fmax + float(i % 7 - 3) / 2 * half_step) * scale;
@@ -172,12 +172,12 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
 }
 
 GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of the others") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     const int64_t rows = 21, padded = 32, cols = 272;
     Floats x = heavy(rng, Format::BF16, rows * cols);
     const Tensor in(x, {rows, cols}, PLAIN_BF16);
     x.resize(padded * cols);  // the reference has zeros as padding, whose codes the GPU does not write
-    for (TensorFormat q : {E4M3_PER_TENSOR, E4M3_PER_ROW, E4M3_1x128, E4M3_128x128}) {
+    for (TensorFormat q : {E4M3_PER_TENSOR, E4M3_PER_ROW, E4M3_PER_1x128, E4M3_PER_128x128}) {
         CAPTURE(q.text());
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
@@ -192,12 +192,12 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
 }
 
 GPU_TEST_CASE("activation and activation_backward: values and everything that is made of them") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     const float sizes[] = {1, 4, 9, 11, 12, 88, 90, 1e3f, 1e10f, 1e20f, 1e30f, 3e38f};
     const int64_t rows = std::size(sizes), cols = 16;
     for (RecipeFormats formats : RECIPE_FORMATS)
         for (bool gated : {true, false}) {
-            INFO(info(formats.compute).name, gated ? " gated" : "");
+            INFO(format_info(formats.compute).name, gated ? " gated" : "");
             for (Shape s : shapes({{1, 16}, {33, 48}, {144, 144}, {256, 352}})) {
                 const int64_t inputs = gated ? 2 * s.n() : s.n();
                 const Floats d = heavy(rng, formats.compute, s.n());
@@ -216,7 +216,7 @@ GPU_TEST_CASE("activation and activation_backward: values and everything that is
 }
 
 GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activation's output") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (bool gated : {true, false})
         for (Shape s : shapes({{1, 32}, {33, 96}, {130, 288}, {256, 704}})) {
             INFO(s.cols, gated ? " gated" : "");
@@ -229,7 +229,7 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
                 x[8] = 15;
                 x[24] = 1;
             }
-            const Tensor gate_up(x, s, PLAIN_BF16), groups(s, E4M3_1x16);
+            const Tensor gate_up(x, s, PLAIN_BF16), groups(s, E4M3_PER_1x16);
             const Tensor fused({1, 16}, E4M3_PER_TENSOR),
                 separate({1, 16}, E4M3_PER_TENSOR);  // for their amaxes
             gpu::quantize_activation_input(gated, gate_up.ref(), groups.ref(), fused.amax_out(), nullptr, 0);
@@ -246,9 +246,9 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
 // 128 tiles are 16384 rows: with more of them, some blocks add up two tiles.
 GPU_TEST_CASE(
     "write_operand_and_add_column_sums: codes and sums have the bits of quantize and add_column_sums") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (Shape s : shapes({{1, 16}, {144, 144}, {272, 400}, {16640, 48}}))
-        for (TensorFormat q : {E5M2_PER_TENSOR, E4M3_PER_TENSOR, E4M3_1x128, PLAIN_BF16}) {
+        for (TensorFormat q : {E5M2_PER_TENSOR, E4M3_PER_TENSOR, E4M3_PER_1x128, PLAIN_BF16}) {
             CAPTURE(s.rows);
             CAPTURE(q.text());
             const Floats x = heavy(rng, Format::BF16, s.n()), before = normals(rng, Format::FP32, s.cols);
@@ -281,7 +281,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
             gate_up[i / F * 2 * F + i % F] = 400;
             dact[i] = 0x1p-14f;
         }
-        const Tensor in(gate_up, {rows, 2 * F}, E4M3_1x16), gradient(dact, {rows, F}, PLAIN_BF16);
+        const Tensor in(gate_up, {rows, 2 * F}, E4M3_PER_1x16), gradient(dact, {rows, F}, PLAIN_BF16);
         const LazyTensor x = gpu::lazy_activation_backward(true, in.ref(), gradient.ref());
         const Tensor exact({rows, 2 * F}, PLAIN_FP32);
         gpu::store_values(x, exact.ref(), 0);
@@ -300,7 +300,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
 }
 
 GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     constexpr int SCALES = 5;
     auto random_amax = [&] { return rng.below(9) ? float(std::exp(3 * rng.normal())) : INFINITY; };
     for (int length : {1, 3, 256, 257, 1024})
@@ -347,7 +347,7 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
 
 // A dry run calls the same functions without a GPU, so that what is wrong is an error before a run starts.
 TEST_CASE("quantize: not to groups; quantize_groups: to groups") {
-    const TensorRef x{nullptr, 16, 32, PLAIN_BF16}, groups{nullptr, 16, 32, E4M3_1x16};
+    const TensorRef x{nullptr, 16, 32, PLAIN_BF16}, groups{nullptr, 16, 32, E4M3_PER_1x16};
     CHECK_THROWS_AS(gpu::quantize_operand(gpu::lazy_stored(x), {groups}, nullptr, gpu::DRY_RUN), Error);
     CHECK_NOTHROW(gpu::quantize_groups(x, groups, /*write_back=*/false, nullptr, gpu::DRY_RUN));
 }

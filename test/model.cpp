@@ -80,7 +80,7 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
 // with the factors of each parameter's role, the norm of all gradients, the keys of stochastic rounding, and
 // one store of each moment. A GPU's powers and sums differ in the last bits, which may change a code by one.
 PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole norm; rounding; moments") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     const bool exact = make == make_reference_model;
     FOR_ALL_SETTINGS(s, all_settings(rng)) {
         if (!s.keep_gradients) continue;
@@ -88,7 +88,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
         t.adamw.clip = rng.below(2) ? 0.3f : 0;
         t.adamw.weight_decay = 2;
         // A first step has second moments below the smallest code, if they are not expanded.
-        if (s.optimizer.expansion || !s.recipe.saved_inputs.fp8()) t.losses(2);
+        if (s.optimizer.expansion || !s.recipe.saved_inputs.is_fp8()) t.losses(2);
         const Snapshot before = snapshot(*t.model);
         const StepResult r = t.step();
         const Snapshot after = snapshot(*t.model);
@@ -127,7 +127,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
 
 // The first weights of a run that resumes must not matter. Without a master, rounding uses the seed.
 PROPERTY("the same bits every time with any number of threads and after a resume; seeds differ") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     const int threads = omp_get_max_threads();
     std::vector<RunSettings> list = all_settings(rng);
     list.push_back(settings_of("coat", wide_heads(true), 2, 48));
@@ -160,7 +160,7 @@ PROPERTY("the same bits every time with any number of threads and after a resume
 
 PROPERTY(
     "validation_loss gives the loss of a step; next_logits gives the logits of the loss for any prompt") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     std::vector<RunSettings> list = all_settings(rng);
     for (const Recipe& recipe : recipes())
         for (int64_t T : {5, 16}) list.push_back(settings_of(recipe.name, tiny_config(LLAMA, true), 16, T));
@@ -174,7 +174,7 @@ PROPERTY(
         // A batch of copies of a prompt. Another target of its last token changes the loss by the difference
         // of two logits. Scales of FP8 operands are those of all tokens, so there the prompt is a whole
         // sequence. A GPU's GEMMs of different shapes may sum in different orders: a few roundings.
-        const bool fp8 = linear_formats(s).x.fp8();
+        const bool fp8 = linear_formats(s).x.is_fp8();
         const int64_t n = fp8 ? s.T : 1 + rng.below(s.T);
         for (size_t i = 0; i < t.tokens.size(); i++) t.tokens[i] = t.tokens[i % size_t(s.T)];
         const Floats logits = t.next_logits(n);
@@ -204,7 +204,7 @@ PROPERTY("a run whose tokens are no multiple of 16 has linear layers in BF16 als
         return t.next_logits(16);
     };
     for (const Recipe& recipe : recipes())
-        if (recipe.x.fp8() && !recipe.saved_inputs.fp8())
+        if (recipe.x.is_fp8() && !recipe.saved_inputs.is_fp8())
             CHECK_MESSAGE(logits(recipe.name) == logits("bf16 moments fp32"), std::string(recipe.name));
 }
 
@@ -235,7 +235,7 @@ PROPERTY("the residual stream is rounded to BF16 after each branch; groups are m
                 restore(*t.model, state);
                 losses[biased] = t.validation_loss();
             }
-            const bool reads_sum = reader > 0 && recipe.saved_inputs.fp8();
+            const bool reads_sum = reader > 0 && recipe.saved_inputs.is_fp8();
             CHECK((losses[0] == losses[1]) == (recipe.compute_format == Format::BF16 && !reads_sum));
         }
 }
@@ -251,7 +251,7 @@ PROPERTY("backward hands on BF16 values; wgrad reads g quantized over tokens; bi
             const RunSettings& s = t.settings();
             if (s.recipe.compute_format != Format::BF16) continue;
             INFO(text(s));
-            const bool fp8 = s.recipe.x.fp8();
+            const bool fp8 = s.recipe.x.is_fp8();
             const Granularity& of_g = s.recipe.g.granularity;
             const bool same_codes = of_g.transpose_has_same_blocks();  // for dgrad and wgrad
             t.losses(1);
@@ -321,7 +321,7 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
                 const auto row = gradients[0].begin() + token * c.C;
                 REQUIRE((std::count(row, row + c.C, 0.0f) == c.C) == (token >= COUNTED));
             }
-            if (!t.settings().recipe.x.fp8()) {  // in FP8, scales depend on all tokens
+            if (!t.settings().recipe.x.is_fp8()) {  // in FP8, scales depend on all tokens
                 for (size_t i = T; i < B * T; i++) t.tokens[i] = int32_t(i % 7);
                 t.again();
                 CHECK((gradients_of(*t.model) == gradients));
@@ -369,7 +369,7 @@ PROPERTY("gradients of 16 micro-batches are their sum within one rounding; BF16 
             }
             CHECK(loss == doctest::Approx(losses / MANY).epsilon(1e-12));
             const double half_step =
-                std::ldexp(1.0, -info(t.settings().recipe.compute_format).mantissa_bits - 1);
+                std::ldexp(1.0, -format_info(t.settings().recipe.compute_format).mantissa_bits - 1);
             for (size_t p = 0; p < got.size(); p++) {
                 int64_t bad = 0;
                 for (size_t i = 0; i < got[p].size(); i++) {
@@ -500,14 +500,14 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
                 INFO(tensor.name);
                 const bool same = after.at(tensor.name) == state.at(tensor.name);
                 if (make == make_reference_model || p.bucket <= bucket) CHECK(same);
-                else if (tensor.name == p.name + (p.role.moments_follow_optimizer ? moment : ".m"))
+                else if (tensor.name == p.name + (p.role.moments_in_optimizer_format ? moment : ".m"))
                     CHECK(!same);
             }
         }
 }
 
 PROPERTY("--gradients none has the bits of kept gradients that are not clipped and the same report") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     std::vector<RunSettings> list = all_settings(rng);
     list.push_back(settings_of("coat", wide_heads(true), 2, 48));
     FOR_ALL_SETTINGS(listed, list) {
@@ -573,7 +573,7 @@ PROPERTY("delayed scaling: linear layers without FP8 leave histories and scales 
     std::vector<RunSettings> list = {settings_of("te", tiny_config(LLAMA, true), 3, 5), settings_of("te")};
     list[1].recipe = recipe_on_gpu(list[1].recipe, 80);
     FOR_ALL_SETTINGS(s, list) {
-        REQUIRE(!linear_formats(s).x.fp8());
+        REQUIRE(!linear_formats(s).x.is_fp8());
         Training t(make, s);
         Snapshot before;
         for (const StateTensor& tensor : delayed_scaling_tensors(s.config, s.recipe)) {
@@ -617,7 +617,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
             };
             const float now = std::max(newest(after[0]), newest(after[1])), last = newest(before);
             CHECK(values_of<float>(after[2], operand + ".history") == Floats{now, last, 0, 0});
-            const float fmax = info(format_of(s.recipe, o).element_format).fmax;
+            const float fmax = format_info(format_of(s.recipe, o).element_format).fmax;
             CHECK(values_of<float>(after[2], operand + ".scale")[0] == std::max(now, last) / fmax);
         }
     auto saturated = [&] { return t.report().stats_by_kind[int(ReportKind::Weight)].saturated; };
@@ -631,7 +631,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
 
 // Of the moments, the report measures what a step with the report's gradients would store.
 PROPERTY("the report measures each kind of tensor that the recipe quantizes and the moments of a step") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     std::vector<RunSettings> list = all_settings(rng);
     list.push_back(settings_of("coat attention moments fp8lm"));
     const bool exact = make == make_reference_model;  // a GPU's powers may change a code by one
@@ -663,7 +663,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
             if (kind >= int(ReportKind::Moment1)) {
                 QuantStats expected;
                 for (const Param& p : t.params())
-                    if (p.role.moments_follow_optimizer)
+                    if (p.role.moments_in_optimizer_format)
                         Update(*t.model, state, p, {1, 0.0f}, 0)
                             .store(kind == int(ReportKind::Moment2), &expected);
                 CHECK(stats.elements == expected.elements);
@@ -688,7 +688,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
 
 PROPERTY("training learns the text in every recipe and memory mode and optimizer as bf16 does") {
     // The entropy of the text is 1.21 nats a token; a model that has learnt nothing has log 50 = 3.91.
-    for (const auto& [arch, steps] : {std::pair{LLAMA, count(70, 10)}, {GPT2, count(60, 10)}}) {
+    for (const auto& [arch, steps] : {std::pair{LLAMA, cases(70, 10)}, {GPT2, cases(60, 10)}}) {
         std::vector<std::string> runs = {"bf16", "fp32", "coat", "coat lean"};
         for (const char* more : {"te", "colossal", "rowwise", "deepseek", "coat moments fp8lm"})
             if (arch.rope) runs.push_back(more);

@@ -90,7 +90,7 @@ GPU_MODEL_TEST("memory plan: equals what the driver reports within 2%") {
     // CUDA loads kernels at their first use: here, with one step of a small model of each recipe.
     const std::vector<const char*> runs = {"bf16", "coat lean", "te", "rowwise", "deepseek"};
     for (const char* run : runs) Training(make_gpu_model, settings_of(run, wide_heads(true), 2, 64)).step();
-    ModelConfig config = find_row(models(), "llama-30m", "--model");
+    ModelConfig config = find_row(known_models(), "llama-30m", "--model");
     config.V = 256;
     for (const char* run : runs) {
         const RunSettings settings = settings_of(run, config, 64, 1024);
@@ -106,7 +106,7 @@ GPU_MODEL_TEST("memory plan: equals what the driver reports within 2%") {
 
 GPU_MODEL_TEST("make_gpu_model: too little memory is an error before any step") {
     const RunSettings settings =
-        settings_of("coat", find_row(models(), "llama-2-7b", "--model"), 1 << 11, 2048);
+        settings_of("coat", find_row(known_models(), "llama-2-7b", "--model"), 1 << 11, 2048);
     const std::string message = error_of([&] { make_gpu_model(settings); });
     INFO(message);
     CHECK(contains(message, "needs"));
@@ -220,7 +220,7 @@ TEST_CASE("gpu_memory_plan: each row has the bytes that the GPU takes for it") {
             for (const std::string flags : {"", " attention", " master", " gradients", " lean"})
                 for (const int64_t ranks : {1, 3}) {
                     RunSettings s =
-                        settings_of(recipe.name + flags, find_row(models(), model, "--model"), 2, 1024);
+                        settings_of(recipe.name + flags, find_row(known_models(), model, "--model"), 2, 1024);
                     s.ranks = ranks;
                     s.rank = ranks - 1;
                     if (!supported(s)) continue;
@@ -244,7 +244,7 @@ TEST_CASE("arena_bytes: a model of 4096 layers takes seconds and not minutes") {
 }
 
 TEST_CASE("arena_bytes: the host's work for 4096 ranks grows with their number and not with its square") {
-    RunSettings s = settings_of("coat", find_row(models(), "llama-2-7b", "--model"), 1, 2048);
+    RunSettings s = settings_of("coat", find_row(known_models(), "llama-2-7b", "--model"), 1, 2048);
     s.ranks = 4096;
     const double before = processor_seconds();
     CHECK(arena_bytes(s, false) > 0);
@@ -252,7 +252,7 @@ TEST_CASE("arena_bytes: the host's work for 4096 ranks grows with their number a
 }
 
 TEST_CASE("arena_bytes: a matrix of more than 2^30 elements fits the grids of kernels") {
-    RunSettings s = settings_of("coat", find_row(models(), "llama-2-7b", "--model"), 1, 2048);
+    RunSettings s = settings_of("coat", find_row(known_models(), "llama-2-7b", "--model"), 1, 2048);
     s.config.L = 1;
     s.config.NH = s.config.NKV = 128;
     s.config.C = 1 << 14;

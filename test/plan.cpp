@@ -5,7 +5,7 @@
 using namespace coat;
 using namespace coat::test;
 
-static const ModelConfig& LLAMA_7B = find_row(models(), "llama-2-7b", "");
+static const ModelConfig& LLAMA_7B = find_row(known_models(), "llama-2-7b", "");
 
 TEST_CASE("bucket_ranges: buckets are contiguous; only the embedding's bucket may have two matrices") {
     for (const Architecture& arch : {LLAMA, GPT2})
@@ -66,7 +66,7 @@ TEST_CASE("memory plan: bytes of a parameter in each recipe and mode and optimiz
 }
 
 TEST_CASE("memory plan: each memory mode changes only its own rows by the stated size") {
-    for (const ModelConfig& model : models())
+    for (const ModelConfig& model : known_models())
         for (const char* recipe : {"bf16", "coat"}) {
             RunSettings s = settings_of(concat(recipe, " moments coat"), model, 3, 48);
             if (s.config.V == 0) s.config.V = 256;
@@ -81,7 +81,7 @@ TEST_CASE("memory plan: each memory mode changes only its own rows by the stated
             }
             for (const auto& [mode, category, bytes] :
                  {std::tuple{"attention", Category::Activations,
-                             3 * c.L * (48 * 2 * qkv_and_output - E4M3_1x16.bytes(48, qkv_and_output))},
+                             3 * c.L * (48 * 2 * qkv_and_output - E4M3_PER_1x16.bytes(48, qkv_and_output))},
                   {"master", Category::Weights, 2 * weights},
                   {"gradients", Category::Gradients, 2 * (elements - largest - embedding)}}) {
                 const RunSettings other = with_modes(s, mode), baseline = bf16_baseline(other);
@@ -130,8 +130,8 @@ TEST_CASE("precision plan: backward reads gradients and each moment is stored as
     CHECK(backward.at(0).reads == linear.g.text());
     CHECK(backward.at(1).reads == linear.g.text() + " x " + linear.x.text());
     REQUIRE(s.optimizer.m_format != s.optimizer.v_format);
-    CHECK(update.at(1).reads == info(s.optimizer.m_format).name);
-    CHECK(update.at(2).reads == info(s.optimizer.v_format).name);
+    CHECK(update.at(1).reads == format_info(s.optimizer.m_format).name);
+    CHECK(update.at(2).reads == format_info(s.optimizer.v_format).name);
 }
 
 // The table of operators is written by hand. What it can be compared with are the lists that a step follows.
@@ -167,7 +167,7 @@ TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a 
 static bool activations_stay_whole(const RunSettings& s, int64_t offset) {
     const std::vector<Param> params = parameters(s.config);
     const std::vector<ShardPlace> shards = shard_places(s);
-    const int64_t gradient_bytes = info(gradient_format(s)).bytes, layer_bytes = saved_layer_bytes(s);
+    const int64_t gradient_bytes = format_info(gradient_format(s)).bytes, layer_bytes = saved_layer_bytes(s);
     std::vector<Range> gradients;  // bytes that were written in this step
     auto write_gradients = [&](const auto& chosen) {
         for (size_t i = 0; i < params.size(); i++)
@@ -199,7 +199,7 @@ static bool activations_stay_whole(const RunSettings& s, int64_t offset) {
 }
 
 TEST_CASE("gradients_offset: the lowest at which no gradient is written over activations that are needed") {
-    for (const ModelConfig& model : models())
+    for (const ModelConfig& model : known_models())
         for (const char* recipe : {"fp32", "bf16", "coat", "deepseek"})
             // Few tokens: gradients take more than the activations of a layer; many: less.
             for (const auto& [T, accumulate] : {std::pair{72, 1}, {2048, 1}, {72, 2}})
@@ -370,12 +370,12 @@ TEST_CASE("recipe_on_gpu: operands that no GEMM multiplies are refused in a sent
     };
     for (const auto& [x, w, g, refused] : {Row{E4M3_PER_TENSOR, E4M3_PER_TENSOR, E5M2_PER_TENSOR, false},
                                            {E5M2_PER_TENSOR, E4M3_PER_TENSOR, E4M3_PER_TENSOR, false},
-                                           {E4M3_1x128, E4M3_1x128, E4M3_1x128, false},
-                                           {E4M3_128x128, E4M3_1x128, E4M3_1x128, false},
+                                           {E4M3_PER_1x128, E4M3_PER_1x128, E4M3_PER_1x128, false},
+                                           {E4M3_PER_128x128, E4M3_PER_1x128, E4M3_PER_1x128, false},
                                            {E4M3_PER_TENSOR, E4M3_PER_ROW, E4M3_PER_TENSOR, true},
-                                           {E4M3_PER_TENSOR, E4M3_PER_TENSOR, E4M3_1x128, true},
-                                           {E4M3_PER_ROW, E4M3_PER_ROW, E4M3_128x128, true},
-                                           {E4M3_128x128, E4M3_128x128, E4M3_1x128, true},
+                                           {E4M3_PER_TENSOR, E4M3_PER_TENSOR, E4M3_PER_1x128, true},
+                                           {E4M3_PER_ROW, E4M3_PER_ROW, E4M3_PER_128x128, true},
+                                           {E4M3_PER_128x128, E4M3_PER_128x128, E4M3_PER_1x128, true},
                                            {E4M3_32, E4M3_32, E4M3_32, true},
                                            {E5M2_PER_TENSOR, E4M3_PER_TENSOR, E5M2_PER_TENSOR, true},
                                            {PLAIN_BF16, E4M3_PER_TENSOR, E4M3_PER_TENSOR, true},

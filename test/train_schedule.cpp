@@ -37,9 +37,9 @@ TEST_CASE("learning_rate: a run of any length reaches the peak and ends at a ten
 TEST_CASE("flops_per_token: GEMMs and the head and causal attention") {
     // Llama-2-7B: 4 C^2 + 3 C F weights in each of 32 layers, and the head; attention over 2048 tokens.
     const double weights = 32 * (4 * 4096.0 * 4096 + 3 * 4096.0 * 11008) + 32000 * 4096.0;
-    CHECK(flops_per_token(find_row(models(), "llama-2-7b", ""), 2048) ==
+    CHECK(flops_per_token(find_row(known_models(), "llama-2-7b", ""), 2048) ==
           6 * weights + 6 * 32 * 2048 * 4096.0);
     // GPT-2: the head is the embedding, and positions are looked up.
-    CHECK(flops_per_token(find_row(models(), "gpt2", ""), 1024) ==
+    CHECK(flops_per_token(find_row(known_models(), "gpt2", ""), 1024) ==
           6 * (12 * 12 * 768.0 * 768 + 50257 * 768.0) + 6 * 12 * 1024 * 768.0);
 }

@@ -90,7 +90,7 @@ SmallModel first_model() {
 }
 
 void reference_groups(int rows, int cols, const float* x, uint8_t* codes, float* scales_of_groups) {
-    const reference::StoredMatrix q = reference::quantize(x, rows, cols, E4M3_1x16);
+    const reference::StoredMatrix q = reference::quantize(x, rows, cols, E4M3_PER_1x16);
     std::copy(q.elements.begin(), q.elements.end(), codes);
     for (int r = 0; r < rows; r++)
         for (int c = 0; c < cols; c += 16) *scales_of_groups++ = q.scale(r, c);

@@ -380,7 +380,7 @@ inline float largest_signed(const float* x, int64_t n) {
     return largest;
 }
 inline Floats scales(const Floats& x, int rows) {
-    return each(amaxes(x, rows), [](float amax) { return reference::scale_of(E4M3_1x16, amax); });
+    return each(amaxes(x, rows), [](float amax) { return reference::scale_of(E4M3_PER_1x16, amax); });
 }
 
 inline constexpr const char* SIGNED = "The largest magnitude may be that of a negative value: take |x|.";

@@ -70,7 +70,7 @@ int judge::decode(const Function<float(const Fp8&, uint8_t)>& decode) {
             hints.push_back(about("codes with exponent 0", field == 0));
             hints.push_back(about("the largest exponent", field == top));
             c.input = [=](size_t) { return "code " + hex(code); };
-            c(text("decode in ", info(format_of(f)).name),
+            c(text("decode in ", format_info(format_of(f)).name),
               Floats{reference::decode(format_of(f), uint8_t(code))}, Floats{decode(f, uint8_t(code))},
               hints);
         }
@@ -172,7 +172,7 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
             Codes codes = unwritten(n);
             Floats got = undefined(amax.size());
             quantize(rows, cols, padded.data(), codes.data(), got.data());
-            auto scale = [](float amax) { return reference::scale_of(E4M3_1x16, amax); };
+            auto scale = [](float amax) { return reference::scale_of(E4M3_PER_1x16, amax); };
             auto unrounded = [](float amax) { return reference::scale_of({Format::E4M3}, amax); };
             Floats flat = each(amaxes(x, 1), scale), whole, wide, inexact, divided,
                    unscaled = each(x, given::encode);
@@ -217,7 +217,7 @@ int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*,
             c.input = [=](size_t i) {
                 return text("x = ", x[i], ", the scale is ", expected[i / cols * groups + i % cols / 16]);
             };
-            c("code", reference::quantize(x.data(), rows, cols, E4M3_1x16).elements, codes,
+            c("code", reference::quantize(x.data(), rows, cols, E4M3_PER_1x16).elements, codes,
               {{INVERSE, divided},
                {"Scales are right. For the codes, use the scale after it is rounded to BF16.", inexact},
                {"This is the code of x, without the scale.", unscaled}});
@@ -380,7 +380,7 @@ void compare_code(Comparison& c, const Fp8& f, float x, uint8_t mine) {
     hints.push_back(about("NaN", std::isnan(x)));
     hints.push_back(about("negative values", std::signbit(x)));
     c.input = [=](size_t) { return text("x = ", x); };
-    c(text("encode in ", info(format_of(f)).name), Codes{code}, Codes{mine}, hints);
+    c(text("encode in ", format_info(format_of(f)).name), Codes{code}, Codes{mine}, hints);
 }
 
 }  // namespace

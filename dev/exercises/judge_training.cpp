@@ -556,7 +556,7 @@ int judge::norm_backward(const Function<Norm>& backward) {
     Floats x = c.normal(N * C, 1);
     const Floats weight = c.normal(C, 0.3f), dy = c.normal(N * C);
     for (int i = 0; i < C; i++) x[3 * C + i] *= 1e-3f;  // a token in which eps counts
-    const StoredMatrix q = reference::quantize(x.data(), N, C, E4M3_1x16);
+    const StoredMatrix q = reference::quantize(x.data(), N, C, E4M3_PER_1x16);
     const Floats s = scales(x, N);
     Floats dx = undefined(N * C), dweight = undefined(C), expected(N * C), sum(C);
     backward(N, C, guarded(q.elements).data(), guarded(s).data(), guarded(weight).data(), guarded(dy).data(),
@@ -652,7 +652,7 @@ int judge::swiglu_backward(const Function<SwiGLU>& backward) {
     const Floats dact = c.normal(N * F);
     gate_up[(N - 1) * row] = 60;  // last: many mistakes look alike there
     gate_up[(N - 1) * row + 1] = -60;
-    const StoredMatrix q = reference::quantize(gate_up.data(), N, row, E4M3_1x16);
+    const StoredMatrix q = reference::quantize(gate_up.data(), N, row, E4M3_PER_1x16);
     const Floats s = scales(gate_up, N);
     backward(N, F, guarded(q.elements).data(), guarded(s).data(), guarded(dact).data(), got.data());
     const Floats x = dequantize(q),

@@ -30,7 +30,7 @@ public:
         : x_(random_bf16(rows * cols, 2.0f)), weight_(random_bf16(cols, 1.0f, 2)), device_x_(x_),
           zeros_(rows * cols), device_weight_(weight_), scales_(rows * cols / 16), in_(rows * cols),
           codes_(rows * cols), x32_(rows * cols), y32_(rows * cols), inverse_(rows), stats_(rows),
-          tensor_scale_(1), norm_{{in_.get(), rows, cols, E4M3_1x16, nullptr, scales_.get()},
+          tensor_scale_(1), norm_{{in_.get(), rows, cols, E4M3_PER_1x16, nullptr, scales_.get()},
                                   weight_on_device(),
                                   nullptr,
                                   stats_.get(),
@@ -61,7 +61,7 @@ public:
         std::vector<float> x, weight, y(rows * cols);
         for (uint16_t b : x_) x.push_back(reference::from_bf16(b));
         for (uint16_t b : weight_) weight.push_back(reference::from_bf16(b));
-        x = reference::dequantize(reference::quantize(x.data(), rows, cols, E4M3_1x16));
+        x = reference::dequantize(reference::quantize(x.data(), rows, cols, E4M3_PER_1x16));
         reference::norm_forward<float>(true, EPS, rows, cols, x.data(), weight.data(), nullptr, y.data());
         const std::vector<uint8_t> expected =
             reference::quantize(y.data(), rows, cols, E4M3_PER_TENSOR).elements;

@@ -112,7 +112,7 @@ TEST_CASE("checkpoint: one of another recipe or optimizer or shape is rejected b
 
 TEST_CASE("checkpoint: a changed byte of any file is an error that names the file") {
     Damage d;
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (const std::string file : {"model.safetensors", "optimizer.state", "config.json", "trainer.json"}) {
         const std::string path = d.path + "/" + file, bytes = read_file(path);
         d.rejected(file, bytes.substr(0, bytes.size() / 2), file);
@@ -120,14 +120,14 @@ TEST_CASE("checkpoint: a changed byte of any file is an error that names the fil
         fs::rename(path, path + ".gone");
         check_error([&] { d.load(); }, path);
         fs::rename(path + ".gone", path);
-        for (int64_t i = 0; i < count(60, 30); i++) {
+        for (int64_t i = 0; i < cases(60, 30); i++) {
             const auto size = int64_t(bytes.size());
             std::string bad = bytes;
             char& byte = bad[size_t(i == 0 ? 0 : i == 1 ? size - 2 : rng.below(size))];
             byte = isspace(byte) ? 'x' : char(byte ^ 1);  // white space in trainer.json says nothing
             d.rejected(file, bad, file);
         }
-        check_random_damage(path, bytes.size(), count(300, 60), [&] { d.load(); });
+        check_random_damage(path, bytes.size(), cases(300, 60), [&] { d.load(); });
         CHECK(d.saved.tensors == d.loaded.tensors);
     }
     const ordered_json good = ordered_json::parse(read_file(d.path + "/trainer.json"));
@@ -307,9 +307,9 @@ TEST_CASE("checkpoint: a good one exists at every moment of a save and a kill le
     const RunSettings s = small_settings(LLAMA);
     MemoryModel first(s, 1), loaded(s, 0);
     save(out, first, 1);
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     int64_t last = 1, torn = 0;  // the newest step seen; stops in the middle of a save
-    for (int64_t kills = 0; kills < count(40, 8); kills++) {
+    for (int64_t kills = 0; kills < cases(40, 8); kills++) {
         const pid_t child = fork();
         REQUIRE(child >= 0);
         for (int64_t step = last + 1; !child; step++) {

@@ -36,7 +36,7 @@ static Tokens windows_of(const Loader& loader, int64_t first, int64_t count) {
 }
 
 TEST_CASE("TokenStream: joined and cut streams of several widths give the tokens in order") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (int round = 0; round < 50; round++) {
         TokenStream stream;
         Tokens all, counted;
@@ -65,7 +65,7 @@ TEST_CASE("TokenStream: joined and cut streams of several widths give the tokens
 }
 
 TEST_CASE("TokenStream: the hash depends on tokens and their order and what counts but not on the files") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     constexpr int64_t N = 600'001;  // three parts of the hash; half a word at the end
     Words tokens(N);
     for (uint32_t& t : tokens) t = uint32_t(rng.below(50'000));
@@ -199,7 +199,7 @@ TEST_CASE("load_corpus: what is no text is left out and named; so is what a run 
     check_error([&] { load_corpus(folder / "in/f"); }, folder / "in/f", "is UTF-16");
     folder.write("in/0", "new");
     folder.write("in/z", "new, too");
-    const Corpus again = load_corpus(folder / "in", {.known = corpus.files});
+    const Corpus again = load_corpus(folder / "in", {.files_of_resumed_run = corpus.files});
     CHECK(text_of(again) + held_out(again) == "first second");
     CHECK((again.left_out[0].path == folder / "in/0" && contains(again.left_out[0].reason, "is new")));
     for (const LeftOut& file : again.left_out)  // the run never had the copy, so it is not new
@@ -208,7 +208,7 @@ TEST_CASE("load_corpus: what is no text is left out and named; so is what a run 
         folder.write(concat("tokens/", name, ".bin"), token_file(counting(100)));
     const Corpus tokens = load_corpus(folder / "tokens");
     folder.write("tokens/c.bin", token_file(counting(100)));
-    const Corpus resumed = load_corpus(folder / "tokens", {.known = tokens.files});
+    const Corpus resumed = load_corpus(folder / "tokens", {.files_of_resumed_run = tokens.files});
     CHECK((resumed.train.size() + resumed.validation.size() == 200 && resumed.left_out.size() == 1));
 }
 
@@ -266,7 +266,7 @@ TEST_CASE("load_corpus: thousands of files take no descriptors and reading them 
 
 TEST_CASE("load_corpus: llm.c's token files of both widths are read back and names say what is held out") {
     Folder folder;
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     Shorts narrow(1003);
     Words wide(1003);
     for (auto& t : narrow) t = uint16_t(rng.below(65536));
@@ -408,7 +408,7 @@ TEST_CASE("load_corpus: token and tokenizer files with random changes or cuts ar
     const std::string tokens = folder.write("x.bin", token_file(Words{0, 1, 2, 3, 1, 2, 0, 3, 1, 1, 0, 2})),
                       pieces = folder.write("tokenizer.bin", tokenizer_file({"a", "\xC3\xA9", "\n", ""}));
     for (const auto& [file, end] : {std::pair{tokens, 16}, {tokens, 1072}, {pieces, 16}, {pieces, 1032}})
-        check_random_damage(file, size_t(end), count(800, 150), [&, path = tokens] {
+        check_random_damage(file, size_t(end), cases(800, 150), [&, path = tokens] {
             const Corpus corpus = load_corpus(path);
             for (int32_t t : tokens_of(corpus.train)) CHECK(t >= 0);
             corpus.vocabulary.decode(tokens_of(corpus.validation));
@@ -416,7 +416,7 @@ TEST_CASE("load_corpus: token and tokenizer files with random changes or cuts ar
 }
 
 TEST_CASE("Loader: each epoch gives every window once in an order by epoch and seed that never changes") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     std::vector<int64_t> sizes = {255, 256, 257, 1023, 1024, 1025, 4097, 70001};
     for (int64_t n = 1; n <= 70; n++) sizes.push_back(n);
     for (int64_t n : sizes) {
@@ -441,7 +441,7 @@ TEST_CASE("Loader: each epoch gives every window once in an order by epoch and s
 }
 
 TEST_CASE("Loader: batches span epochs; windows overlap by one token and targets say what counts") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     constexpr int64_t B = 3, T = 4, WINDOWS = 7;
     Words words = counting(WINDOWS * T + 3);  // two tokens short of another window
     for (uint32_t& t : words) t |= uint32_t(rng.below(2)) << 31;

@@ -203,9 +203,10 @@ void check_epilogues(const AttentionShape& s, const Run& run) {
 }
 
 void check(const AttentionShape& s, Implementation implementation, Inputs kind = Inputs::Normal) {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     INFO("B ", s.B, " T ", s.T, " NH ", s.NH, " NKV ", s.NKV, " HS ", s.HS, " ",
-         std::string(info(s.format).name), implementation == hopper_attention ? " on Hopper" : " on any GPU");
+         std::string(format_info(s.format).name),
+         implementation == hopper_attention ? " on Hopper" : " on any GPU");
     const Floats qkv = inputs(rng, s.format, s.B * s.T * s.qkv_cols(), kind);
     const Inputs dout_kind = kind == Inputs::LargeLogits ? Inputs::Normal : kind;
     const Floats dout = inputs(rng, s.format, s.B * s.T * s.NH * s.HS, dout_kind);
@@ -286,7 +287,7 @@ HOPPER_TEST_CASE("attention_forward and attention_backward on Hopper: head sizes
 // The blocks of a head add to dq in turns. In long sequences some multiprocessors are faster than others by
 // more than a turn: without waiting, they would add in another order each time.
 HOPPER_TEST_CASE("long attention_backward on Hopper: the same bits each time") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (int64_t HS : {64, 128}) {
         CAPTURE(HS);
         const AttentionShape s{1, 16384, 4, 2, HS, Format::BF16};

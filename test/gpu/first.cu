@@ -16,7 +16,7 @@ GPU_TEST_CASE("a first test: sixteen values become one group of E4M3 codes with 
     const Buffer<uint8_t> codes(16);
     const Buffer<uint16_t> scales(1);
     const TensorRef from{.data = input.get(), .rows = 1, .cols = 16, .format = PLAIN_BF16};
-    TensorRef to{.data = codes.get(), .rows = 1, .cols = 16, .format = E4M3_1x16};
+    TensorRef to{.data = codes.get(), .rows = 1, .cols = 16, .format = E4M3_PER_1x16};
     to.group_scales = scales.get();
     gpu::quantize_groups(from, to, /*write_back=*/false, /*quant_stats=*/nullptr, /*stream=*/nullptr);
 

@@ -70,7 +70,7 @@ void check_gemm(gpu::CublasGemms& gemms, Random& rng, const GemmCase& p, TensorF
     // A sum's relative error. FP32: K additions. Hopper's FP8: an instruction adds 32 products and rounds to
     // 14 bits (DeepSeek-V3, 3.3.2), also the last instruction, whose products may be fewer.
     const double K = double(p.K()), instructions = double(ceil_div(p.K(), 32));
-    const double sum_error = qa.fp8() ? (instructions + 1) * 0x1p-13 : (K + 2) * 0x1p-24;
+    const double sum_error = qa.is_fp8() ? (instructions + 1) * 0x1p-13 : (K + 2) * 0x1p-24;
     for (int64_t i = 0; i < p.M() * p.N(); i++) {
         const double extra = (accumulate ? before[i] : 0.0) + (with_bias ? bias[i % p.N()] : 0.0);
         double rounded = std::fabs(exact[i] + extra);
@@ -78,7 +78,7 @@ void check_gemm(gpu::CublasGemms& gemms, Random& rng, const GemmCase& p, TensorF
         if (accumulate) rounded += std::fabs(exact[i]) * (1 + sum_error);
         exact[i] += extra;
         bounds[i] = sum_error * (bounds[i] + std::fabs(extra)) + 1e-30 +
-                    std::ldexp(rounded, -info(out_format).mantissa_bits - 1) * (1 + sum_error);
+                    std::ldexp(rounded, -format_info(out_format).mantissa_bits - 1) * (1 + sum_error);
     }
     check_within(out.values(), exact, bounds);
 }
@@ -86,7 +86,7 @@ void check_gemm(gpu::CublasGemms& gemms, Random& rng, const GemmCase& p, TensorF
 }  // namespace
 
 GPU_TEST_CASE("CublasGemms::run: all three GEMMs in every format equal the reference") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH);
     gpu::CublasGemms fast_fprop(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     gpu::CublasGemms exact(scratch.get(), {false, false, false});  // no fast accumulation
@@ -94,24 +94,25 @@ GPU_TEST_CASE("CublasGemms::run: all three GEMMs in every format equal the refer
         const char* name;
         TensorFormat x, w, g;
         Format out;
-    } formats[] = {{"fp32", PLAIN_FP32, PLAIN_FP32, PLAIN_FP32, Format::FP32},
-                   {"bf16", PLAIN_BF16, PLAIN_BF16, PLAIN_BF16, Format::BF16},
-                   {"bf16 to fp32", PLAIN_BF16, PLAIN_BF16, PLAIN_BF16, Format::FP32},
-                   {"fp8", E4M3_PER_TENSOR, E4M3_PER_TENSOR, E5M2_PER_TENSOR, Format::BF16},
-                   {"fp8 to fp32", E4M3_PER_TENSOR, E4M3_PER_TENSOR, E5M2_PER_TENSOR, Format::FP32},
-                   {"fp8 per row to fp32", E4M3_PER_ROW, E4M3_PER_ROW, E4M3_PER_ROW, Format::FP32},
-                   {"fp8 1x128 and 128x128 to fp32", E4M3_1x128, E4M3_128x128, E4M3_1x128, Format::FP32},
-                   {"fp8 per row", E4M3_PER_ROW, E4M3_PER_ROW, E4M3_PER_ROW, Format::BF16},
-                   {"fp8 per row, gradients e5m2", E4M3_PER_ROW, E4M3_PER_ROW, ROW_E5M2, Format::BF16},
-                   {"fp8 1x128 and 128x128", E4M3_1x128, E4M3_128x128, E4M3_1x128, Format::BF16},
-                   {"fp8 1x128", E4M3_1x128, E4M3_1x128, E4M3_1x128, Format::BF16}};
+    } formats[] = {
+        {"fp32", PLAIN_FP32, PLAIN_FP32, PLAIN_FP32, Format::FP32},
+        {"bf16", PLAIN_BF16, PLAIN_BF16, PLAIN_BF16, Format::BF16},
+        {"bf16 to fp32", PLAIN_BF16, PLAIN_BF16, PLAIN_BF16, Format::FP32},
+        {"fp8", E4M3_PER_TENSOR, E4M3_PER_TENSOR, E5M2_PER_TENSOR, Format::BF16},
+        {"fp8 to fp32", E4M3_PER_TENSOR, E4M3_PER_TENSOR, E5M2_PER_TENSOR, Format::FP32},
+        {"fp8 per row to fp32", E4M3_PER_ROW, E4M3_PER_ROW, E4M3_PER_ROW, Format::FP32},
+        {"fp8 1x128 and 128x128 to fp32", E4M3_PER_1x128, E4M3_PER_128x128, E4M3_PER_1x128, Format::FP32},
+        {"fp8 per row", E4M3_PER_ROW, E4M3_PER_ROW, E4M3_PER_ROW, Format::BF16},
+        {"fp8 per row, gradients e5m2", E4M3_PER_ROW, E4M3_PER_ROW, ROW_E5M2, Format::BF16},
+        {"fp8 1x128 and 128x128", E4M3_PER_1x128, E4M3_PER_128x128, E4M3_PER_1x128, Format::BF16},
+        {"fp8 1x128", E4M3_PER_1x128, E4M3_PER_1x128, E4M3_PER_1x128, Format::BF16}};
     const struct {
         int64_t tokens, out, in;
     } sizes[] = {{16, 16, 16}, {64, 48, 208}, {37, 64, 32}, {1, 128, 64}, {528, 400, 272}, {130, 50, 24}};
     for (const auto& f : formats)
         for (const auto& size : sizes) {
             const bool fits = size.tokens % 16 == 0 && size.out % 16 == 0 && size.in % 16 == 0;
-            if (f.x.fp8() && !fits) continue;
+            if (f.x.is_fp8() && !fits) continue;
             gpu::CublasGemms& gemms = f.x.granularity == PER_1x128 ? exact : fast_fprop;
             for (const GemmCase& p : gemm_cases(size.tokens, size.out, size.in)) {
                 const TensorFormat qa = p.kind == GemmKind::Fprop ? f.x : f.g,
@@ -131,7 +132,7 @@ GPU_TEST_CASE("CublasGemms::run: all three GEMMs in every format equal the refer
 // bits of Hopper's tensor cores; then a GEMM without fast accumulation adds it to an FP32 sum. The sum of all
 // K terms is not exact in 14 bits: with fast accumulation it loses some percent.
 GPU_TEST_CASE("CublasGemms::run: dgrad and wgrad of recipe coat add without fast accumulation at a large K") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH);
     gpu::CublasGemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     auto random_values = [&](int64_t n) {
@@ -157,7 +158,7 @@ GPU_TEST_CASE("CublasGemms::run: dgrad and wgrad of recipe coat add without fast
 
 // Of so many outputs, a Hopper GPU's algorithm is chosen by its tile.
 GPU_TEST_CASE("CublasGemms::run: fprop and dgrad of 2^23 outputs equal the reference") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH);
     gpu::CublasGemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     const GemmCase fprop = gemm_cases(8192, 1024, 64)[0], dgrad = gemm_cases(8192, 64, 1024)[1];
@@ -172,10 +173,10 @@ GPU_TEST_CASE("CublasGemms::run: unsupported operands are rejected also the seco
     const Shape s{64, 64};
     const Floats ones(s.n(), 1.0f);
     const Tensor e5m2(ones, s, E5M2_PER_TENSOR), bf16(ones, s, PLAIN_BF16), e4m3(ones, s, E4M3_PER_TENSOR),
-        blocks(ones, s, E4M3_128x128), out(s, PLAIN_BF16), narrow({64, 32}, PLAIN_BF16);
+        blocks(ones, s, E4M3_PER_128x128), out(s, PLAIN_BF16), narrow({64, 32}, PLAIN_BF16);
     const gpu::Operand row_major{e4m3.ref()};
     gpu::Operand groups = e4m3.operand();
-    groups.tensor.format = E4M3_1x16;
+    groups.tensor.format = E4M3_PER_1x16;
     const struct {
         const char* why;
         GemmKind kind;

@@ -28,8 +28,8 @@ inline std::vector<MomentGroup> moment_groups(const Moment& m) {
     return all;
 }
 inline uint16_t code_of(const Moment& m, int64_t i) {
-    return info(m.format).bytes == 1 ? m.elements[i]
-                                     : uint16_t(m.elements[2 * i] | m.elements[2 * i + 1] << 8);
+    return format_info(m.format).bytes == 1 ? m.elements[i]
+                                            : uint16_t(m.elements[2 * i] | m.elements[2 * i + 1] << 8);
 }
 
 inline Floats load(const Moment& m) {
@@ -40,7 +40,7 @@ inline Floats load(const Moment& m) {
 inline Doubles load_exactly(const Moment& m) {
     Doubles x = doubles(load(m));
     if (!moments_need_scaling(m.format)) return x;
-    const double fmax = info(m.format).fmax;
+    const double fmax = format_info(m.format).fmax;
     for (const MomentGroup& g : moment_groups(m))
         for (int64_t i = g.first; i < g.last; i++) {
             const double code = reference::decode(m.format, code_of(m, i)),
@@ -62,7 +62,7 @@ struct DeviceMoment {
     Buffer<uint8_t> codes;
     Buffer<float> max, k;
     DeviceMoment(const Moment& m, int64_t padded)
-        : of(m), codes(padded * info(m.format).bytes),
+        : of(m), codes(padded * format_info(m.format).bytes),
           max(int64_t(m.max.size()) *
               (m.one_moment_group ? 2 : 1)),  // one scale per tensor: room for the new one
           k(int64_t(m.k.size())) {
@@ -180,7 +180,7 @@ struct AdamWRun {
                        {.shards = shards.get() + first,
                         .count = int(end - first),
                         .elements = {begin, n},
-                        .gradients = g.codes.get() + begin * info(gradients).bytes,
+                        .gradients = g.codes.get() + begin * format_info(gradients).bytes,
                         .format = gradients},
                        weights, ROUNDING, state.get(), 0);
             first = end;
@@ -281,7 +281,7 @@ struct MomentCheck {
 
     // The codes of a moment group. Returns how many are wrong.
     int64_t wrong_codes(const MomentGroup& g, bool keep_positive) const {
-        const double fmax = info(got.format).fmax;
+        const double fmax = format_info(got.format).fmax;
         const uint16_t sign = got.format == Format::FP16 ? 0x8000 : 0x80;
         const float max = got.max[g.number], k = got.expanded ? got.k[g.number] : 1;
         const float scale = reference::scale_of(TensorFormat{got.format}, max);
@@ -328,7 +328,8 @@ struct MomentCheck {
 };
 
 inline void check_adamw(AdamWRun run, const AdamWOptions& a) {
-    INFO(std::string(run.optimizer.name), " ", std::string(info(run.compute).name), " ", run.has_master);
+    INFO(std::string(run.optimizer.name), " ", std::string(format_info(run.compute).name), " ",
+         run.has_master);
     const AdamWRun::Result r = run.on_gpu(a), skipped = run.on_gpu(a, true);
     run.cuts = {2, 3, 8};
     run.gradients = Format::FP32;

@@ -103,7 +103,7 @@ inline std::string damaged(std::string bytes, size_t end, Random& random) {
 // Damages a file many times. Each time `read` accepts it, or throws an Error whose message is fit to print and
 // names the file's folder. `make sanitize` runs this under AddressSanitizer, which sees reads out of bounds.
 inline void check_random_damage(const std::string& path, size_t end, int64_t times, const Action& read) {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     const std::string good = read_file(path);
     int64_t rejected = 0;
     for (int64_t i = 0; i < times; i++) {

@@ -91,7 +91,7 @@ inline Bytes stored_scales(const reference::StoredMatrix& q) {
     const Granularity& g = q.format.granularity;
     if (g == PER_TENSOR) return {};
     if (g.cols != 128) return q.scales;
-    const int64_t rows = q.format.scale_rows(q.rows), cols = q.format.scale_cols(q.cols);
+    const int64_t rows = q.format.rows_of_scales(q.rows), cols = q.format.cols_of_scales(q.cols);
     const int64_t padded = g.rows == 1 ? cols : round_up(cols, 4);
     Floats to(rows * padded, 1.0f);
     for (int64_t r = 0; r < rows; r++)
@@ -121,7 +121,7 @@ public:
           transposed(transposes() ? q.bytes_without_scales(rows, cols) : 0),
           scales(std::max(per_tensor() ? 0 : q.scale_count(rows, cols),
                           gpu::operand_scale_count(q, rows, cols)) *
-                 info(q.scale_format).bytes),
+                 format_info(q.scale_format).bytes),
           transposed_scales(transposes() ? gpu::operand_scale_count(q, cols, rows) * 4 : 0), tensor_scale(1),
           delayed_scaling(delayed > 0) {
         tensor_scale.write({TensorScale{0, 0, delayed, 0}});
@@ -140,13 +140,13 @@ public:
     Tensor(const Floats& x, Format f) : Tensor(x, {1, int64_t(x.size())}, TensorFormat{f}) {}
 
     // Whether all elements share one scale; whether GEMMs read it; whether kernels store its transpose, too.
-    bool per_tensor() const { return format.fp8() && format.granularity == PER_TENSOR; }
-    bool for_gemm() const { return format.fp8() && format.granularity != PER_1x16; }
+    bool per_tensor() const { return format.is_fp8() && format.granularity == PER_TENSOR; }
+    bool for_gemm() const { return format.is_fp8() && format.granularity != PER_1x16; }
     bool transposes() const { return for_gemm() && rows % 16 == 0; }
     TensorRef ref() const {
         TensorRef t{.data = codes.get(), .rows = rows, .cols = cols, .format = format};
         if (for_gemm()) t.tensor_scale = tensor_scale.get();
-        if (format == E4M3_1x16) t.group_scales = reinterpret_cast<uint16_t*>(scales.get());
+        if (format == E4M3_PER_1x16) t.group_scales = reinterpret_cast<uint16_t*>(scales.get());
         return t;
     }
     Operand operand() const {
@@ -192,8 +192,8 @@ inline void check_quantized(const Tensor& out, const Floats& x, std::optional<fl
         if (transpose && !out.transposes()) continue;
         const reference::StoredMatrix wanted = out.quantized(x, transpose, delayed);
         const Bytes codes = (transpose ? out.transposed : out.codes).read();
-        CHECK((out.format.fp8() ? same_codes(out.format.element_format, codes, wanted.elements)
-                                : codes == wanted.elements));
+        CHECK((out.format.is_fp8() ? same_codes(out.format.element_format, codes, wanted.elements)
+                                   : codes == wanted.elements));
         CHECK(same_bytes((transpose ? out.transposed_scales : out.scales).read(), stored_scales(wanted)));
     }
     if (!out.for_gemm()) return;
@@ -262,12 +262,12 @@ struct RecipeFormats {
     TensorFormat saved_inputs;
 };
 inline const RecipeFormats RECIPE_FORMATS[] = {
-    {Format::BF16, E4M3_1x16}, {Format::BF16, PLAIN_BF16}, {Format::FP32, PLAIN_FP32}};
+    {Format::BF16, E4M3_PER_1x16}, {Format::BF16, PLAIN_BF16}, {Format::FP32, PLAIN_FP32}};
 
 constexpr TensorFormat ROW_E5M2{Format::E5M2, PER_ROW}, B1x128_E5M2{Format::E5M2, PER_1x128},
     B128x128_E5M2{Format::E5M2, PER_128x128};
-constexpr TensorFormat GEMM_FORMATS[] = {E4M3_PER_TENSOR, E5M2_PER_TENSOR, E4M3_PER_ROW, E4M3_1x128,
-                                         E4M3_128x128,    ROW_E5M2,        B1x128_E5M2,  B128x128_E5M2};
+constexpr TensorFormat GEMM_FORMATS[] = {E4M3_PER_TENSOR,  E5M2_PER_TENSOR, E4M3_PER_ROW, E4M3_PER_1x128,
+                                         E4M3_PER_128x128, ROW_E5M2,        B1x128_E5M2,  B128x128_E5M2};
 
 // Sums of rows: `before` + the sum over i of row i of x in row row_of(i).
 template <class RowOf>

@@ -67,7 +67,7 @@ inline RunSettings with_modes(RunSettings s, const std::string& flags) {
     auto has = [&](const char* word) {
         return flags.find(word) != flags.npos || flags.find("lean") != flags.npos;
     };
-    if (has("attention")) s.recipe.saved_attention = E4M3_1x16;
+    if (has("attention")) s.recipe.saved_attention = E4M3_PER_1x16;
     s.keep_masters = !has("master");
     s.keep_gradients = !has("gradients");
     return s;
@@ -97,7 +97,7 @@ inline bool supported(const RunSettings& s) {
 
 // The settings that a property is checked for: every recipe with two architectures, every choice of memory,
 // every optimizer, and some random ones.
-inline std::vector<RunSettings> all_settings(Random& rng, int64_t random = count(4, 2)) {
+inline std::vector<RunSettings> all_settings(Random& rng, int64_t random = cases(4, 2)) {
     std::vector<RunSettings> all;
     const std::vector<ModelConfig> configs = {tiny_config(LLAMA, false), tiny_config(GPT2, true),
                                               tiny_config(QWEN3, false), tiny_config(LLAMA, true),
@@ -117,7 +117,7 @@ inline std::vector<RunSettings> all_settings(Random& rng, int64_t random = count
         s.optimizer = any(optimizers());
         s.keep_masters = rng.below(2);
         s.keep_gradients = rng.below(2);
-        if (rng.below(2)) s.recipe.saved_attention = E4M3_1x16;
+        if (rng.below(2)) s.recipe.saved_attention = E4M3_PER_1x16;
         if (!supported(s)) continue;
         all.push_back(s);
         random--;
@@ -127,7 +127,7 @@ inline std::vector<RunSettings> all_settings(Random& rng, int64_t random = count
 inline std::string text(const RunSettings& s) {
     return concat(s.config.name, s.config.tied ? " tied, " : " untied, ", s.recipe.name, ", moments ",
                   s.optimizer.name, ", ", s.micro_batches_per_rank, "x", s.B, "x", s.T,
-                  s.recipe.saved_attention.fp8() ? ", attention groups" : "",
+                  s.recipe.saved_attention.is_fp8() ? ", attention groups" : "",
                   s.keep_masters ? "" : ", master none", s.keep_gradients ? "" : ", gradients none");
 }
 #define FOR_ALL_SETTINGS(s, list)     \

@@ -21,7 +21,7 @@ static bool encodes(const Definition& d, float x) {
 
 // Calls check(bits) for many FP32 bit patterns, spread over all 2^32.
 template <class Check> static void over_all_floats(Random& rng, Check check) {
-    const int64_t number = count(20'000'000, 500'000);
+    const int64_t number = cases(20'000'000, 500'000);
     const uint64_t first = rng.bits();
     const uint64_t step = (uint64_t(1) << 32) / uint64_t(number) | 1;  // odd: the lower bits take every value
     uint64_t failed = 0;                                               // the bits of one, plus 1
@@ -60,15 +60,15 @@ static Floats amaxes_of_blocks(const Floats& x, int64_t cols, Granularity g, Sum
 
 static float scale_by_definition(const TensorFormat& tensor_format, float amax) {
     if (amax == 0) return 1;
-    const float s =
-        std::max(amax / info(tensor_format.element_format).fmax, 0x1p-126f);  // so that 1 / s is finite
+    const float s = std::max(amax / format_info(tensor_format.element_format).fmax,
+                             0x1p-126f);  // so that 1 / s is finite
     const Definition& bf16 = definition(Format::BF16);
     return tensor_format.scale_format == Format::FP32 ? s : float(bf16.value(bf16.nearest(s)));
 }
 
 TEST_CASE("decode: every code has the value of its definition and encode gives the code back") {
     for (const Definition& d : DEFINITIONS) {
-        const FormatInfo& f = info(d.format);
+        const FormatInfo& f = format_info(d.format);
         INFO(std::string(f.name));
         int wrong = 0;
         for (int code = 0; code < 2 * d.sign; code++) {
@@ -86,18 +86,19 @@ TEST_CASE("decode: every code has the value of its definition and encode gives t
         CHECK(f.fmin == d.value(1));
         CHECK(f.mantissa_bits == d.M);
     }
-    CHECK(info(Format::FP32).fmax == float_of(0x7F7FFFFF));
-    CHECK(info(Format::FP32).fmin == float_of(1));
+    CHECK(format_info(Format::FP32).fmax == float_of(0x7F7FFFFF));
+    CHECK(format_info(Format::FP32).fmin == float_of(1));
 }
 
 TEST_CASE("encode and to_bf16: nearest code; ties to even; large values saturate; NaN stays") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (const Definition& d : DEFINITIONS) {
-        const float top = info(d.format).fmax;
-        INFO(std::string(info(d.format).name));
+        const float top = format_info(d.format).fmax;
+        INFO(std::string(format_info(d.format).name));
         int wrong = 0;
         auto check = [&](float x) { wrong += !encodes(d, x) + !encodes(d, -x); };
-        for (float x : {INFINITY, info(Format::FP32).fmax, top, std::nextafter(top, INFINITY)}) check(x);
+        for (float x : {INFINITY, format_info(Format::FP32).fmax, top, std::nextafter(top, INFINITY)})
+            check(x);
         for (uint32_t nan : {0x7FC00000u, 0x7F800001u, 0x7F80FFFFu, 0x7FFFFFFFu}) check(float_of(nan));
         for (int code = 0; code < d.top; code++) {
             const float tie = float((d.value(code) + d.value(code + 1)) / 2);  // exact: one more bit
@@ -109,7 +110,7 @@ TEST_CASE("encode and to_bf16: nearest code; ties to even; large values saturate
 }
 
 TEST_CASE("split_master and join_master: exact; the weight is the master rounded to BF16") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     over_all_floats(rng, [](uint32_t bits) {
         uint16_t weight;
         int16_t remainder;
@@ -122,14 +123,14 @@ TEST_CASE("split_master and join_master: exact; the weight is the master rounded
 }
 
 TEST_CASE("scale_of: amax / FMAX rounded to the nearest BF16 where it is stored so; 1 for zeros") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (const TensorFormat& tensor_format : fp8_tensor_formats()) {
         INFO(tensor_format.text());
-        for (int64_t i = 0; i < count(20000, 1000); i++) {
+        for (int64_t i = 0; i < cases(20000, 1000); i++) {
             float a = float(std::exp2(-149 + 277 * rng.uniform())) * 0.999f;
             // Every fourth scale is a power of two, or next to one.
             if (i % 4 == 0)
-                a = std::ldexp(info(tensor_format.element_format).fmax, int(rng.below(200)) - 100);
+                a = std::ldexp(format_info(tensor_format.element_format).fmax, int(rng.below(200)) - 100);
             if (i % 8 == 0) a = std::nextafter(a, INFINITY);
             const float s = scale_of(tensor_format, a);
             REQUIRE((s == scale_by_definition(tensor_format, a) && std::isfinite(1 / s)));
@@ -143,7 +144,7 @@ TEST_CASE("scale_of: amax / FMAX rounded to the nearest BF16 where it is stored 
 }
 
 TEST_CASE("amax: the largest magnitude for any size; NaN and infinity give infinity") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (int64_t n : {0, 1, 2, 15, 16, 17, 31, 100, 4097, 16385, 100001}) {
         CAPTURE(n);
         const Floats x = rng.normals<float>(n);
@@ -161,7 +162,7 @@ TEST_CASE("amax: the largest magnitude for any size; NaN and infinity give infin
 
 TEST_CASE(
     "quantize and gemm_operand: scale and code and value of every element along rows and along columns") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     const std::pair<int64_t, int64_t> shapes[] = {{1, 1},   {1, 15},  {1, 16},  {3, 17},    {5, 33},
                                                   {2, 129}, {7, 127}, {140, 3}, {130, 131}, {129, 48}};
     for (const TensorFormat& tensor_format : fp8_tensor_formats())
@@ -175,7 +176,7 @@ TEST_CASE(
                 check_stats(stats, x, dequantize(stored));
                 CHECK(int64_t(stored.elements.size()) == rows * cols);
                 CHECK(int64_t(stored.scales.size()) ==
-                      tensor_format.scale_count(rows, cols) * info(tensor_format.scale_format).bytes);
+                      tensor_format.scale_count(rows, cols) * format_info(tensor_format.scale_format).bytes);
                 for (SumAlong sum_along : {SumAlong::Row, SumAlong::Column}) {
                     const Floats amaxes = amaxes_of_blocks(x, cols, tensor_format.granularity, sum_along),
                                  got = gemm_operand(x, rows, cols, tensor_format, sum_along, &stats);
@@ -196,7 +197,7 @@ TEST_CASE(
 }
 
 TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; other blocks do not change") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (const TensorFormat& tensor_format : fp8_tensor_formats()) {
         INFO(tensor_format.text());
         Floats x = rng.normals<float>(4 * 32);
@@ -207,7 +208,7 @@ TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; o
         const StoredMatrix after = quantize(x.data(), 4, 32, tensor_format, &stats);
         CHECK(std::isnan(after.value(1, 5)));
         if (tensor_format.granularity == PER_TENSOR) {
-            CHECK(after.value(1, 6) == -info(tensor_format.element_format).fmax * after.scale(1, 6));
+            CHECK(after.value(1, 6) == -format_info(tensor_format.element_format).fmax * after.scale(1, 6));
             CHECK(stats.saturated == 1);
         } else CHECK(std::isnan(after.value(1, 6)));
         // No error crosses tokens (paper, figure 4a).
@@ -218,9 +219,9 @@ TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; o
 
 TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate and are counted") {
     for (Format f : {Format::E4M3, Format::E5M2}) {
-        const float scale = 0.25f, edge = info(f).fmax * scale,
-                    half_step =
-                        std::ldexp(edge / 1.75f, -1 - info(f).mantissa_bits);  // edge / scale = 1.75 x 2^e
+        const float scale = 0.25f, edge = format_info(f).fmax * scale,
+                    half_step = std::ldexp(edge / 1.75f,
+                                           -1 - format_info(f).mantissa_bits);  // edge / scale = 1.75 x 2^e
         const Floats x = {0.3f, 2 * edge, -3 * edge, edge, edge + half_step, edge + 1.01f * half_step};
         QuantStats stats;
         const StoredMatrix stored = quantize(x.data(), 2, 3, {f}, &stats, scale);
@@ -235,7 +236,7 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
 
 // If the largest amax is 0 or not finite, the scale stays.
 TEST_CASE("update_history_and_scale: the scale is the largest amax of the history / FMAX") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (Format f : {Format::E4M3, Format::E5M2})
         for (size_t length : {1u, 3u, 16u}) {
             DelayedScale d;
@@ -248,7 +249,7 @@ TEST_CASE("update_history_and_scale: the scale is the largest amax of the histor
                 seen.insert(seen.begin(), d.amax);
                 seen.pop_back();
                 const float top = compute_amax(seen.data(), int64_t(length));  // infinity if one is NaN
-                if (std::isfinite(top) && top > 0) expected = top / info(f).fmax;
+                if (std::isfinite(top) && top > 0) expected = top / format_info(f).fmax;
                 d.update_history_and_scale(f);
                 REQUIRE((d.scale == expected && d.amax == 0));
                 for (size_t i = 0; i < length; i++) REQUIRE(bits_of(d.history[i]) == bits_of(seen[i]));

@@ -7,7 +7,7 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
 
-static double log2_range(Format f) { return std::log2(double(info(f).fmax) / double(info(f).fmin)); }
+static double log2_range(Format f) { return std::log2(double(format_info(f).fmax) / double(format_info(f).fmin)); }
 
 // The error of y = FMAX 2^(k (log2 |x| - log2 max)) in FP32, and back. Logarithms are below 150 and round by
 // 2^-17, so the difference of two is wrong by at most 2^-15. This, times ln 2, is the relative error of the
@@ -19,8 +19,8 @@ constexpr double EXPONENT_ERROR = 0x1p-15 * 0.6931;
 // by about k. For example, a range of 42, the median of second moments in dev/RESULTS.md, gives
 // k = log2(229376) / log2(42) = 3.3.
 static double expansion_bound(Format f, double ratio, double k) {
-    const double y = info(f).fmax * std::pow(ratio, k);
-    const double step = std::max(std::ldexp(1.0, -info(f).mantissa_bits - 1), info(f).fmin / 2 / y);
+    const double y = format_info(f).fmax * std::pow(ratio, k);
+    const double step = std::max(std::ldexp(1.0, -format_info(f).mantissa_bits - 1), format_info(f).fmin / 2 / y);
     const double up = std::pow(1 + step, 1 / k) - 1, down = step < 1 ? 1 - std::pow(1 - step, 1 / k) : 1.0;
     return std::max(up, down) + 2 * EXPONENT_ERROR * (1 + 1 / k);
 }
@@ -93,10 +93,10 @@ static void check_moment(Format f, bool expansion, bool one_moment_group, bool s
 }
 
 TEST_CASE("expansion_exponent: k = log(R of the format) / log(R of the moment group) is rounded and clamped") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     const auto rounded = [](double k) { return std::clamp(std::rint(k * 256) / 256, 1.0 / 16, 64.0); };
     for (Format f : {Format::E4M3, Format::E5M2}) {
-        for (int64_t i = 0; i < count(100000, 5000); i++) {
+        for (int64_t i = 0; i < cases(100000, 5000); i++) {
             const float min = float(std::exp2(-148 + 200 * rng.uniform()));
             const float max = i % 50 ? float(min * std::exp2(std::pow(rng.uniform(), 3) * 70)) : min;
             const double log_ratio = std::log2(double(max)) - std::log2(double(min));
@@ -104,12 +104,12 @@ TEST_CASE("expansion_exponent: k = log(R of the format) / log(R of the moment gr
             // The divisor, a difference of two logarithms, is off by at most 2^-15; the quotient is rounded.
             const double slack = exact * exact * 0x1p-15 / log2_range(f) + exact * 0x1p-22;
             const float k = expansion_exponent(f, max, min);
-            INFO(std::string(info(f).name), " max ", max, " min ", min, " k ", k);
+            INFO(std::string(format_info(f).name), " max ", max, " min ", min, " k ", k);
             REQUIRE((k >= rounded(exact - slack) && k <= rounded(exact + slack)));
             REQUIRE(k * 256 == std::floor(k * 256));
         }
-        CHECK(expansion_exponent(f, info(Format::FP32).fmax, 0x1p-149f) == rounded(log2_range(f) / 277));
-        CHECK(expansion_exponent(f, info(f).fmax, info(f).fmin) == 1.0f);
+        CHECK(expansion_exponent(f, format_info(Format::FP32).fmax, 0x1p-149f) == rounded(log2_range(f) / 277));
+        CHECK(expansion_exponent(f, format_info(f).fmax, format_info(f).fmin) == 1.0f);
         CHECK(expansion_exponent(f, 1.0f, 1.0f) == 64.0f);  // the released code gives infinity
         CHECK(expansion_exponent(f, 1.0f, std::nextafter(1.0f, 0.0f)) == 64.0f);
         CHECK(reference::expand(f, 0.0f, 1.0f, 2.0f) == 0);
@@ -117,13 +117,13 @@ TEST_CASE("expansion_exponent: k = log(R of the format) / log(R of the moment gr
 }
 
 TEST_CASE("Moment: max and k and codes of every format with and without expansion in moment groups") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (Format f : {Format::FP32, Format::BF16, Format::FP16, Format::E4M3, Format::E5M2})
         for (bool expand : {false, true})
             for (bool one_moment_group : {false, true})
                 for (int64_t n : {1, 2, 3, 31, 127, 128, 129, 255, 256, 128 * 40 + 77})
                     for (const Distribution& d : distributions()) {
-                        INFO(std::string(info(f).name), " ", expand, " ", one_moment_group, " ", n, " ",
+                        INFO(std::string(format_info(f).name), " ", expand, " ", one_moment_group, " ", n, " ",
                              d.name);
                         Floats x = sample(d, rng, n);
                         check_moment(f, expand, one_moment_group, false, x);
@@ -153,7 +153,7 @@ TEST_CASE(
 }
 
 TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
-    FRESH_RANDOM(rng);
+    SEEDED_RANDOM(rng);
     for (int round = 0; round < 200; round++) {
         AdamWOptions a{1 + rng.below(round % 2 ? 5 : 1000), float(std::exp(rng.normal() - 5))};
         a.clip = round % 3 ? 0.7f : 0;
@@ -190,8 +190,8 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
 }
 
 TEST_CASE("round_stochastically: by the rule of common/random.h; exact values stay; the mean is the value") {
-    FRESH_RANDOM(rng);
-    for (int64_t i = 0; i < count(200000, 10000); i++) {
+    SEEDED_RANDOM(rng);
+    for (int64_t i = 0; i < cases(200000, 10000); i++) {
         const uint64_t key = rng.bits();
         const int64_t at = int64_t(rng.bits() >> 24);
         const float x = float(rng.sign() * std::exp2(-140 + 260 * rng.uniform()));
@@ -203,7 +203,7 @@ TEST_CASE("round_stochastically: by the rule of common/random.h; exact values st
     }
     // n roundings go up by a step h with probability p. Their mean has the standard deviation h sqrt(p (1 -
     // p) / n), at most h / (2 sqrt(n)). Five standard deviations are exceeded once in two million draws.
-    const int64_t n = count(1 << 20, 1 << 14);
+    const int64_t n = cases(1 << 20, 1 << 14);
     const float step = 0x1p-7f;
     for (float part : {0.0f, 0x1p-16f, 0.03f, 0.25f, 0.5f, 0.99f}) {
         const float x = -(1 + part * step);
