@@ -135,7 +135,7 @@ NVCCFLAGS = -std=c++20 $(OPT) $(if $(filter -g,$(OPT)),-lineinfo) --split-compil
             -gencode=arch=compute_$(GPU_ARCH),code=sm_$(GPU_ARCH) \
             $(WERROR:%=% all-warnings) -Xcompiler -fopenmp,-Wall,-Wextra$(WERROR:%=,%)
 # These have no kernels. As C++ nvcc reads them once, which takes 3 seconds each instead of 8.
-$(call object,model.cu $(wildcard test/*.cu test/gpu/*.cu)): private NVCCFLAGS += -x c++
+$(call object,model.cu dev/bench.cu test/dev/bench.cu $(wildcard test/*.cu test/gpu/*.cu)): private NVCCFLAGS += -x c++
 # A program looks for CUDA's libraries beside nvcc, too; it needs only those that it uses (an exercise: none).
 CUDA_BIN  = $(dir $(realpath $(shell command -v $(lastword $(NVCC)))))
 LINK      = $(NVCC) -Xcompiler -fopenmp -Xlinker -rpath=$(CUDA_BIN)../lib64
