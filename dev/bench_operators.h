@@ -225,8 +225,8 @@ private:
              [&] { write_operand(x, out, nullptr, stream_); });
     }
 
-    // The gradient of a linear layer's output, of which an earlier kernel has computed the amax: its operand, and
-    // the gradient of the bias. In FP8 with one scale for the tensor, both take one pass.
+    // The gradient of a linear layer's output, of which an earlier kernel has computed the amax: its operand,
+    // and the gradient of the bias. In FP8 with one scale for the tensor, both take one pass.
     void gradient_with_amax(const std::string& name, double count, const LazyTensor& x, bool bias) {
         if (!bias || !needs_amax_) {
             bias_pass(name, count, x, bias, /*amax=*/false);
@@ -477,7 +477,7 @@ private:
                            /*dresidual_in=*/{});
     }
 
-    // On a GPU the parameters are at most 10^9, or as many as fit. `count` scales their time to all parameters.
+    // On a GPU it updates at most 10^9 parameters, or as many as fit; `count` scales the time to all of them.
     void optimizer() {
         const OptimizerFormats& o = settings_.optimizer;
         const Param last = parameters(c_).back();
