@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "../coat.h"
+#include "../gpu/handles.h"
 #include "../gpu/parameter_kernels.h"
 
 namespace coat::dev {

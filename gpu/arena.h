@@ -1,7 +1,7 @@
 // gpu/arena.h - the one allocation of GPU memory that a training run makes, and a stack in it. (The comment
 // above MemoryMap in gpu/memory_map.h says what lies where in the allocation.)
 #pragma once
-#include "cuda.h"
+#include "handles.h"
 
 namespace coat::gpu {
 

@@ -27,7 +27,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "cuda.h"
+#include "handles.h"
 #include "hopper.cuh"
 
 namespace coat::gpu {

@@ -9,6 +9,7 @@
 #include <exception>
 #include <fstream>
 
+#include "handles.h"
 #include "memory_layout.h"
 
 namespace coat::gpu {

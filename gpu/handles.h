@@ -1,0 +1,85 @@
+// gpu/handles.h - objects of CUDA that the host makes and destroys: allocations, streams, recorded graphs and
+// events. At the end: functions of libraries that are looked up at run time.
+#pragma once
+#include <dlfcn.h>
+
+#include <string>
+
+#include "cuda.h"
+
+namespace coat::gpu {
+
+// What CUDA gives for an object that it has made, such as a pointer to an allocation. The destructor calls
+// `destroy`, if the handle is not null. (Destroying null would be an error, which CUDA would keep until the
+// next launch of a kernel reports it.)
+template <class Handle, cudaError_t (*destroy)(Handle)> struct UniqueHandle {
+    Handle handle = nullptr;
+
+    UniqueHandle() = default;
+    ~UniqueHandle() {
+        if (handle) destroy(handle);
+    }
+    UniqueHandle(const UniqueHandle&) = delete;
+    UniqueHandle& operator=(const UniqueHandle&) = delete;
+};
+
+// A stream: the GPU runs what is put on it, one thing after the other.
+class Stream : UniqueHandle<cudaStream_t, cudaStreamDestroy> {
+public:
+    explicit Stream(bool dry_run) {
+        if (!dry_run)
+            check(cudaStreamCreateWithFlags(&handle, cudaStreamNonBlocking), "Creating a CUDA stream failed");
+    }
+    operator cudaStream_t() const { return handle ? handle : DRY_RUN; }
+};
+
+// Work that is launched again and again with the same arguments. The first run() calls work(), and records
+// what work() launches as a CUDA graph: hundreds of kernels, which then start as one. Every run(), the first
+// one too, launches the graph. A dry run does not call run(), because it has no stream to record.
+class CudaGraph : UniqueHandle<cudaGraphExec_t, cudaGraphExecDestroy> {
+public:
+    template <class Work> void run(cudaStream_t stream, Work work) {
+        if (!handle) {
+            UniqueHandle<cudaGraph_t, cudaGraphDestroy> graph;
+            constexpr char RECORDING[] = "Recording a CUDA graph failed";
+            check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), RECORDING);
+            work();
+            check(cudaStreamEndCapture(stream, &graph.handle), RECORDING);
+            check(cudaGraphInstantiate(&handle, graph.handle, 0), RECORDING);
+        }
+        check(cudaGraphLaunch(handle, stream), "Launching a CUDA graph failed");
+    }
+};
+
+// -----------------------------------------------------------------------------------------------------------
+// The rest can wait: it is for several GPUs, and for attention on Hopper.
+
+// A point in a stream that another stream can wait for.
+class Event : UniqueHandle<cudaEvent_t, cudaEventDestroy> {
+public:
+    void record(cudaStream_t stream) {
+        enqueue(stream, "record an event", [&] {
+            if (!handle)
+                check(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming),
+                      "Creating a CUDA event failed");
+            check(cudaEventRecord(handle, stream), "Recording a CUDA event failed");
+        });
+    }
+    // What is put on the stream from now on waits for the point. If none has been recorded, nothing waits.
+    void make_wait(cudaStream_t stream) const {
+        if (handle) check(cudaStreamWaitEvent(stream, handle, 0), "Waiting for a CUDA event failed");
+    }
+};
+
+// A function of type F in a library that the program does not need in order to start. The library is loaded
+// if it was not before. cure: what helps if it is missing.
+template <class F> F* library_function(const std::string& library, const char* name, const char* cure) {
+    void* const loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+    void* const function = loaded ? dlsym(loaded, name) : nullptr;
+    if (!function) throw Error(library, " with ", name, " was not found; ", cure, ".");
+    return reinterpret_cast<F*>(function);
+}
+// The library of the CUDA driver, and the cure for a function that it lacks.
+inline constexpr char DRIVER[] = "libcuda.so.1", CURE_OLD_DRIVER[] = "install a newer driver";
+
+}  // namespace coat::gpu
