@@ -121,7 +121,7 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 //     order of a step. "-" means that the place is not touched:
 //
 //       place              forward              head                 backward, layer by layer
-//       memory_.dresidual  the final norm's     the gradient of      the gradient of the residual stream
+//       memory_.residual_end  the final norm's     the gradient of      the gradient of the residual stream
 //                          input                this input
 //       gate and up of a   gate and up          -                    the operand of dgate_up, if
 //       layer                                                        dgate_up_in_place_; then dqkv, if
@@ -575,7 +575,7 @@ private:
                        .dresidual_amax_out = dresidual_amax_out,
                        .dweight = dweight,
                        .dbias = dbias},
-                      memory_.norm_partials, stream_);
+                      memory_.norm_backward_workspace, stream_);
     }
 
 public:
@@ -646,12 +646,12 @@ private:
 
     // The saved input of the final norm (N, C): the residual stream after the last layer.
     TensorRef final_norm_input(const MicroBatch& micro_batch) const {
-        return tensor_at(memory_.dresidual, micro_batch.N, config_.C);
+        return tensor_at(memory_.residual_end, micro_batch.N, config_.C);
     }
     // The gradient of the residual stream (N, C) in the compute format, in backward. It begins in the memory
     // of final_norm_input(), which norm_backward() of the final norm overwrites.
     TensorRef dresidual(const MicroBatch& micro_batch) const {
-        return tensor_at(memory_.dresidual, micro_batch.N, config_.C);
+        return tensor_at(memory_.residual_end, micro_batch.N, config_.C);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -720,7 +720,7 @@ private:
         return {.in = in,
                 .weight = sharding_.weight(weight_index).data,
                 .bias = bias_index ? sharding_.weight(*bias_index).data : nullptr,
-                .row_statistics = memory_.norm_statistics,
+                .row_statistics = memory_.row_statistics,
                 .rms = config_.arch.rms,
                 .eps = config_.norm_eps};
     }

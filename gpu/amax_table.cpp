@@ -5,11 +5,6 @@
 
 namespace coat::gpu {
 
-int64_t count_linear_layers(const std::vector<Param>& params) {
-    return std::count_if(params.begin(), params.end(),
-                         [](const Param& p) { return p.role.is_linear_weight; });
-}
-
 AmaxTable::AmaxTable(const GpuContext& context, const MemoryMap& memory)
     : param_count(int64_t(context.params.size())), linear_layer_count(count_linear_layers(context.params)),
       settings_(context.settings), stream_(context.stream), entries_(memory.amax_table),
@@ -31,6 +26,9 @@ void AmaxTable::clear_operand_amaxes() const {
               "Clearing amaxes failed");
     });
 }
+
+// -----------------------------------------------------------------------------------------------------------
+// Delayed scaling (this can wait)
 
 void AmaxTable::expect_empty_histories() {
     any_empty_history = delayed() && linear_formats(settings_).x.is_fp8();

@@ -9,20 +9,14 @@ namespace coat::gpu {
 //
 //   each parameter | the operand x of each linear layer | the operand w of each | the operand g of each
 //
-// A weight of a linear layer is a parameter. Its amax is in the entry of that parameter, where the update
-// leaves it. The entries of other parameters are not used.
-//
-// With delayed scaling (te), scales follow from histories of amaxes. Then the amax of a weight is in the
-// entry of the operand w, which is not used otherwise.
+// The amax of a linear layer's weight is in the entry of this parameter, where the update leaves it. (The
+// entries of other parameters are not used, nor are those of the operands w, except with delayed scaling.)
 class AmaxTable {
 public:
     AmaxTable(const GpuContext& context, const MemoryMap& memory);
 
     const int64_t param_count;
     const int64_t linear_layer_count;
-    // Delayed scaling: whether a history of amaxes may still be empty. An operand whose history is empty is
-    // scaled just in time. After a step that has found no empty history and was not skipped, this is false.
-    bool any_empty_history = false;
 
     int64_t count() const { return count_; }
     TensorScale* all() const { return entries_; }
@@ -34,21 +28,28 @@ public:
     TensorScale* of_weight(size_t i, int64_t linear_layer) const {
         return delayed() ? of_operand(OperandKind::W, linear_layer) : of_parameter(i);
     }
-    float* history(OperandKind o, int64_t linear_layer) const {
-        return histories_ + index_of(o, linear_layer) * settings_.recipe.history_steps;
-    }
-    bool delayed() const { return settings_.recipe.scale_source == ScaleSource::Delayed; }
 
-    // Clears amaxes, scales and histories, for a run that begins.
+    // Clears the whole table, for a run that begins.
     void clear();
     // Clears the amaxes of operands: before each micro-batch, or before each step if scaling is delayed. (The
     // amaxes of parameters stay.)
     void clear_operand_amaxes() const;
+
+    // --- Delayed scaling, in the recipe te (this can wait). Scales follow from histories of amaxes, which
+    // checkpoints have. The amax of a weight is in the entry of the operand w.
+    bool delayed() const { return settings_.recipe.scale_source == ScaleSource::Delayed; }
+    float* history(OperandKind o, int64_t linear_layer) const {
+        return histories_ + index_of(o, linear_layer) * settings_.recipe.history_steps;
+    }
+    // Whether a history of amaxes may still be empty. An operand whose history is empty is scaled just in
+    // time. After a step that has found no empty history and was not skipped, this is false. Without delayed
+    // scaling it is always false.
+    bool any_empty_history = false;
     // To be called after the state has been initialized or written: histories may be empty now.
     void expect_empty_histories();
-    // Delayed scaling: the amaxes of the step enter the histories, from which the scales of the next step
-    // follow, and the empty histories are counted in outcome, which is on the device. In other runs, and if
-    // linear layers are not in FP8, this does nothing.
+    // The amaxes of the step enter the histories, from which the scales of the next step follow, and the
+    // empty histories are counted in outcome, which is on the device. Without delayed scaling, and if linear
+    // layers are not in FP8, this does nothing.
     void update_histories(StepOutcome* outcome) const;
 
 private:
@@ -63,8 +64,5 @@ private:
         return int(o) * linear_layer_count + linear_layer;
     }
 };
-
-// How many linear layers have operands in the table: one for each parameter with is_linear_weight.
-int64_t count_linear_layers(const std::vector<Param>& params);
 
 }  // namespace coat::gpu

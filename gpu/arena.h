@@ -1,14 +1,19 @@
-// gpu/arena.h - the one allocation of GPU memory that a training run makes, and a stack in it. (The comment
-// above MemoryMap in gpu/memory_map.h says what lies where in the allocation.)
+// gpu/arena.h - the one allocation of GPU memory that a training run makes, and a stack in it. (What lies
+// where in the allocation: gpu/memory_map.h.)
 #pragma once
 #include "handles.h"
 
 namespace coat::gpu {
 
 // The allocation of a run, and a stack in it. allocate() takes the next bytes. When a Scope ends, it gives
-// back what was allocated in it. Every step allocates the same sizes in the same order, so it gets the same
-// addresses, and a CUDA graph can record them. A dry run (gpu/cuda.h), whose addresses are never used, finds
-// out how much memory a run needs.
+// back what was allocated in it:
+//
+//   const Arena::Scope scope(arena);
+//   float* const sums = arena.allocate<float>(n);   // lives as long as `scope`
+//
+// Every step allocates the same sizes in the same order, so it gets the same addresses, and a CUDA graph can
+// record them. A dry run (gpu/cuda.h), whose addresses are never used, finds out how much memory a run
+// needs.
 class Arena {
 public:
     explicit Arena(int64_t bytes);  // the size of the allocation; 0: a dry run
@@ -26,7 +31,8 @@ public:
             if (!ended_) end();
         }
         Scope(const Scope&) = delete;
-        // Ends the scope before its block does: what is allocated from now on may get the same memory.
+        // Ends the scope before the braces around it do: what is allocated from now on may get the same
+        // memory.
         void end() {
             arena_.used_ = used_;
             ended_ = true;

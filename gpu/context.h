@@ -1,22 +1,17 @@
-// gpu/context.h - this rank's GPU, as everything that runs on it sees it: the settings of the run, the stream
-// of the computation, and the one allocation of memory (gpu/arena.h).
+// gpu/context.h - this rank's GPU, as everything that runs on it sees it.
 #pragma once
 #include "../common/model.h"
 #include "arena.h"
-#include "cuda.h"
 
 namespace coat::gpu {
 
 // This rank's GPU: the settings of the run, the table of its parameters (common/architecture.h), the stream
-// of the computation and the allocation.
+// of the computation, and the one allocation of memory.
 struct GpuContext {
     const RunSettings settings;
     const std::vector<Param> params = parameters(settings.config);
     const Stream stream;
     Arena arena;
-    // While quantization is measured, what it has lost so far. Otherwise both are null.
-    QuantStats* quant_stats = nullptr;    // on the device, by ReportKind, of all but moments
-    QuantReport* quant_report = nullptr;  // on the host: of moments
 
     // bytes: the size of the allocation; 0: a dry run, in which the stream is DRY_RUN.
     GpuContext(const RunSettings& s, int64_t bytes) : settings(s), stream(bytes == 0), arena(bytes) {}
@@ -30,6 +25,9 @@ struct GpuContext {
     void wait_then_start_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
     void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
 
+    // What quantization has lost so far, while it is measured. Otherwise both pointers are null.
+    QuantStats* quant_stats = nullptr;    // on the device, by ReportKind, of all but moments
+    QuantReport* quant_report = nullptr;  // on the host: of moments
     QuantStats* quant_stats_of(ReportKind kind) const {
         return quant_stats ? quant_stats + int(kind) : nullptr;
     }

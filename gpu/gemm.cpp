@@ -27,8 +27,9 @@ static cudaDataType data_type(Format f) {
     return types[int(f)];
 }
 
+constexpr int32_t ONE_SCALE = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;  // for the whole tensor
 static int32_t scale_mode(const Granularity& g) {
-    if (g == PER_TENSOR) return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+    if (g == PER_TENSOR) return ONE_SCALE;
     if (g == PER_ROW) return CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
     if (g == PER_1x128) return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
     require(g == PER_128x128, "cuBLASLt has no scales for such blocks");
@@ -45,7 +46,7 @@ struct Matrix {
     int64_t rows, cols;
     bool transpose;
     Format format;
-    int32_t scale_mode = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+    int32_t scale_mode = ONE_SCALE;
 
     // The shape of the matrix or, if `transpose`, of its transpose.
     int64_t factor_rows() const { return transpose ? cols : rows; }
@@ -55,19 +56,25 @@ struct Matrix {
 }  // namespace
 
 // The Matrix of an operand, which is A of cuBLAS if is_a, else B. sum_along: whether the GEMM sums along the
-// operand's rows or its columns (common/formats.h). cuBLAS sums along what is contiguous in memory, as FP8
-// needs, if A is transposed and B is not.
+// operand's rows or its columns (common/formats.h).
+//
+// cuBLAS computes A B, so it sums along the rows of A and the columns of B. Both are contiguous in memory, as
+// FP8 needs, if A is transposed and B is not. So of an FP8 operand that is summed along its columns, the
+// transposed codes are given.
 static Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
     const bool along_columns = sum_along == SumAlong::Column;
     const TensorRef& tensor = operand.tensor;
     const TensorFormat& format = tensor.format;
-    if (!format.is_fp8())  // A is transposed if the sum goes along its rows, B if it goes along its columns
+    if (!format.is_fp8()) {
+        // BF16 and FP32 have one form, whose sums need not go along what is contiguous
+        const bool along_rows = !along_columns;
         return {.data = tensor.data,
                 .scales = nullptr,
                 .rows = tensor.cols,
                 .cols = tensor.rows,
-                .transpose = along_columns != is_a,
+                .transpose = is_a ? along_rows : along_columns,
                 .format = format.element_format};
+    }
     const float* scales = along_columns ? operand.transposed_block_scales : operand.block_scales;
     if (format.granularity == PER_TENSOR)
         scales = tensor.tensor_scale ? &tensor.tensor_scale->scale : nullptr;
@@ -102,8 +109,8 @@ constexpr uint32_t PREFERRED_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_M
 // An output is large from this many elements on: at least 2.8 tiles of 176x128 for each multiprocessor.
 constexpr int64_t LARGE = 1 << 23;
 
-// The place of an algorithm's tile in PREFERRED_TILES, or their number if the tile is not among them.
-static size_t place_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
+// The index of an algorithm's tile in PREFERRED_TILES, or their number if the tile is not among them.
+static size_t preference_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
     uint32_t tile = 0;
     cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile,
                                          nullptr);
@@ -128,9 +135,9 @@ struct Problem {
         set(CUBLASLT_MATMUL_DESC_TRANSA, a_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         set(CUBLASLT_MATMUL_DESC_TRANSB, b_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         if (is_fp8(a_matrix.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(fast));
-        // The mode 0, one FP32 scale for the tensor, is what cuBLASLt assumes if none is set.
-        if (a_matrix.scale_mode) set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, a_matrix.scale_mode);
-        if (b_matrix.scale_mode) set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, b_matrix.scale_mode);
+        // If no mode is set, cuBLASLt assumes one FP32 scale for the tensor.
+        if (a_matrix.scale_mode != ONE_SCALE) set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, a_matrix.scale_mode);
+        if (b_matrix.scale_mode != ONE_SCALE) set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, b_matrix.scale_mode);
         if (a_matrix.scales) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, a_matrix.scales);
         if (b_matrix.scales) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, b_matrix.scales);
         if (!bias) return;
@@ -169,7 +176,7 @@ struct Problem {
             if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
         if (prefer_tiles)
             std::stable_sort(algorithms.begin(), algorithms.end(), [](const auto& one, const auto& other) {
-                return place_of_tile(one) < place_of_tile(other);
+                return preference_of_tile(one) < preference_of_tile(other);
             });
         return algorithms;
     }

@@ -32,7 +32,6 @@ static int64_t rows_of_gemm(const TensorFormat& format, int64_t rows) {
 void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
     const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Fprop);
-    context_.sharding.gather_weights(gather_unit(), Direction::Forward);
     const Operand w_operand = get_or_make_w_operand(GemmKind::Fprop);
     const void* const bias = bias_index_ ? context_.sharding.weight(*bias_index_).data : nullptr;
     TensorRef padded_y = y;
@@ -42,7 +41,6 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
 
 void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
     const Arena::Scope scope(arena());
-    context_.sharding.gather_weights(gather_unit(), Direction::Backward);
     const Operand w_operand = get_or_make_w_operand(GemmKind::Dgrad);
     context_.gemms.run(GemmKind::Dgrad, g_operand, w_operand, dx, stream());
 }
@@ -98,10 +96,13 @@ Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, Ge
 // The operand of w in the form that `gemm` reads: from the cache, if weights are cached; else it is made here
 // from the weight.
 Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
+    // With one GPU this does nothing
+    context_.sharding.gather_weights(Sharding::gather_unit_of(linear_layer_index_),
+                                     gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);
     if (context_.caches_weights) return cached_w_operand_;
     const TensorRef w = context_.sharding.weight(weight_index_);
     if (w.format.is_fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
-    compute_w_amax_if_needed();
+    compute_w_amax_if_needed();                                 // only with delayed scaling
     return make_operand(OperandKind::W, lazy_stored(w), gemm);
 }
 
@@ -135,7 +136,7 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Layers with a bias: GPT-2, and q, k and v of Qwen2
+// Layers with a bias: GPT-2, and q, k and v of Qwen2 (this can wait)
 
 // Does what write_g_operand_and_add_dbias() does without a bias, and adds the column sums of g to dbias. In
 // FP8, dbias is the sum of g before g is rounded to codes. These are the passes over g:
@@ -174,7 +175,7 @@ void LinearLayer::add_dbias(const LazyTensor& g, float* g_amax_out) const {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Apart from the path: other recipes, weights in a cache, several ranks
+// Other recipes, weights in a cache, several ranks (this can wait)
 
 // For rowwise and deepseek: an operand whose rows or blocks have scales. These lie right after the codes to
 // which they belong.

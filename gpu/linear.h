@@ -101,9 +101,6 @@ public:
     Operand allocate_g_operand(int64_t N, void* codes) const;
     void write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand);
 
-    // --- The operand of w, if weights are cached
-    void write_cached_w_operand();
-
     // --- Amaxes
     // Where a kernel that has the values of x or of g leaves their amax. Null if none is needed.
     float* place_for_x_amax() const {
@@ -116,8 +113,11 @@ public:
     // hand.
     void compute_x_amax_if_needed(const LazyTensor& x) const;
 
-    // The bucket to which the gradients of w and of the bias belong.
+    // The bucket (adamw.h) to which the gradients of w and of the bias belong.
     int64_t bucket() const { return context_.parameter_state.params[weight_index_].bucket; }
+
+    // Makes the operand of w, if weights are cached (this can wait).
+    void write_cached_w_operand();
 
 private:
     enum class Form : uint8_t { RowMajor, Transposed, Both };  // the forms of an operand that are made
@@ -141,13 +141,12 @@ private:
     QuantStats* quant_stats_of(OperandKind kind) const {
         return context_.gpu_context.quant_stats_of(report_kind(kind));
     }
-    int64_t gather_unit() const { return Sharding::gather_unit_of(linear_layer_index_); }
 
     Operand allocate_operand(OperandKind kind, int64_t rows, Form form, void* codes = nullptr) const;
     Operand make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const;
     Operand get_or_make_w_operand(GemmKind gemm) const;
 
-    // These serve layers with a bias, delayed scaling, and several ranks.
+    // These serve layers with a bias, delayed scaling, and several ranks (they can wait).
     void write_g_operand_with_dbias(const LazyTensor& g, float* missing_amax, const Operand& g_operand);
     void add_dbias(const LazyTensor& g, float* g_amax_out) const;
     void compute_w_amax_if_needed() const;

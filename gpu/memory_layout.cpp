@@ -27,33 +27,9 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
     return table;
 }
 
-GradientBufferSizes gradient_buffer_sizes(const RunSettings& s) {
-    GradientBufferSizes sizes;
-    for (const BucketRange& bucket : bucket_ranges(parameters(s.config)))
-        if (bucket.first_param == 0 && s.config.tied) sizes.embedding = bucket.elements;
-        else sizes.largest = std::max(sizes.largest, bucket.elements);
-    return sizes;
-}
-
-ReceivedBytes received_bytes(const RunSettings& s) {
-    ReceivedBytes most;
-    if (s.ranks == 1) return most;
-    const std::vector<Param> params = parameters(s.config);
-    for (const BucketRange& b : bucket_ranges(params)) {
-        int64_t elements = 0;  // the most that a rank owns of the bucket
-        // A gather unit's matrices are in one bucket. The vectors of the bucket count here, too, but they are
-        // small
-        int64_t gathered = 0;
-        for (size_t i = b.first_param; i < b.end_param; i++) {
-            const int64_t most_units = ceil_div(ceil_div(params[i].size(), SHARD_UNIT), s.ranks);
-            elements += params[i].is_vector() ? params[i].padded_size() : most_units * SHARD_UNIT;
-            gathered += gathered_bytes(s, params[i]);
-        }
-        most.gradients =
-            std::max(most.gradients, (s.ranks - 1) * elements * format_info(gradient_format(s)).bytes);
-        most.weights = std::max(most.weights, gathered);
-    }
-    return most;
+int64_t count_linear_layers(const std::vector<Param>& params) {
+    return std::count_if(params.begin(), params.end(),
+                         [](const Param& p) { return p.role.is_linear_weight; });
 }
 
 int64_t saved_layer_bytes(const RunSettings& s) {
@@ -84,11 +60,40 @@ int64_t gradients_offset(const RunSettings& s) {
     const int64_t gradient_bytes = format_info(gradient_format(s)).bytes;
     int64_t offset = 0;
     for (size_t i = 0; i < params.size(); i++) {
-        // Gradient i begins at offset + rank_offset * gradient_bytes, which must be at least needed_bytes.
+        // Gradient i begins at offset + rank_offset * gradient_bytes. This must be at least needed_bytes
         const int64_t needed_bytes = layers_alive(config, params[i]) * layer_bytes;
         offset = std::max(offset, needed_bytes - places[i].rank_offset * gradient_bytes);
     }
     return round_up(offset, GPU_ALIGNMENT);
+}
+
+GradientBufferSizes gradient_buffer_sizes(const RunSettings& s) {
+    GradientBufferSizes sizes;
+    for (const BucketRange& bucket : bucket_ranges(parameters(s.config)))
+        if (bucket.first_param == 0 && s.config.tied) sizes.embedding = bucket.elements;
+        else sizes.largest = std::max(sizes.largest, bucket.elements);
+    return sizes;
+}
+
+ReceivedBytes received_bytes(const RunSettings& s) {
+    ReceivedBytes most;
+    if (s.ranks == 1) return most;
+    const std::vector<Param> params = parameters(s.config);
+    for (const BucketRange& b : bucket_ranges(params)) {
+        int64_t elements = 0;  // the most that a rank owns of the bucket
+        // A gather unit's matrices are in one bucket. The vectors of the bucket count here, too, but they are
+        // small
+        int64_t gathered = 0;
+        for (size_t i = b.first_param; i < b.end_param; i++) {
+            const int64_t most_units = ceil_div(ceil_div(params[i].size(), SHARD_UNIT), s.ranks);
+            elements += params[i].is_vector() ? params[i].padded_size() : most_units * SHARD_UNIT;
+            gathered += gathered_bytes(s, params[i]);
+        }
+        most.gradients =
+            std::max(most.gradients, (s.ranks - 1) * elements * format_info(gradient_format(s)).bytes);
+        most.weights = std::max(most.weights, gathered);
+    }
+    return most;
 }
 
 }  // namespace coat

@@ -1,7 +1,7 @@
 // gpu/memory_layout.h - how the memory of a GPU is divided: what this rank owns of each parameter, the
-// buckets, the sizes of buffers, and where gradients begin. All of this follows from the settings of the run,
-// so a program without CUDA knows it too, for --plan. adamw.h explains the words bucket, flat order
-// and rank's order. The map of the memory is drawn in gpu/memory_map.h: read it first.
+// buckets, the sizes of buffers, and where gradients begin. All of this follows from the settings of the
+// run, so a program without CUDA knows it too, for --plan. adamw.h explains the words bucket, flat order and
+// rank's order. The map of the memory is drawn in gpu/memory_map.h: read it first.
 #pragma once
 #include "../common/ranks.h"
 
@@ -30,14 +30,8 @@ struct BucketRange {
 };
 std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params);  // by bucket
 
-// Sizes of the buffers of gradients, in runs that have such buffers (gpu/memory_map.h). The bucket of a tied
-// embedding has a buffer of its own, because the head adds to this gradient at the beginning of backward, and
-// the embedding at the end.
-struct GradientBufferSizes {
-    int64_t largest = 0;    // elements of the largest of the other buckets
-    int64_t embedding = 0;  // elements of the bucket of a tied embedding; 0 if nothing is tied
-};
-GradientBufferSizes gradient_buffer_sizes(const RunSettings& s);
+// How many linear layers a model with these parameters has: one for each parameter with is_linear_weight.
+int64_t count_linear_layers(const std::vector<Param>& params);
 
 // -----------------------------------------------------------------------------------------------------------
 // Activations and the head
@@ -62,12 +56,20 @@ inline bool head_sum_in_fp32(const RunSettings& s) {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Several GPUs. This can wait until you read gpu/sharding.h.
-//
-// A gather unit is a part of the model whose weights the ranks gather at a time: the embeddings, a linear
-// layer, or the head.
+// Other runs (this can wait): --gradients none and several GPUs
 
-// What a rank receives at a time. With one rank both numbers are 0.
+// The sizes of the buffers of gradients, which both have (gpu/memory_map.cpp). The bucket of a tied
+// embedding has a buffer of its own, because the head adds to this gradient at the beginning of backward,
+// and the embedding at the end.
+struct GradientBufferSizes {
+    int64_t largest = 0;    // elements of the largest of the other buckets
+    int64_t embedding = 0;  // elements of the bucket of a tied embedding; 0 if nothing is tied
+};
+GradientBufferSizes gradient_buffer_sizes(const RunSettings& s);
+
+// What a rank receives of the others at a time: gradients, and weights. With one rank both numbers are 0. A
+// gather unit is a part of the model whose weights the ranks gather at a time: the embeddings, a linear
+// layer, or the head (gpu/sharding.h).
 struct ReceivedBytes {
     int64_t gradients = 0;  // the most bytes that it receives of a bucket's gradients
     int64_t weights = 0;    // the most bytes that the gathered matrices of a gather unit take

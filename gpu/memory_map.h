@@ -9,8 +9,8 @@
 //                     order
 //   gpu/layers.h      TokenRows, for the gradient of the embedding
 //
-// With one rank, a shard is a whole parameter, and the rank's order is the order of the parameters. What is
-// said of other ranks can wait.
+// With one rank, a shard is a whole parameter, and the rank's order is the order of the parameters. What only
+// several ranks and other recipes need is at the end of each struct.
 #pragma once
 #include "../adamw.h"
 #include "context.h"
@@ -39,9 +39,9 @@ struct StepExchange {
 // brackets only in some runs):
 //
 //   step_exchange | cuBLASLt's scratch | sums of squares and [what else other ranks write] |
-//   weights | remainders of masters | AdamW's table | amax table | histories | moments |
-//   saved activations and gradients | tokens, targets, token order | dresidual |
-//   norms' sums and statistics | losses | cos, sin | [FP8 weights, if they are cached]
+//   weights | remainders of masters | AdamW's table | amax table | [histories of amaxes] | moments |
+//   saved activations and gradients | tokens, targets, token order | end of the residual stream |
+//   memory of norms | losses | cos, sin | [FP8 weights, if they are cached]
 //
 // After that comes what a step allocates where it uses it (Arena::Scope): the operands of one linear layer,
 // gradients of activations, logits.
@@ -59,29 +59,11 @@ struct StepExchange {
 //
 // The gradients begin as far left as possible. Two conditions limit this: the gradients of layer l begin
 // after the activations of the layers 0 to l, which backward still needs when it writes these gradients; and
-// those of the head begin after all activations.
-//
-// In other runs:
-//   several micro-batches a rank   all gradients lie after the activations, because their sums outlive the
-//                                  next forward
-//   a tied embedding               all gradients lie after the activations: the gradient of the embedding is
-//                                  the first of them, but the head writes to it before all others
-//   --gradients none               there is one buffer, which all buckets use in turn: a bucket is updated as
-//                                  soon as its gradients are complete
-//   several ranks                  the place that holds the gradients of a run with one rank holds this
-//                                  rank's part of the sums of the step. Backward writes to two buffers, one
-//                                  for even and one for odd buckets: while one bucket travels, the next is
-//                                  computed
-// If there are buffers, the gradient of a tied embedding has one of its own, because the head writes it
-// before all others.
+// those of the head begin after all activations. (Where gradients lie in other runs: gpu/memory_map.cpp.)
 struct MemoryMap {
     StepExchange* step_exchange;
     StepOutcome* outcome() const { return &step_exchange->outcome; }  // on the device
     void* gemm_scratch;                                               // CublasGemms::SCRATCH bytes
-
-    // For the norm of gradients, (ranks, 1 + shard units): the row of a rank has the rank's loss, and then
-    // the sums of squares of what the rank owns.
-    double* loss_and_squares;
 
     // What this rank owns, in the rank's order
     Weights weights;
@@ -90,10 +72,8 @@ struct MemoryMap {
     void* moments_begin;    // where all moments and their moment scalings begin
     int64_t moments_bytes;  // how many bytes they take together
 
-    // See AmaxTable
-    TensorScale* amax_table;  // (amax_count)
+    TensorScale* amax_table;  // (amax_count): see AmaxTable
     int64_t amax_count;
-    float* histories;  // (operands, linear layers, Recipe::history_steps): with delayed scaling
 
     uint8_t* saved_activations;                 // L layers of saved_layer_bytes() each
     std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
@@ -103,13 +83,21 @@ struct MemoryMap {
     int32_t *tokens, *targets;  // (N)
     int32_t* token_order;       // (N) for the embedding's gradient: row numbers, sorted by token
     TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order
-    void* dresidual;            // (N, C) the gradient of the residual stream; before, the final norm's input
-    float* norm_partials;       // norm_backward_workspace_floats()
-    RowStatistics* norm_statistics;  // (N) the row statistics of the norm that ran last
+    // (N, C): after forward the residual stream at its end, which is the input of the final norm; in backward
+    // the gradient of the residual stream
+    void* residual_end;
+    float* norm_backward_workspace;  // norm_backward_workspace_floats()
+    RowStatistics* row_statistics;   // (N) of the norm that ran last
     float* losses;                   // (N)
 
     float2* rope_table;  // (T, HS / 2) {cos, sin}, for the whole run
 
+    // For the norm of gradients, (ranks, 1 + shard units): the row of a rank has the rank's loss, and then
+    // the sums of squares of what the rank owns.
+    double* loss_and_squares;
+
+    // The rest can wait. Delayed scaling (see AmaxTable): (operands, linear layers, Recipe::history_steps)
+    float* histories;
     // What else other ranks write here, if there are several. (They find these places and loss_and_squares,
     // because on all ranks they are equally far from the beginning of the allocation.)
     struct Received {

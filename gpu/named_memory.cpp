@@ -18,10 +18,10 @@ void NamedMemory::list_tensors(const MemoryMap& memory) {
     const bool fp32_masters = parameter_state_.format_of_weights.element_format == Format::FP32;
     for (size_t i = 0; i < parameter_state_.params.size(); i++) {
         const Param& p = parameter_state_.params[i];
-        const auto& [owned, rank_offset, units_before_parameter] = parameter_state_.places[i];
-        const int64_t count = owned.count;
+        const ShardPlace& place = parameter_state_.places[i];
+        const int64_t count = place.owned.count;
         int16_t* const remainder =
-            memory.weights.remainders ? memory.weights.remainders + rank_offset : nullptr;
+            memory.weights.remainders ? memory.weights.remainders + place.rank_offset : nullptr;
         entries_[p.name] = {.param_index = i,
                             .data = parameter_state_.owned_weight_data(i),
                             .bytes = count * 2,

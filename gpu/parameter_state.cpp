@@ -43,16 +43,16 @@ void ParameterState::upload_shard_table() {
     std::vector<Shard> table;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
-        const auto& [owned, rank_offset, units_before_parameter] = places[i];
+        const ShardPlace& place = places[i];
         table.push_back(
-            {.rank_offset = rank_offset,
-             .size = owned.count,
+            {.rank_offset = place.rank_offset,
+             .size = place.owned.count,
              .m = memory_.first_moments[i],
              .v = memory_.second_moments[i],
              .decays = p.role.decays,
              .weight_amax_out = p.role.is_linear_weight ? &amax_table_.of_parameter(i)->amax : nullptr,
-             .flat_minus_rank_offset = p.flat_offset + owned.first - rank_offset,
-             .units_before_shard = units_before_parameter + owned.first / SHARD_UNIT});
+             .flat_minus_rank_offset = p.flat_offset + place.owned.first - place.rank_offset,
+             .units_before_shard = place.units_before_parameter + place.owned.first / SHARD_UNIT});
     }
     copy_async(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
     context_.wait("Copying the table of parameters failed");
@@ -88,35 +88,40 @@ uint8_t* ParameterState::owned_gradient_sum(size_t i) const {
     return memory_.owned_gradient_sums[bucket] + in_bucket * gradient_bytes;
 }
 
-// Clipping needs the norm of all gradients, whose squares are added up by shard unit. With several ranks,
-// each rank adds up the squares of what it owns. It sends 1 + units.count numbers: its loss, then these sums.
+// Clipping needs the norm of all gradients, so their squares are added up, by shard unit (common/ranks.h).
+// With several ranks, each rank adds up the squares of what it owns, and sends a row of 1 + units.count
+// numbers: its loss, then these sums.
 void ParameterState::update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket,
                             Sharding& sharding) {
     const size_t first_param = buckets[first_bucket].first_param;
     const size_t end_param = buckets[end_bucket - 1].end_param;
-    const ShardPlace &from = places[first_param], &to = places[end_param];
-    const ShardsToUpdate gradients{
+    const ShardPlace &begin = places[first_param], &end = places[end_param];
+    const ShardsToUpdate to_update{
         .shards = memory_.shards + first_param,
         .count = int(end_param - first_param),
-        .elements = {.first = from.rank_offset, .count = to.rank_offset - from.rank_offset},
+        .elements = {.first = begin.rank_offset, .count = end.rank_offset - begin.rank_offset},
         .gradients = owned_gradient_sum(first_param),
         .format = format_of_gradients.element_format};
-    const Range units{.first = from.units_before_parameter,
-                      .count = to.units_before_parameter - from.units_before_parameter};
+    const Range units{.first = begin.units_before_parameter,
+                      .count = end.units_before_parameter - begin.units_before_parameter};
     StepOutcome* const outcome = memory_.outcome();  // on the device
     GradientState* const state = &outcome->gradient_state;
 
-    double* const all_sums = memory_.loss_and_squares;
-    double* const own_sums = all_sums + settings.rank * (1 + units.count);
-    compute_gradient_squares(gradients, units, &outcome->loss_or_nan, own_sums, stream_);
-    sharding.all_gather(all_sums, (1 + units.count) * int64_t(sizeof(double)));
-    update_gradient_state(all_sums, units.count, settings.ranks, options.clip, state, stream_);
-    adamw(options, settings.optimizer, gradients, memory_.weights,
+    double* const rows_of_ranks = memory_.loss_and_squares;
+    double* const own_row = rows_of_ranks + settings.rank * (1 + units.count);
+    compute_gradient_squares(to_update, units, &outcome->loss_or_nan, own_row, stream_);
+    sharding.all_gather(rows_of_ranks, (1 + units.count) * int64_t(sizeof(double)));
+    update_gradient_state(rows_of_ranks, units.count, settings.ranks, options.clip, state, stream_);
+    adamw(options, settings.optimizer, to_update, memory_.weights,
           rounding_key(settings.seed, options.update_number), state, stream_);
 }
 
-// measure_moment_errors() copies the moments to the host, without context_: it would not notice that
-// another rank has ended, for which the stream may wait. So context_.wait() comes first.
+// -----------------------------------------------------------------------------------------------------------
+// The rest can wait: the quantization report, and weights that were written by others
+
+// measure_moment_errors() of gpu/quant_report.h copies the moments to the host, and waits for the stream
+// without context_. If another rank has ended, for which the stream waits, it would wait for ever. So
+// context_.wait() comes first, which notices this.
 void ParameterState::measure_moment_errors_of(int64_t bucket, const Sharding& sharding,
                                               QuantReport& report) const {
     context_.wait();

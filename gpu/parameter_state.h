@@ -15,10 +15,10 @@ namespace coat::gpu {
 
 class Sharding;
 
-// Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, which is the table
-// of common/architecture.h, in the order of forward. The class has three jobs:
+// Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, which is the
+// table of common/architecture.h, in the order of forward. The class has three jobs:
 //   - It gives a new run its first values.
-//   - It finds what belongs to a parameter: index(), owned_weight(), owned_gradient_sum(), ...
+//   - It finds what belongs to a parameter: index(), whole_weight(), whole_gradient(), ...
 //   - It updates parameters: update().
 class ParameterState {
 public:
@@ -43,25 +43,11 @@ public:
     int64_t linear_layer_index(size_t i) const { return linear_layer_indices_[i]; }
     int64_t linear_layer_count() const { return amax_table_.linear_layer_count; }
 
-    // Where the weights of this rank's part of parameter i begin.
-    uint8_t* owned_weight_data(size_t i) const {
-        return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
-    }
-    // The whole parameter, (rows, cols). With several ranks only for a vector: of a matrix this rank owns a
-    // part, and Sharding::weight() has the whole.
+    // The weight and the gradient of parameter i, (rows, cols). With several ranks these are only for a
+    // vector, which every rank owns as a whole: Sharding has the whole matrices.
     TensorRef whole_weight(size_t i) const {
         return {owned_weight_data(i), params[i].rows, params[i].cols, format_of_weights};
     }
-    // What this rank owns of the weight of a linear layer: n elements, as a tensor (n / 128, 128), because
-    // with several ranks they may not be whole rows. Only for linear layers, whose n is a multiple of
-    // MOMENT_GROUP_SIZE = 128.
-    TensorRef owned_weight(size_t i) const {
-        return {owned_weight_data(i), places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
-                format_of_weights};
-    }
-    // The sums of the gradients of this rank's part of parameter i, which the update reads.
-    uint8_t* owned_gradient_sum(size_t i) const;
-    // The whole gradient, (rows, cols). With several ranks only for a vector, as whole_weight().
     TensorRef whole_gradient(size_t i) const {
         return {owned_gradient_sum(i), params[i].rows, params[i].cols, format_of_gradients};
     }
@@ -72,12 +58,29 @@ public:
     //   - decides whether the step is skipped (GradientState);
     //   - if it is not skipped, runs AdamW, which leaves the amaxes of the new weights.
     void update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket, Sharding& sharding);
+
+    // --- The rest can wait: what this rank owns of a parameter, if there are several ranks; checkpoints;
+    // and the quantization report
+
+    // Where the weights of this rank's part of parameter i begin.
+    uint8_t* owned_weight_data(size_t i) const {
+        return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
+    }
+    // The sums of the gradients of this rank's part of parameter i, which the update reads.
+    uint8_t* owned_gradient_sum(size_t i) const;
+    // What this rank owns of the weight of a linear layer: n elements, as a tensor (n / 128, 128), because
+    // with several ranks they may not be whole rows. Only for linear layers, whose n is a multiple of
+    // MOMENT_GROUP_SIZE = 128.
+    TensorRef owned_weight(size_t i) const {
+        return {owned_weight_data(i), places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
+                format_of_weights};
+    }
     // Computes the amax of the weight that is parameter i, after other values than those of update() were
     // written to it.
     void compute_weight_amax(size_t i) const;
 
-    // For the quantization report: the errors of storing the moments of a bucket; and the expansion exponents
-    // of all moment groups of `moments`, which are MemoryMap::first_moments or second_moments.
+    // For the report: the errors of storing the moments of a bucket; and the expansion exponents of all
+    // moment groups of `moments`, which are MemoryMap::first_moments or second_moments.
     void measure_moment_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
     std::vector<float> expansion_exponents(const std::vector<MomentRef>& moments) const;
 
@@ -94,8 +97,8 @@ private:
     int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP_SIZE); }
 };
 
-// The tensor v as slices of rows, each of which fits one launch: a grid has at most 65,535 tiles of 128 rows.
-// (ParameterState::owned_weight() may have more, because its rows are short.)
+// The tensor v as slices of rows, each of which fits one launch: a grid has at most 65,535 tiles of 128
+// rows. (ParameterState::owned_weight() may have more, because its rows are short.)
 std::vector<TensorRef> slices_for_grids(const TensorRef& v);
 
 }  // namespace coat::gpu

@@ -118,8 +118,8 @@ private:
         linear_formats(settings_).w.is_fp8() && settings_.recipe.w.granularity == PER_TENSOR;
     Event launched_so_far_, sent_so_far_;
     Event is_sent_[3];  // by buffer of gradients: its gradients are sent, so it may be written again
-    Event is_gathered_
-        [2];  // by buffer of weights, of even and of odd gather units: the gather unit in it is gathered
+    // By buffer of weights, of even and of odd gather units: the gather unit in it is gathered
+    Event is_gathered_[2];
     int64_t in_buffer_[2] = {NONE, NONE};  // by buffer of weights: the gather unit in it
 
     // What is put on the stream from now on runs after what the computation has launched so far.

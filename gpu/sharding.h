@@ -1,31 +1,15 @@
 // gpu/sharding.h - what the other GPUs of a run do in a step. Sharding is the interface that a step calls: it
-// gathers weights, reduces gradients and exchanges small values. There are two implementations: Unsharded, at
-// the end of this file, is for one GPU, where nothing travels; Zero3Sharding, in gpu/sharding.cpp, is for
-// several (step by step: dev/WALK2.md).
+// gathers weights, reduces gradients and exchanges small values. It has two implementations:
 //
-// Zero3Sharding promises:
-//
-//   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
-//               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once.
-//   weights     while one gather unit computes, the matrices of the gather unit that comes next are gathered,
-//               in another buffer.
-//
-// So R ranks with a micro-batch each get the same bits as one GPU with R micro-batches, if two things hold:
-// sums are in FP32, and a micro-batch adds to each gradient once. (It adds more often to a tied embedding,
-// and to the head if there are many tokens.)
-//
-// adamw.h says what a bucket is, and gpu/memory_layout.h what a gather unit is. How bytes travel has
-// a file of its own, gpu/transport.h.
+//   Unsharded       below, for one GPU: its functions do nothing, or return what ParameterState has
+//   Zero3Sharding   in gpu/sharding.cpp, for several GPUs (step by step: dev/WALK2.md)
 #pragma once
 #include "parameter_state.h"
 #include "transport.h"
 
 namespace coat::gpu {
 
-// -----------------------------------------------------------------------------------------------------------
-// Sharding: what a step asks of the other GPUs. Gather units are counted in the order of forward: the
-// embeddings, each linear layer, the head.
-
+// Weights are gathered by gather unit: the embeddings, each linear layer, the head, in the order of forward.
 enum class Direction : uint8_t { Forward, Backward };
 
 class Sharding {
@@ -38,13 +22,13 @@ public:
     int64_t head_gather_unit() const { return gather_unit_of(parameter_state_.linear_layer_count()); }
 
     // --- Weights
+    // The whole weight that is parameter i, (rows, cols). With several ranks a matrix must have been
+    // gathered, and is FP8 codes if it has travelled as codes.
+    virtual TensorRef weight(size_t i) const = 0;
     // To be called before the launch of what reads the weights of a gather unit. Makes the computation's
     // stream wait until these weights are gathered, and begins to gather those of the next gather unit: in
     // forward the gather unit after this one, in backward the gather unit before it.
     virtual void gather_weights(int64_t gather_unit, Direction direction) = 0;
-    // The whole weight that is parameter i, (rows, cols). With several ranks a matrix must have been
-    // gathered, and is FP8 codes if it has travelled as codes.
-    virtual TensorRef weight(size_t i) const = 0;
     // To be called after the weights have changed, or before the scale of their codes changes: what was
     // gathered before is gathered again when it is needed.
     virtual void forget_gathered_weights() = 0;
@@ -56,7 +40,8 @@ public:
     // --- Gradients
     // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
     virtual TensorRef gradient_to_write(size_t i) const = 0;
-    // Makes the computation's stream wait until the gradients of a bucket may be written to their places.
+    // Makes the computation's stream wait until the gradients of a bucket (adamw.h) may be written to their
+    // places.
     virtual void wait_for_gradient_buffer(int64_t bucket) = 0;
     // To be called when backward has launched all that writes the gradients of a bucket in one micro-batch.
     // Adds the gradients of all ranks to the sums of the step, each on the rank that owns it. The first
@@ -78,13 +63,13 @@ protected:
     ParameterState& parameter_state_;
 };
 
-// A run on one GPU, in which nothing travels: weights and gradients are those of ParameterState.
+// A run on one GPU, in which nothing travels.
 class Unsharded : public Sharding {
 public:
     using Sharding::Sharding;
 
-    void gather_weights(int64_t, Direction) override {}
     TensorRef weight(size_t i) const override { return parameter_state_.whole_weight(i); }
+    void gather_weights(int64_t, Direction) override {}
     void forget_gathered_weights() override {}
     void combine_amaxes_of_ranks() override {}
 
@@ -97,6 +82,18 @@ public:
     void all_gather(void*, int64_t) override {}
     QuantStats sum_weight_quant_stats(const QuantStats& mine) const override { return mine; }
 };
+
+// -----------------------------------------------------------------------------------------------------------
+// The rest can wait: several GPUs. Zero3Sharding promises:
+//
+//   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
+//               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once.
+//   weights     while one gather unit computes, the matrices of the gather unit that comes next are gathered,
+//               in another buffer.
+//
+// So R ranks with a micro-batch each get the same bits as one GPU with R micro-batches, if two things hold:
+// sums are in FP32, and a micro-batch adds to each gradient once. (It adds more often to a tied embedding,
+// and to the head if there are many tokens.) How bytes travel has a file of its own, gpu/transport.h.
 
 // The sharding of a run. transport: null with one rank, and in a dry run, in which nothing travels.
 std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,

@@ -166,8 +166,8 @@ static std::map<std::string, int64_t> allocated_bytes(const RunSettings& s) {
                                               {m.moments_begin, ""},
                                               {m.saved_activations, "activations"},
                                               {m.tokens, ""},
-                                              {m.dresidual, "final norm input"},
-                                              {m.norm_partials, ""}};
+                                              {m.residual_end, "final norm input"},
+                                              {m.norm_backward_workspace, ""}};
     if (m.weights.remainders) begins[m.weights.remainders] = "remainder of the FP32 masters";
     auto name_moments = [&](const std::vector<gpu::MomentRef>& moments, const std::string& name) {
         for (const gpu::MomentRef& moment : moments) {
