@@ -1,9 +1,8 @@
 // gpu/cuda.h - CUDA for the host: how its errors are reported, what the program asks about the GPU, and how
 // work is put on a stream. (gpu/handles.h makes streams, and has what else the host needs of CUDA.)
 //
-// A dry run finds out how much memory a training step takes. It runs the same code, but needs no GPU,
-// because its stream is DRY_RUN: enqueue(), through which nearly all work is put on a stream, then does
-// nothing.
+// A dry run finds out how much memory a training step takes. It runs the same code, but needs no GPU, because
+// its stream is DRY_RUN: enqueue(), through which nearly all work is put on a stream, then does nothing.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -17,8 +16,7 @@ namespace coat::gpu {
 // -----------------------------------------------------------------------------------------------------------
 // Errors
 
-// Throws Error("<what>: <CUDA's reason>.") and clears the error, so that a later launch is not blamed for
-// it.
+// Throws Error("<what>: <CUDA's reason>.") and clears the error, so that a later launch is not blamed for it.
 inline void check(cudaError_t error, const char* what) {
     if (error == cudaSuccess) return;
     cudaGetLastError();
