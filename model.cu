@@ -14,24 +14,41 @@
 //         forward()
 //           embed_and_save()              the embedding, where the residual stream begins
 //           for each layer:
-//             attention_block_forward()   norm 1 -> q, k, v -> attention -> output projection -> residual sum
-//             mlp_block_forward()         norm 2 -> gate, up -> activation -> down projection -> residual sum
+//             attention_half_forward()    norm 1 -> q, k, v -> attention -> output projection -> residual sum
+//             mlp_half_forward()          norm 2 -> gate, up -> activation -> down projection -> residual sum
 //         head_forward_and_backward()     final norm -> logits -> loss; gradients of these, in opposite order
 //         for each layer, from the last to the first:
-//           mlp_block_backward()          the gradients of mlp_block_forward(), in opposite order
-//           attention_block_backward()    those of attention_block_forward(), in opposite order
+//           mlp_half_backward()           the gradients of mlp_half_forward(), in opposite order
+//           attention_half_backward()     those of attention_half_forward(), in opposite order
 //       add_embedding_gradients()         from the gradient of the residual stream
 //     Network::write_loss_or_nan()        after each micro-batch: codes may hide infinity or NaN
 //     update_parameters()                 AdamW: ParameterState::update() (gpu/parameter_state.cpp)
 //     fetch_result()                      the loss and the norm of the gradients
 //
-// README's steps come here twice. The first time, read the list above and mlp_block_forward(), and no more.
-// The second time, README says what to read.
+// For example, these are the kernels that mlp_half_forward() launches in coat. There are N tokens; C is the
+// hidden size, and F the width of gate and of up. The amax of norm 2's output was found by the residual sum
+// in the attention half; those of the weights were found by the last update.
 //
-// In each class the functions of the list come first, in its order, with a few short ones that they call
-// between them. Then come other functions that they use, such as those that say where a tensor is. What is
-// apart from this path comes last: evaluations, prompts, reports, weights in a cache. Linear layers have
-// their own file, gpu/linear.h.
+//   kernel                        reads                          writes
+//   quantize_operand()            norm 2's input (N, C), groups  codes of norm 2's output
+//   quantize_operand()            weight of gate and up, BF16    its codes
+//   GEMM                          both codes                     gate and up (N, 2F), BF16
+//   quantize_activation_input()   gate and up                    groups of gate and up, which are saved; the
+//                                                                amax of the activation's output
+//   quantize_operand()            gate and up, groups            codes of the activation's output (N, F)
+//   quantize_operand()            weight of down, BF16           its codes
+//   GEMM                          both codes                     branch (N, C), BF16
+//   residual_add()                residual stream, branch        their sum, in BF16 for the next sum, and in
+//                                                                groups for the next norm; the amax of that
+//                                                                norm's output
+//
+// The quantizers are in coat.cu, residual_add() is in gpu/norm.cu, and a GEMM is a call of cuBLASLt
+// (gpu/gemm.cpp). A linear layer, gpu/linear.cpp, calls the quantizers and the GEMM.
+//
+// The rest of this file is to be read when you know these files, from top to bottom: first rules of memory
+// and structs, then the classes. In each class the functions of the list above stand in its order, with those
+// that they call between them. What can wait is at the end of the class: what other models and recipes need,
+// evaluations, prompts and reports.
 #include "coat.h"
 #include "gpu/attention.h"
 #include "gpu/column_sums.h"
@@ -48,6 +65,31 @@ namespace coat {
 namespace {
 
 using namespace gpu;
+
+// -----------------------------------------------------------------------------------------------------------
+// Three rules of memory
+//
+//   1. Memory is one allocation, the arena, which is a stack. (Its map is in gpu/memory_map.h.) What lasts
+//      for the run is allocated at the beginning. What a step needs besides is allocated where it is used,
+//      and given back when the Arena::Scope around it ends. A Scope with the name until_x holds what is
+//      needed until x is computed; where that is in the middle of a function, end() ends it. What must
+//      outlive a Scope is allocated before the Scope begins.
+//   2. saved_per_layer() in common/architecture.h lists what is saved for backward. Outputs of norms and of
+//      activation functions are not saved, and exist only as operands of GEMMs. A LazyTensor (gpu/tensors.h)
+//      says what such an output is computed from. The kernel that makes the operand computes it.
+//   3. Some tensors replace each other in one place. This table shows what is there, from left to right in
+//      the order of a step. "-" means that the place is not touched:
+//
+//        place                 forward             head                  backward, layer by layer
+//        memory_.residual_end  the input of the    the gradient of       the gradient of the residual stream
+//                              final norm          this input
+//        gate and up of a      gate and up         -                     the operand of dgate_up, if
+//        layer                                                           dgate_up_in_place_; then dqkv, if
+//                                                                        dqkv_in_place_
+//        activations of later  what forward saves  -                     gradients of weights, in most runs
+//        layers                                                          (gpu/memory_map.h)
+//        logits                -                   logits, then their    -
+//                                                  gradients
 
 // A layer of the transformer.
 struct Layer {
@@ -72,9 +114,8 @@ struct ResidualNorm {
 
 // The residual stream (N, C) in forward. In coat each residual sum is stored twice: in groups, as the saved
 // input of the norm that reads the stream next; and in BF16, in a buffer, for the next sum. Only the last
-// sum, the input of the final norm, is stored once, in BF16.
-//
-// Recipes that save no groups store each sum once, as the saved input of that norm. They have no buffer.
+// sum, the input of the final norm, is stored once, in BF16. (Recipes that save no groups store each sum
+// once, as the saved input of that norm. They have no buffer.)
 struct ResidualStream {
     TensorRef buffer;  // (N, C), or no tensor
 
@@ -97,8 +138,8 @@ struct MicroBatch {
     // The rest is for backward.
     bool is_first = true;  // of the step, on this rank
     // Whether GEMMs overwrite gradients: in the first micro-batch. In later ones they add to the gradients.
-    // With several ranks they always overwrite: backward writes to a buffer, from which the gradients are
-    // sent, and the sums of the step lie elsewhere.
+    // (With several ranks they always overwrite: backward writes to a buffer, from which the gradients are
+    // sent, and the sums of the step lie elsewhere.)
     bool overwrites_gradients = true;
     // The settings of the update, if finish_bucket() does it (--gradients none). Otherwise null.
     const AdamWOptions* options_of_update_in_backward = nullptr;
@@ -109,27 +150,9 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 // ===========================================================================================================
 // 1. Forward and backward of a micro-batch
 //
-// Three rules:
-//   - Memory is one allocation, the arena, which is a stack. (Its map is in gpu/memory_map.h.) What lasts for
-//     the run is allocated at the beginning. What a step needs besides is allocated where it is used, and
-//     given back when the Arena::Scope around it ends. A Scope with the name until_x holds what is needed
-//     until x is computed. What must outlive a Scope is allocated before the Scope begins.
-//   - saved_per_layer() in common/architecture.h lists what is saved for backward. Outputs of norms and of
-//     activation functions are not saved, and exist only as operands of GEMMs. A LazyTensor (gpu/tensors.h)
-//     says what such an output is computed from. The kernel that makes the operand computes it.
-//   - Some tensors replace each other in one place. This table shows what is there, from left to right in the
-//     order of a step. "-" means that the place is not touched:
-//
-//       place              forward              head                 backward, layer by layer
-//       memory_.residual_end  the final norm's     the gradient of      the gradient of the residual stream
-//                          input                this input
-//       gate and up of a   gate and up          -                    the operand of dgate_up, if
-//       layer                                                        dgate_up_in_place_; then dqkv, if
-//                                                                    dqkv_in_place_
-//       activations of     what forward saves   -                    gradients of weights, in most runs
-//       later layers                                                 (gpu/memory_map.h)
-//       logits             -                    logits, then their   -
-//                                               gradients
+// GpuModel, below, calls forward_and_backward(), add_embedding_gradients() and write_loss_or_nan(); and for
+// evaluations forward() and the functions at the end of the class. All functions are public, so that they can
+// stand in the order of a step.
 
 class Network {
     // Each member may use the members above it.
@@ -159,8 +182,10 @@ class Network {
     const bool gated_ = config_.arch.gated;        // SiLU(gate) x up; GPT-2 has GELU
     const bool qk_norms_ = config_.arch.qk_norms;  // norms of the heads of q and k; only Qwen3
 
-    // Whether the row-major elements of dgate_up overwrite the saved gate and up: true for coat, and for bf16
-    // and fp32. This is possible under two conditions:
+    // Two tensors of backward may take the place of a layer's saved gate and up (rule 3 above).
+    //
+    // dgate_up_in_place_: whether the row-major elements of dgate_up do: in coat, bf16 and fp32. Two
+    // conditions must hold:
     //   - Elements have as many bytes in both, so that the kernel may write over its input.
     //   - dgate_up has one scale per tensor, or none. Scales of rows or blocks would lie right after the
     //     codes (gpu/linear.cpp). There they would overwrite the scales of the groups of gate and up, which
@@ -168,15 +193,15 @@ class Network {
     const bool dgate_up_in_place_ = format_info(linear_context_.formats.g.element_format).bytes ==
                                         format_info(recipe_.saved_inputs.element_format).bytes &&
                                     linear_context_.formats.g.granularity == PER_TENSOR;
-    // Whether dqkv, later in backward, overwrites the same place: if a row of dqkv fits into the bytes of a
-    // row of gate and up, codes and scales together. (In Llama-2-7B a row of dqkv has 24,576 bytes. A row of
-    // gate and up has 22,016 bytes of codes and 2,752 bytes of scales.)
+    // dqkv_in_place_: whether dqkv does, later in backward: if a row of dqkv fits into the bytes of a row of
+    // gate and up, codes and scales together. (In Llama-2-7B a row of dqkv has 24,576 bytes. A row of gate
+    // and up has 22,016 bytes of codes and 2,752 bytes of scales.)
     const bool dqkv_in_place_ = TensorFormat{recipe_.compute_format}.bytes(1, config_.qkv_cols()) <=
                                 recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
 
     // What add_embedding_gradients() copies to the GPU. It must stay until the host waits for the GPU again.
     EmbeddingOrder embedding_order_;
-    bool cached_weights_are_valid_ = false;
+    bool cached_weights_are_valid_ = false;  // if weights are cached
 
 public:
     Network(GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table,
@@ -194,6 +219,99 @@ public:
     }
 
     // -------------------------------------------------------------------------------------------------------
+    // Where tensors are: weights and gradients, what layers save, and the norms with their inputs
+
+    // The weight and the gradient of the parameter with this index. (With several ranks: the weight as it was
+    // gathered, and the buffer to which backward writes the gradient.)
+    TensorRef weight(size_t i) const { return sharding_.weight(i); }
+    TensorRef gradient(size_t i) const { return sharding_.gradient_to_write(i); }
+
+    // A tensor (n, cols) in the compute format, in memory that is allocated now. There is memory for a
+    // multiple of 16 rows, because an FP8 GEMM writes so many.
+    TensorRef allocate_tensor(int64_t n, int64_t cols) {
+        const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
+        return tensor_at(arena_.allocate(elements * format_info(recipe_.compute_format).bytes), n, cols);
+    }
+    TensorRef tensor_at(void* data, int64_t n, int64_t cols) const {
+        return {.data = data, .rows = n, .cols = cols, .format = {recipe_.compute_format}};
+    }
+
+    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves.
+    Layer make_layer(int64_t l) {
+        const int64_t N = padded_tokens(settings_);
+        auto index = [&](const char* param) {
+            return parameter_state_.index(concat("layers.", l, ".", param));
+        };
+        auto linear_layer = [&](const char* weight) { return LinearLayer(linear_context_, index(weight)); };
+        Layer layer{.norm1_weight_index = index("norm1.weight"),
+                    .norm2_weight_index = index("norm2.weight"),
+                    .qk_norms_weight_index = {},
+                    .qkv_proj = linear_layer("qkv"),
+                    .attention_out_proj = linear_layer("attention_out"),
+                    .gate_up_proj = linear_layer("gate_up"),
+                    .down_proj = linear_layer("down"),
+                    .saved_tensors = {}};
+        if (qk_norms_) layer.qk_norms_weight_index = index("qk_norm.weight");
+        uint8_t* data = memory_.saved_activations + l * saved_layer_bytes(settings_);
+        for (const SavedTensor& saved : saved_per_layer(config_, recipe_)) {
+            TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .format = saved.format};
+            // The scales of groups lie right after the codes
+            if (saved.format.is_fp8())
+                tensor.group_scales =
+                    reinterpret_cast<uint16_t*>(data + saved.format.bytes_without_scales(N, saved.cols));
+            layer.saved_tensors.push_back(tensor);
+            data += round_up(saved.bytes(N), GPU_ALIGNMENT);
+        }
+        return layer;
+    }
+
+    // What a layer has saved, or is to save: the rows of this micro-batch.
+    TensorRef saved_tensor(const MicroBatch& micro_batch, const Layer& layer, SavedKind kind) const {
+        TensorRef tensor = layer.saved_tensors[static_cast<size_t>(kind)];
+        tensor.rows = micro_batch.N;
+        return tensor;
+    }
+
+    // The buffer memory_.residual_end (N, C) has two tensors, one after the other:
+    //   - in forward the residual stream after the last layer, which is the input of the final norm
+    //   - in backward the gradient of the residual stream, which begins when the backward pass of the final
+    //     norm overwrites this input
+    TensorRef final_norm_input(const MicroBatch& micro_batch) const {
+        return tensor_at(memory_.residual_end, micro_batch.N, config_.C);
+    }
+    TensorRef dresidual(const MicroBatch& micro_batch) const {
+        return tensor_at(memory_.residual_end, micro_batch.N, config_.C);
+    }
+
+    // The norms of the residual stream, with their inputs.
+    Norm norm_args(size_t weight_index, const TensorRef& in) const {
+        const std::optional<size_t> bias_index = parameter_state_.bias_index(weight_index);
+        return {.in = in,
+                .weight = weight(weight_index).data,
+                .bias = bias_index ? weight(*bias_index).data : nullptr,
+                .row_statistics = memory_.row_statistics,
+                .rms = config_.arch.rms,
+                .eps = config_.norm_eps};
+    }
+    ResidualNorm norm1_of(const MicroBatch& micro_batch, Layer& layer) const {
+        return {.norm = norm_args(layer.norm1_weight_index,
+                                  saved_tensor(micro_batch, layer, SavedKind::Norm1Input)),
+                .weight_index = layer.norm1_weight_index,
+                .reader = &layer.qkv_proj};
+    }
+    ResidualNorm norm2_of(const MicroBatch& micro_batch, Layer& layer) const {
+        return {.norm = norm_args(layer.norm2_weight_index,
+                                  saved_tensor(micro_batch, layer, SavedKind::Norm2Input)),
+                .weight_index = layer.norm2_weight_index,
+                .reader = &layer.gate_up_proj};
+    }
+    ResidualNorm final_norm(const MicroBatch& micro_batch) const {
+        return {.norm = norm_args(final_norm_weight_index_, final_norm_input(micro_batch)),
+                .weight_index = final_norm_weight_index_,
+                .reader = nullptr};
+    }
+
+    // -------------------------------------------------------------------------------------------------------
     // A micro-batch
 
     // Adds the losses to memory_.outcome()->loss, and computes all gradients but those that follow in
@@ -202,9 +320,9 @@ public:
         forward(micro_batch);
         head_forward_and_backward(micro_batch);
         for (int64_t l = config_.L - 1; l >= 0; l--) {
-            mlp_block_backward(micro_batch, layers_[l]);
-            attention_block_backward(micro_batch, layers_[l],
-                                     l > 0 ? layers_[l - 1].down_proj.place_for_g_amax() : nullptr);
+            mlp_half_backward(micro_batch, layers_[l]);
+            attention_half_backward(micro_batch, layers_[l],
+                                    l > 0 ? layers_[l - 1].down_proj.place_for_g_amax() : nullptr);
         }
     }
 
@@ -215,7 +333,7 @@ public:
     //   operand               what it is            who computes its amax
     //   qkv_proj.x            output of norm 1      embed(), or add_branch_and_save() of the layer before
     //   attention_out_proj.x  output of attention   attention_forward() in core_attention_forward()
-    //   gate_up_proj.x        output of norm 2      add_branch_and_save() in attention_block_forward()
+    //   gate_up_proj.x        output of norm 2      add_branch_and_save() in attention_half_forward()
     //   down_proj.x           output of the         quantize_activation_input(), which saves gate and up in
     //                         activation            groups
     //   each w                the weight            the last update
@@ -236,28 +354,25 @@ public:
         embed_and_save(micro_batch, residual, norm1_of(micro_batch, layers_[0]));
         for (int64_t l = 0; l < config_.L; l++) {
             const bool last = l + 1 == config_.L;
-            attention_block_forward(micro_batch, layers_[l], residual);
-            mlp_block_forward(micro_batch, layers_[l], residual,
-                              last ? final_norm(micro_batch) : norm1_of(micro_batch, layers_[l + 1]));
+            attention_half_forward(micro_batch, layers_[l], residual);
+            mlp_half_forward(micro_batch, layers_[l], residual,
+                             last ? final_norm(micro_batch) : norm1_of(micro_batch, layers_[l + 1]));
         }
     }
 
-private:
     // The embedding: a row of the weight for each token, and in GPT-2 a row for its position. The sum is
     // saved as the input of the first norm 1.
     void embed_and_save(const MicroBatch& micro_batch, const ResidualStream& residual,
                         const ResidualNorm& first_norm) {
-        sharding_.gather_weights(Sharding::EMBEDDING_GATHER_UNIT, Direction::Forward);
-        const TensorRef positions =
-            rotary_ ? TensorRef{} : sharding_.weight(parameter_state_.index("positions"));
-        embed(sharding_.weight(embedding_index_), positions, memory_.tokens, micro_batch.T,
+        sharding_.gather_weights(Sharding::EMBEDDING_GATHER_UNIT, Direction::Forward);  // several ranks
+        const TensorRef positions = rotary_ ? TensorRef{} : weight(parameter_state_.index("positions"));
+        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch.T,
               residual.outputs_for(first_norm), stream_);
-        measure_norm_input_errors(residual, first_norm);
+        measure_norm_input_errors(residual, first_norm);  // for the quantization report only
     }
 
     // The first half of a layer.
-    void attention_block_forward(const MicroBatch& micro_batch, Layer& layer,
-                                 const ResidualStream& residual) {
+    void attention_half_forward(const MicroBatch& micro_batch, Layer& layer, const ResidualStream& residual) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm1 = norm1_of(micro_batch, layer);
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). lazy_norm() computes nothing yet:
@@ -279,7 +394,7 @@ private:
     //
     // In most runs only rope() and attention_forward() do something. The other calls are for Qwen3 and for
     // --attention groups. Without these they do nothing, or return the tensor that they are given: see the
-    // section "q, k, v and the output of attention".
+    // section "q, k, v and the output of attention", which can wait.
     void core_attention_forward(const MicroBatch& micro_batch, const Layer& layer, const TensorRef& qkv) {
         const TensorRef saved_output = saved_tensor(micro_batch, layer, SavedKind::AttentionOutput);
         const TensorRef output = allocate_buffer_if_needed(saved_output);
@@ -293,19 +408,14 @@ private:
         save_attention_output(layer, output, saved_output);
     }
 
-    // The second half of a layer. next: the norm that reads the residual stream after this layer. For a first
-    // visit:
-    //   Arena::Scope         what is allocated while it exists is given back when it ends
-    //   TensorRef            refers to a tensor on the GPU, as a pointer does
-    //   LazyTensor           says how a tensor is to be computed; lazy_norm() and lazy_activation() make one
-    //   place_for_x_amax()   where an amax is stored for the linear layer that will quantize its input x
-    void mlp_block_forward(const MicroBatch& micro_batch, Layer& layer, const ResidualStream& residual,
-                           const ResidualNorm& next) {
+    // The second half of a layer (table of its kernels: at the top of this file). next: the norm that reads
+    // the residual stream after this layer.
+    void mlp_half_forward(const MicroBatch& micro_batch, Layer& layer, const ResidualStream& residual,
+                          const ResidualNorm& next) {
         const Arena::Scope scope(arena_);
         const ResidualNorm norm2 = norm2_of(micro_batch, layer);
         const TensorRef gate_up = saved_tensor(micro_batch, layer, SavedKind::GateUp);
-        // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. lazy_norm() computes
-        // nothing yet: fprop() computes x while it makes the codes of x
+        // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. Again fprop() computes x
         const LazyTensor x = lazy_norm(norm2.norm);
         // Each branch of the `if` saves gate and up. It also finds the amax of down_proj's x, the output of
         // the activation, if down_proj needs this amax
@@ -336,6 +446,48 @@ private:
                              const TensorRef& branch, const ResidualNorm& next) {
         residual_add(residual.before(own_norm), branch, residual.outputs_for(next), stream_);
         measure_norm_input_errors(residual, next);
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // The gradients of a bucket (adamw.h): those parameters whose gradients backward completes at the same
+    // time. Whatever adds to the gradients of a bucket is launched between begin_bucket() and
+    // finish_bucket(). With one GPU begin_bucket() clears some gradients in the first micro-batch of a step,
+    // and finish_bucket() usually does nothing.
+
+    // To be called before the first kernel that adds to the gradients of a bucket. (Only the GEMMs of the
+    // head run earlier: begin_head_gradient().)
+    void begin_bucket(const MicroBatch& micro_batch, int64_t bucket) {
+        sharding_.wait_for_gradient_buffer(bucket);
+        if (micro_batch.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
+    }
+    // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to gradients, so
+    // these gradients begin at zero. The gradient of the head's weight is left out: a GEMM has written it
+    // before, even if the weight is a tied embedding.
+    void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
+        const BucketRange& range = parameter_state_.buckets[bucket];
+        for (size_t i = range.first_param; i < range.end_param; i++) {
+            const Param& p = parameter_state_.params[i];
+            if (!p.role.is_linear_weight && i != head_index_)
+                clear_async(gradient(i).data, p.padded_size() * parameter_state_.gradient_bytes, stream_);
+        }
+    }
+    // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
+    // that reads the weights of the bucket. Usually there is nothing to do: the gradients are where the
+    // update reads them. In other runs:
+    //   - With several ranks, each rank sends the gradients to those that own them, where they are added.
+    //   - With --gradients none, the weights of the bucket are updated.
+    //   - In measure_quantization(), what storing the moments would lose is measured.
+    void finish_bucket(const MicroBatch& micro_batch, int64_t bucket) {
+        if (context_.quant_report) {
+            parameter_state_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
+            return;
+        }
+        sharding_.reduce_gradients(bucket, micro_batch.is_first);
+        if (micro_batch.options_of_update_in_backward) {
+            write_loss_or_nan(&memory_.outcome()->loss_or_nan);
+            parameter_state_.update(*micro_batch.options_of_update_in_backward, bucket, bucket + 1,
+                                    sharding_);
+        }
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -373,8 +525,7 @@ private:
         const TensorRef& dlogits = logits;  // the gradients have taken the place of the logits
         const bool overwrites = micro_batch.overwrites_gradients && first == 0;
         gemms_.run(GemmKind::Wgrad, {dlogits}, {y}, dweight, stream_, {.overwrite = overwrites});
-        gemms_.run(GemmKind::Dgrad, {dlogits}, {sharding_.weight(head_index_)}, row_slice(dy, first, y.rows),
-                   stream_);
+        gemms_.run(GemmKind::Dgrad, {dlogits}, {weight(head_index_)}, row_slice(dy, first, y.rows), stream_);
     }
 
     struct HeadOutput {
@@ -391,7 +542,7 @@ private:
         norm_of_slice.row_statistics += first;
         // y is in the compute format: no recipe quantizes the head
         store_values(lazy_norm(norm_of_slice), out.y, stream_);
-        gemms_.run(GemmKind::Fprop, {out.y}, {sharding_.weight(head_index_)}, out.logits, stream_);
+        gemms_.run(GemmKind::Fprop, {out.y}, {weight(head_index_)}, out.logits, stream_);
         return out;
     }
     int64_t slice_tokens(const MicroBatch& micro_batch, int64_t first) const {
@@ -408,7 +559,7 @@ private:
     // But if a gradient in BF16 would be rounded too often (head_sum_in_fp32()), it is an FP32 sum in memory
     // of the caller's scope.
     TensorRef begin_head_gradient(const MicroBatch& micro_batch) {
-        const TensorRef dweight = sharding_.gradient_to_write(head_index_);
+        const TensorRef dweight = gradient(head_index_);
         // The bucket of the head begins here, before begin_bucket(): the GEMMs of the slices write to it
         sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
         if (!head_sum_in_fp32(settings_)) return dweight;
@@ -422,8 +573,7 @@ private:
     }
     // Rounds an FP32 sum, and stores it at the place of the gradient.
     void finish_head_gradient(const TensorRef& sum) {
-        if (head_sum_in_fp32(settings_))
-            store_values(lazy_stored(sum), sharding_.gradient_to_write(head_index_), stream_);
+        if (head_sum_in_fp32(settings_)) store_values(lazy_stored(sum), gradient(head_index_), stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -431,14 +581,6 @@ private:
     // the GEMMs of this linear layer read in place of g.
     //
     // The gradient of the residual stream, dresidual(), stays in one place: each norm adds its part there.
-    // Then dresidual() is the g of a linear layer (rows 1 and 3 of the table below). So a norm writes the
-    // amax of dresidual() to place_for_g_amax() of this linear layer. In the functions below the argument
-    // dresidual_amax_out is this place.
-    //
-    // Gradients of parameters are computed by bucket, between begin_bucket() and finish_bucket().
-    //
-    // Where memory is given back in the middle of a function, the Scope is ended by end().
-    //
     // Who computes the amaxes of the operands, if they are needed before the operands are made:
     //
     //   operand               what it is                 who computes its amax
@@ -448,26 +590,34 @@ private:
     //   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
     //   qkv_proj.g            dqkv                       attention_backward()
     //
-    // That holds for coat. Qwen3: qk_norms_backward() changes dqkv after attention_backward(), so the amax of
-    // dqkv takes a pass in make_g_operand_and_add_dbias().
+    // That holds for coat. (Qwen3: qk_norms_backward() changes dqkv after attention_backward(), so the amax
+    // of dqkv takes a pass in make_g_operand_and_add_dbias().)
+    //
+    // So a norm is told where the amax of dresidual() goes: dresidual_amax_out is place_for_g_amax() of the
+    // linear layer that reads dresidual() next.
 
-    // From the gradient of the residual stream after a layer to that before norm 2.
-    void mlp_block_backward(const MicroBatch& micro_batch, Layer& layer) {
+    // From the gradient of the residual stream after a layer to that before norm 2. This is what is on the
+    // stack, from one kernel to the next. (What is in brackets, a linear layer allocates for one GEMM.)
+    //
+    //   dgate_up_operand | g_operand of down_proj | [x_operand]          wgrad of down_proj
+    //   dgate_up_operand | g_operand of down_proj | dact | [w_operand]   dgrad of down_proj: dact
+    //   dgate_up_operand | g_operand of down_proj | dact                 activation: dgate_up_operand
+    //   dgate_up_operand | dy | [w_operand]                              dgrad of gate_up_proj: dy
+    //   dgate_up_operand | dy                                            norm 2: dresidual()
+    //   dgate_up_operand | [x_operand]                                   wgrad of gate_up_proj
+    void mlp_half_backward(const MicroBatch& micro_batch, Layer& layer) {
         const Arena::Scope scope(arena_);
         const TensorRef gate_up = saved_tensor(micro_batch, layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. This operand is computed
-        // from dact and outlives dact, so its memory is allocated first. In coat, bf16 and fp32 its row-major
-        // elements overwrite the saved gate and up
+        // from dact and outlives dact, so its memory is allocated first; that of its row-major elements is
+        // the place of the saved gate and up, if dgate_up_in_place_
         const Operand dgate_up_operand =
             layer.gate_up_proj.allocate_g_operand(micro_batch.N, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
-        begin_bucket(micro_batch, layer.down_proj.bucket());
         const TensorRef dact = down_proj_backward(micro_batch, layer, gate_up);
-        finish_bucket(micro_batch, layer.down_proj.bucket());
-
-        begin_bucket(micro_batch, layer.gate_up_proj.bucket());
         // activation
+        begin_bucket(micro_batch, layer.gate_up_proj.bucket());
         layer.gate_up_proj.write_g_operand_and_add_dbias(lazy_activation_backward(gated_, gate_up, dact),
                                                          LinearLayer::AmaxFrom::OwnPass, dgate_up_operand);
         until_dgate_up.end();
@@ -478,31 +628,30 @@ private:
     }
     // Returns dact, in memory of the caller's scope.
     TensorRef down_proj_backward(const MicroBatch& micro_batch, Layer& layer, const TensorRef& gate_up) {
+        begin_bucket(micro_batch, layer.down_proj.bucket());
         const Operand g_operand = layer.down_proj.make_g_operand_and_add_dbias(
             lazy_stored(dresidual(micro_batch)), LinearLayer::AmaxFrom::EarlierKernel);
         layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), micro_batch.overwrites_gradients);
         const TensorRef dact = allocate_tensor(micro_batch.N, config_.F);
         layer.down_proj.dgrad(g_operand, dact);
+        finish_bucket(micro_batch, layer.down_proj.bucket());
         return dact;
     }
 
     // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax_out: for
     // the down projection of the layer before; null at the first layer.
-    void attention_block_backward(const MicroBatch& micro_batch, Layer& layer, float* dresidual_amax_out) {
+    void attention_half_backward(const MicroBatch& micro_batch, Layer& layer, float* dresidual_amax_out) {
         const Arena::Scope scope(arena_);
         void* const place_of_gate_up = saved_tensor(micro_batch, layer, SavedKind::GateUp).data;
-        // dqkv takes the place of the layer's gate and up, which nobody needs any more, if it fits there
+        // If dqkv_in_place_, dqkv takes the place of the layer's gate and up, which nobody needs any more
         const TensorRef dqkv = dqkv_in_place_ ? tensor_at(place_of_gate_up, micro_batch.N, config_.qkv_cols())
                                               : allocate_tensor(micro_batch.N, config_.qkv_cols());
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from
         // attention output projection: wgrad and dgrad -> dattention_output (N, q_cols)
         const TensorRef dattention_output = allocate_tensor(micro_batch.N, config_.q_cols());
-        begin_bucket(micro_batch, layer.attention_out_proj.bucket());
         attention_out_proj_backward(micro_batch, layer, dattention_output);
-        finish_bucket(micro_batch, layer.attention_out_proj.bucket());
-
-        begin_bucket(micro_batch, layer.qkv_proj.bucket());
         // attention with rotary positions
+        begin_bucket(micro_batch, layer.qkv_proj.bucket());
         core_attention_backward(micro_batch, layer, dattention_output, dqkv);
         until_dqkv.end();
         // q, k, v projection, norm 1
@@ -515,12 +664,14 @@ private:
     void attention_out_proj_backward(const MicroBatch& micro_batch, Layer& layer,
                                      const TensorRef& dattention_output) {
         const Arena::Scope scope(arena_);
+        begin_bucket(micro_batch, layer.attention_out_proj.bucket());
         const Operand g_operand = layer.attention_out_proj.make_g_operand_and_add_dbias(
             lazy_stored(dresidual(micro_batch)), LinearLayer::AmaxFrom::EarlierKernel);
         layer.attention_out_proj.wgrad(
             g_operand, lazy_stored(saved_tensor(micro_batch, layer, SavedKind::AttentionOutput)),
             micro_batch.overwrites_gradients);
         layer.attention_out_proj.dgrad(g_operand, dattention_output);
+        finish_bucket(micro_batch, layer.attention_out_proj.bucket());
     }
     // dattention_output -> dqkv, the gradient of what the q, k, v projection has written; and the amax of
     // dqkv. (Qwen3: without the amax, because the backward pass of qk_norms follows, which changes dqkv.)
@@ -555,7 +706,7 @@ private:
         residual_norm_backward(micro_batch, n, dy, /*dresidual_in=*/dresidual(micro_batch),
                                dresidual_amax_out);
         until_dresidual.end();
-        // lazy_norm() reads the row statistics that the norm's backward pass has just written.
+        // lazy_norm() reads the row statistics that the norm's backward pass has just written
         n.reader->wgrad(g_operand, lazy_norm(n.norm), micro_batch.overwrites_gradients);
     }
     // The backward pass of a norm of the residual stream: dresidual() = dresidual_in + the gradient of the
@@ -564,10 +715,10 @@ private:
     //   dresidual_in   dresidual(); no tensor at the head, where the residual stream ends
     void residual_norm_backward(const MicroBatch& micro_batch, const ResidualNorm& n, const TensorRef& dy,
                                 const TensorRef& dresidual_in, float* dresidual_amax_out) {
-        const TensorRef dweight = sharding_.gradient_to_write(n.weight_index);
+        const TensorRef dweight = gradient(n.weight_index);
         TensorRef dbias{};
         if (const std::optional<size_t> bias_index = parameter_state_.bias_index(n.weight_index))
-            dbias = sharding_.gradient_to_write(*bias_index);
+            dbias = gradient(*bias_index);
         norm_backward(n.norm,
                       {.dy = dy,
                        .dresidual_in = dresidual_in,
@@ -578,7 +729,6 @@ private:
                       memory_.norm_backward_workspace, stream_);
     }
 
-public:
     // The gradient of the embedding, and in GPT-2 of the positions. Rows of dresidual() that belong to the
     // same token are added in a fixed order, for which the host sorts the tokens while the GPU computes.
     void add_embedding_gradients(const MicroBatch& micro_batch, const int32_t* tokens) {
@@ -595,67 +745,22 @@ public:
                             .tokens = memory_.token_rows,
                             .count = distinct_tokens,
                             .frequent_count = embedding_order_.frequent_count},
-                           sharding_.gradient_to_write(embedding_index_), stream_);
+                           gradient(embedding_index_), stream_);
         if (!rotary_)
             positions_backward(dresidual(micro_batch), micro_batch.T,
-                               sharding_.gradient_to_write(parameter_state_.index("positions")), stream_);
+                               gradient(parameter_state_.index("positions")), stream_);
         finish_bucket(micro_batch, bucket);
     }
 
-private:
-    // -------------------------------------------------------------------------------------------------------
-    // Where tensors are: what layers save, the norms, and the residual stream
-
-    // A tensor (n, cols) in the compute format, in memory that is allocated now. There is memory for a
-    // multiple of 16 rows, because an FP8 GEMM writes so many.
-    TensorRef allocate_tensor(int64_t n, int64_t cols) {
-        const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
-        return tensor_at(arena_.allocate(elements * format_info(recipe_.compute_format).bytes), n, cols);
-    }
-    TensorRef tensor_at(void* data, int64_t n, int64_t cols) const {
-        return {.data = data, .rows = n, .cols = cols, .format = {recipe_.compute_format}};
-    }
-
-    // What a layer has saved, or is to save: the rows of this micro-batch.
-    TensorRef saved_tensor(const MicroBatch& micro_batch, const Layer& layer, SavedKind kind) const {
-        TensorRef tensor = layer.saved_tensors[static_cast<size_t>(kind)];
-        tensor.rows = micro_batch.N;
-        return tensor;
-    }
-    float* saved_log_sum_exp(const MicroBatch& micro_batch, const Layer& layer) const {
-        return static_cast<float*>(saved_tensor(micro_batch, layer, SavedKind::LogSumExp).data);
-    }
-
-    ResidualNorm norm1_of(const MicroBatch& micro_batch, Layer& layer) const {
-        return {.norm = norm_args(layer.norm1_weight_index,
-                                  saved_tensor(micro_batch, layer, SavedKind::Norm1Input)),
-                .weight_index = layer.norm1_weight_index,
-                .reader = &layer.qkv_proj};
-    }
-    ResidualNorm norm2_of(const MicroBatch& micro_batch, Layer& layer) const {
-        return {.norm = norm_args(layer.norm2_weight_index,
-                                  saved_tensor(micro_batch, layer, SavedKind::Norm2Input)),
-                .weight_index = layer.norm2_weight_index,
-                .reader = &layer.gate_up_proj};
-    }
-    ResidualNorm final_norm(const MicroBatch& micro_batch) const {
-        return {.norm = norm_args(final_norm_weight_index_, final_norm_input(micro_batch)),
-                .weight_index = final_norm_weight_index_,
-                .reader = nullptr};
-    }
-
-    // The saved input of the final norm (N, C): the residual stream after the last layer.
-    TensorRef final_norm_input(const MicroBatch& micro_batch) const {
-        return tensor_at(memory_.residual_end, micro_batch.N, config_.C);
-    }
-    // The gradient of the residual stream (N, C) in the compute format, in backward. It begins in the memory
-    // of final_norm_input(), which norm_backward() of the final norm overwrites.
-    TensorRef dresidual(const MicroBatch& micro_batch) const {
-        return tensor_at(memory_.residual_end, micro_batch.N, config_.C);
+    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step writes it to
+    // memory_.outcome()->loss_or_nan. If it is NaN, ParameterState::update() updates no weight.
+    void write_loss_or_nan(double* loss_or_nan) {
+        gpu::write_loss_or_nan(amax_table_.all(), amax_table_.count(), &memory_.outcome()->loss, loss_or_nan,
+                               stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // q, k, v and the output of attention
+    // The rest of this class can wait. q, k, v and the output of attention: --attention groups, and Qwen3
 
     // In most runs q, k, v and the output are saved in the compute format, and attention reads and writes the
     // saved tensors themselves. Most functions of this section then have nothing to do, or return what they
@@ -708,24 +813,17 @@ private:
     void qk_norms_backward(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
         const QkNorms norms = qk_norms_args(layer);
         float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
-        gpu::qk_norms_backward(norms, qkv, dqkv, sharding_.gradient_to_write(*layer.qk_norms_weight_index),
-                               partials, stream_);
+        gpu::qk_norms_backward(norms, qkv, dqkv, gradient(*layer.qk_norms_weight_index), partials, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Arguments of kernels
+    // Arguments of the kernels of attention
 
-    Norm norm_args(size_t weight_index, const TensorRef& in) const {
-        const std::optional<size_t> bias_index = parameter_state_.bias_index(weight_index);
-        return {.in = in,
-                .weight = sharding_.weight(weight_index).data,
-                .bias = bias_index ? sharding_.weight(*bias_index).data : nullptr,
-                .row_statistics = memory_.row_statistics,
-                .rms = config_.arch.rms,
-                .eps = config_.norm_eps};
+    float* saved_log_sum_exp(const MicroBatch& micro_batch, const Layer& layer) const {
+        return static_cast<float*>(saved_tensor(micro_batch, layer, SavedKind::LogSumExp).data);
     }
     QkNorms qk_norms_args(const Layer& layer) const {
-        return {.weight = sharding_.weight(*layer.qk_norms_weight_index).data,
+        return {.weight = weight(*layer.qk_norms_weight_index).data,
                 .eps = config_.norm_eps,
                 .HS = config_.HS(),
                 .q_cols = config_.q_cols(),
@@ -742,89 +840,18 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // The gradients of a bucket (adamw.h)
+    // The quantization report
 
-    // To be called before the first kernel that adds to the gradients of a bucket. (The GEMMs of the head run
-    // earlier: head_forward_and_backward().)
-    void begin_bucket(const MicroBatch& micro_batch, int64_t bucket) {
-        sharding_.wait_for_gradient_buffer(bucket);
-        if (micro_batch.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
-    }
-    // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to gradients, so
-    // these gradients begin at zero. The gradient of the head's weight is left out: a GEMM has written it
-    // before, even if the weight is a tied embedding.
-    void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
-        const BucketRange& range = parameter_state_.buckets[bucket];
-        for (size_t i = range.first_param; i < range.end_param; i++) {
-            const Param& p = parameter_state_.params[i];
-            if (!p.role.is_linear_weight && i != head_index_)
-                clear_async(sharding_.gradient_to_write(i).data,
-                            p.padded_size() * parameter_state_.gradient_bytes, stream_);
-        }
-    }
-    // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
-    // that reads the weights of the bucket. Usually, with one rank, there is nothing to do: the gradients are
-    // where they must be. Otherwise:
-    //   - With several ranks, each rank sends the gradients to those that own them, where they are added.
-    //   - With --gradients none, the weights of the bucket are updated.
-    //   - In measure_quantization(), what storing the moments would lose is measured.
-    void finish_bucket(const MicroBatch& micro_batch, int64_t bucket) {
-        if (context_.quant_report) {
-            parameter_state_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
-            return;
-        }
-        sharding_.reduce_gradients(bucket, micro_batch.is_first);
-        if (micro_batch.options_of_update_in_backward)
-            update_bucket(bucket, *micro_batch.options_of_update_in_backward);
-    }
-    void update_bucket(int64_t bucket, const AdamWOptions& options) {
-        write_loss_or_nan(&memory_.outcome()->loss_or_nan);
-        parameter_state_.update(options, bucket, bucket + 1, sharding_);
-    }
-
-    // -------------------------------------------------------------------------------------------------------
-    // Apart from the path of a step: how the layers are made, and reports
-
-    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves.
-    Layer make_layer(int64_t l) {
-        const int64_t N = padded_tokens(settings_);
-        auto index = [&](const char* param) {
-            return parameter_state_.index(concat("layers.", l, ".", param));
-        };
-        auto linear_layer = [&](const char* weight) { return LinearLayer(linear_context_, index(weight)); };
-        Layer layer{.norm1_weight_index = index("norm1.weight"),
-                    .norm2_weight_index = index("norm2.weight"),
-                    .qk_norms_weight_index = {},
-                    .qkv_proj = linear_layer("qkv"),
-                    .attention_out_proj = linear_layer("attention_out"),
-                    .gate_up_proj = linear_layer("gate_up"),
-                    .down_proj = linear_layer("down"),
-                    .saved_tensors = {}};
-        if (qk_norms_) layer.qk_norms_weight_index = index("qk_norm.weight");
-        uint8_t* data = memory_.saved_activations + l * saved_layer_bytes(settings_);
-        for (const SavedTensor& saved : saved_per_layer(config_, recipe_)) {
-            TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .format = saved.format};
-            // The scales of groups lie right after the codes
-            if (saved.format.is_fp8())
-                tensor.group_scales =
-                    reinterpret_cast<uint16_t*>(data + saved.format.bytes_without_scales(N, saved.cols));
-            layer.saved_tensors.push_back(tensor);
-            data += round_up(saved.bytes(N), GPU_ALIGNMENT);
-        }
-        return layer;
-    }
-
-    // For the quantization report. The groups of a norm's input were made of the sum in FP32. Their error is
-    // measured against the sum in BF16, which is in the buffer.
+    // The groups of a norm's input were made of the sum in FP32. Their error is measured against the sum in
+    // BF16, which is in the buffer. Unless quantization is measured, this does nothing.
     void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
             measure_quant_errors(lazy_stored(residual.buffer), {next.norm.in},
                                  context_.quant_stats_of(ReportKind::NormInput), stream_);
     }
 
-public:
     // -------------------------------------------------------------------------------------------------------
-    // What follows forward() where no gradients are wanted: in an evaluation, and after a prompt
+    // Evaluations and prompts: what follows forward() where no gradients are wanted
 
     // The loss.
     void loss_without_gradients(const MicroBatch& micro_batch) {
@@ -852,14 +879,7 @@ public:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Values that are not finite, and weights in a cache
-
-    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step writes it to
-    // memory_.outcome()->loss_or_nan. If it is NaN, ParameterState::update() updates no weight.
-    void write_loss_or_nan(double* loss_or_nan) {
-        gpu::write_loss_or_nan(amax_table_.all(), amax_table_.count(), &memory_.outcome()->loss, loss_or_nan,
-                               stream_);
-    }
+    // Weights in a cache
 
     // If weights are cached: makes the FP8 codes of all weights, unless they are up to date. While
     // quantization is measured, the codes are made in any case, because making them measures their errors.
@@ -914,7 +934,7 @@ public:
 
     // Forward and backward of each micro-batch, then the update.
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
-        const int64_t target_count = sum_of_ranks(counted_targets(targets, tokens_of_rank()));
+        const int64_t target_count = sum_over_ranks(counted_targets(targets, tokens_of_rank()));
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
         begin_step_or_evaluation(static_cast<double>(target_count));
         for (int64_t i = 0; i < settings_.micro_batches_per_rank; i++) {
@@ -926,14 +946,13 @@ public:
                 .options_of_update_in_backward = settings_.keep_gradients ? nullptr : &options};
             run_micro_batch(micro_batch, tokens + i * micro_batch.N, targets + i * micro_batch.N);
             // Only the amaxes show whether FP8 codes hide infinity or NaN, and the next micro-batch clears
-            // the amaxes. So look now
+            // the amaxes. So they are looked at now
             if (settings_.keep_gradients) network_.write_loss_or_nan(&memory_.outcome()->loss_or_nan);
         }
         update_parameters(options);
         return fetch_result(target_count);
     }
 
-private:
     // step(), validation_loss(), next_logits() and measure_quantization() begin with this call. It clears the
     // StepOutcome, copies 1 / target_count to the GPU, and makes the FP8 weights if they are cached.
     //   target_count   how many targets count
@@ -990,7 +1009,7 @@ private:
         const bool skipped = outcome.gradient_state.skip != 0;
         if (!skipped && outcome.empty_histories == 0) amax_table_.any_empty_history = false;
         first_step_done_ = true;
-        return {.loss = sum_of_ranks(outcome.loss),
+        return {.loss = sum_over_ranks(outcome.loss),
                 .grad_norm = outcome.gradient_state.norm,
                 .skipped = skipped,
                 .target_count = target_count};
@@ -1002,7 +1021,7 @@ private:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Apart from the path of a step: CUDA graphs, delayed scaling, several ranks
+    // The rest of this class can wait. CUDA graphs, delayed scaling, several ranks
 
     // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
     // can replay them.
@@ -1024,7 +1043,7 @@ private:
     }
     int64_t tokens_of_rank() const { return settings_.micro_batches_per_rank * settings_.B * settings_.T; }
     // With one rank: `mine`.
-    template <class Value> Value sum_of_ranks(const Value& mine) const {
+    template <class Value> Value sum_over_ranks(const Value& mine) const {
         if (!settings_.communicator) return mine;
         Value sum{};
         for (const Value& theirs : settings_.communicator->all_gather(mine)) sum += theirs;
@@ -1034,7 +1053,6 @@ private:
     // -------------------------------------------------------------------------------------------------------
     // What else one asks of a model (common/model.h)
 
-public:
     double validation_loss(const int32_t* tokens, const int32_t* targets) override {
         const MicroBatch micro_batch{.B = settings_.B, .T = settings_.T};
         begin_step_or_evaluation(divisor_of_mean(targets, micro_batch.N));
