@@ -899,7 +899,7 @@ public:
 // 2. A step, and what else one asks of a model
 
 class GpuModel final : public Model {
-    // Comments on these: the members of Network.
+    // What these are is said at the members of Network with the same names.
     GpuContext context_;
     const RunSettings& settings_ = context_.settings;
     const cudaStream_t stream_ = context_.stream;

@@ -2,8 +2,8 @@
 // its three GEMMs, and how their operands are made.
 //
 // g (N, out) is the gradient of y. GEMMs do not read x, w and g themselves, but operands that are made of
-// them: x_operand, w_operand and g_operand. These are FP8 codes in two forms, row-major and transposed. A
-// GEMM of Hopper needs the FP8 codes whose products it adds up to be neighbours in memory, so it reads:
+// them: x_operand, w_operand and g_operand. These are FP8 codes, row-major or transposed, so that the codes
+// whose products a GEMM adds up are neighbours in memory (Operand in gpu/tensors.h):
 //
 //   GEMM    sums over         reads
 //   fprop   input features    x row-major,   w row-major

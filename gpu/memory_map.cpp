@@ -12,7 +12,7 @@ static void allocate_moments(MemoryMap& map, GpuContext& context, const std::vec
     Arena& arena = context.arena;
     const OptimizerFormats& o = context.settings.optimizer;
     const int64_t maxima = o.one_moment_group ? 2 : 1;
-    map.moments_begin = arena.allocate(0);
+    map.moments_begin = arena.allocate(0);  // the place of the next allocation
     auto allocate = [&](Format f, const Range& owned) {
         const int64_t moment_groups = o.moment_scaling_count(f, owned.count);
         MomentRef moment{.data = arena.allocate(padded_count(owned) * format_info(f).bytes),
@@ -72,7 +72,8 @@ static void allocate_activations_and_gradients(MemoryMap& map, GpuContext& conte
         return;
     }
     // The sums of a step lie over the activations or after them, as gradients_offset() says
-    const int64_t offset = gradients_offset(s), element_bytes = format_info(gradient_format(s)).bytes;
+    const int64_t offset = gradients_offset(s);
+    const int64_t element_bytes = format_info(gradient_format(s)).bytes;
     map.saved_activations =
         arena.allocate(std::max(activation_bytes, offset + places.back().rank_offset * element_bytes));
     for (const BucketRange& bucket : buckets)
@@ -87,12 +88,14 @@ MemoryMap allocate_memory(GpuContext& context) {
     Arena& arena = context.arena;
     const ModelConfig& config = s.config;
     const std::vector<ShardPlace> places = shard_places(s);
-    const int64_t owned_elements = places.back().rank_offset,
-                  compute_bytes = format_info(s.recipe.compute_format).bytes;
+    const int64_t owned_elements = places.back().rank_offset;
+    const int64_t compute_bytes = format_info(s.recipe.compute_format).bytes;
     const int64_t param_count = int64_t(context.params.size());
     const int64_t linear_layers = count_linear_layers(context.params);
-    const bool delayed = s.recipe.scale_source == ScaleSource::Delayed, several = s.ranks > 1;
+    const bool delayed = s.recipe.scale_source == ScaleSource::Delayed;
+    const bool several = s.ranks > 1;
 
+    // The order of these statements is the order in memory
     MemoryMap map{};
     map.amax_count = param_count + OPERAND_COUNT * linear_layers;
     map.step_exchange = arena.allocate<StepExchange>(1);

@@ -15,8 +15,8 @@ namespace coat::gpu {
 
 class Sharding;
 
-// Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, which is the
-// table of common/architecture.h, in the order of forward. The class has three jobs:
+// Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, the table of
+// common/architecture.h in the order of forward. The class has three jobs:
 //   - It gives a new run its first values.
 //   - It finds what belongs to a parameter: index(), whole_weight(), whole_gradient(), ...
 //   - It updates parameters: update().
@@ -28,7 +28,7 @@ public:
 
     const RunSettings& settings;
     const std::vector<Param>& params;
-    const std::vector<BucketRange> buckets;
+    const std::vector<BucketRange> buckets;  // by bucket: its parameters
     // By parameter: what this rank owns, and where. One more entry says where the last parameter ends.
     const std::vector<ShardPlace> places;
     const TensorFormat format_of_weights, format_of_gradients;
