@@ -21,7 +21,7 @@
 //           mlp_half_backward()           the gradients of mlp_half_forward(), in opposite order
 //           attention_half_backward()     those of attention_half_forward(), in opposite order
 //       add_embedding_gradients()         from the gradient of the residual stream
-//     Network::write_loss_or_nan()        after each micro-batch: codes may hide infinity or NaN
+//     Network::write_loss_or_nan()        after each micro-batch: NaN, if FP8 codes hide infinity or NaN
 //     update_parameters()                 AdamW: ParameterState::update() (gpu/parameter_state.cpp)
 //     fetch_result()                      the loss and the norm of the gradients
 //

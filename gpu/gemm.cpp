@@ -1,5 +1,5 @@
 // gpu/gemm.cpp - CublasGemms::run() (gpu/gemm.h): operands as cuBLAS sees them, the description of a GEMM,
-// the choice of its algorithm, and the launch.
+// the launch, and the choice of an algorithm.
 //
 // The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): both operands are contiguous along the
 // dimension that is reduced; dimensions are multiples of 16; scales are 16-byte aligned and on the device;
@@ -21,6 +21,9 @@ static void check_cublas(cublasStatus_t status, const char* what) {
 static void check_description(cublasStatus_t status) {
     check_cublas(status, "Describing a GEMM to cuBLASLt failed");
 }
+
+// -----------------------------------------------------------------------------------------------------------
+// Operands as cuBLAS sees them
 
 static cudaDataType data_type(Format f) {
     constexpr cudaDataType types[] = {CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
@@ -90,31 +93,13 @@ static Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
     return matrix;
 }
 
+// -----------------------------------------------------------------------------------------------------------
+// The description of a GEMM
+
 static cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols) {
     cublasLtMatrixLayoutOpaque_t layout;
     check_description(cublasLtMatrixLayoutInit(&layout, data_type(f), rows, cols, rows));
     return layout;
-}
-
-// How many algorithms cuBLASLt is asked for. Version 13.1 knows 8 for every shape of a 7B, a 1.1B and a 124M
-// model.
-constexpr int CANDIDATES = 16;
-
-// Tiles of `out` that are small enough for one warpgroup, so that two warpgroups work in turn: one stores its
-// sums while the other multiplies. On an H100 the first of these tiles takes 4 to 18% less time than
-// cuBLASLt's first choice for large outputs of fprop and BF16 dgrad (in 3 of 19 shapes the same time). For
-// wgrad, and for FP8 without fast accumulation, it takes no less.
-constexpr uint32_t PREFERRED_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_128x160,
-                                        CUBLASLT_MATMUL_TILE_176x128};
-// An output is large from this many elements on: at least 2.8 tiles of 176x128 for each multiprocessor.
-constexpr int64_t LARGE = 1 << 23;
-
-// The index of an algorithm's tile in PREFERRED_TILES, or their number if the tile is not among them.
-static size_t preference_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
-    uint32_t tile = 0;
-    cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile,
-                                         nullptr);
-    return size_t(std::find(std::begin(PREFERRED_TILES), std::end(PREFERRED_TILES), tile) - PREFERRED_TILES);
 }
 
 namespace {
@@ -148,41 +133,17 @@ struct Problem {
     template <class Value> void set(cublasLtMatmulDescAttributes_t name, Value value) {
         check_description(cublasLtMatmulDescSetAttribute(&operation, name, &value, sizeof value));
     }
-
-    // The algorithms that cuBLASLt proposes, in its own order or, with prefer_tiles, those with
-    // PREFERRED_TILES first. Excluded are algorithms that store partial sums in the output's format. With
-    // prefer_tiles all algorithms that split the sums are excluded, so that the order of additions does not
-    // depend on the choice.
-    std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, bool prefer_tiles) {
-        cublasLtMatmulPreferenceOpaque_t preference;
-        check_description(cublasLtMatmulPreferenceInit(&preference));
-        auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
-            check_description(cublasLtMatmulPreferenceSetAttribute(&preference, name, &value, sizeof value));
-        };
-        prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{CublasGemms::SCRATCH});
-        prefer(
-            CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
-            uint32_t(prefer_tiles ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
-        for (auto name :
-             {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
-              CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
-            prefer(name, uint32_t{16});
-        cublasLtMatmulHeuristicResult_t found[CANDIDATES];
-        int n = 0;
-        cublasLtMatmulAlgoGetHeuristic(handle, &operation, &a, &b, &out, &out, &preference, CANDIDATES, found,
-                                       &n);
-        std::vector<cublasLtMatmulAlgo_t> algorithms;
-        for (int i = 0; i < n; i++)
-            if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
-        if (prefer_tiles)
-            std::stable_sort(algorithms.begin(), algorithms.end(), [](const auto& one, const auto& other) {
-                return preference_of_tile(one) < preference_of_tile(other);
-            });
-        return algorithms;
-    }
 };
 
 }  // namespace
+
+// -----------------------------------------------------------------------------------------------------------
+// The launch
+
+// These two choose an algorithm: see the end of this file.
+static bool should_prefer_tiles(GemmKind kind, bool fast_or_bf16, const TensorRef& out);
+static std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t handle, Problem& problem,
+                                                              bool prefer_tiles);
 
 CublasGemms::~CublasGemms() {
     if (handle_) cublasLtDestroy(handle_);
@@ -225,15 +186,73 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
         if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {
             launch(chosen->second);
         } else {  // the first GEMM with this key: the first algorithm that can be launched is chosen
-            const bool prefer_tiles = (fast || a.format == Format::BF16) && kind != GemmKind::Wgrad &&
-                                      out.rows * out.cols >= LARGE &&
-                                      device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
-            const std::vector<cublasLtMatmulAlgo_t> candidates = problem.candidates(handle_, prefer_tiles);
+            const bool fast_or_bf16 = fast || a.format == Format::BF16;
+            const std::vector<cublasLtMatmulAlgo_t> candidates =
+                candidate_algorithms(handle_, problem, should_prefer_tiles(kind, fast_or_bf16, out));
             const auto launched = std::find_if(candidates.begin(), candidates.end(), launch);
             if (launched != candidates.end()) algorithms_[key] = *launched;
         }
         check_cublas(status, "A GEMM failed");
     });
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The choice of an algorithm (this can wait)
+
+// How many algorithms cuBLASLt is asked for. Version 13.1 knows 8 for every shape of a 7B, a 1.1B and a 124M
+// model.
+constexpr int CANDIDATES = 16;
+
+// Tiles of `out` that are small enough for one warpgroup, so that two warpgroups work in turn: one stores its
+// sums while the other multiplies. On an H100 the first of these tiles takes 4 to 18% less time than
+// cuBLASLt's first choice for large outputs of fprop and BF16 dgrad (in 3 of 19 shapes the same time). For
+// wgrad, and for FP8 without fast accumulation, it takes no less.
+constexpr uint32_t PREFERRED_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_128x160,
+                                        CUBLASLT_MATMUL_TILE_176x128};
+// An output is large from this many elements on: at least 2.8 tiles of 176x128 for each multiprocessor.
+constexpr int64_t LARGE = 1 << 23;
+
+static bool should_prefer_tiles(GemmKind kind, bool fast_or_bf16, const TensorRef& out) {
+    return fast_or_bf16 && kind != GemmKind::Wgrad && out.rows * out.cols >= LARGE &&
+           device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+}
+
+// The index of an algorithm's tile in PREFERRED_TILES, or their number if the tile is not among them.
+static size_t preference_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
+    uint32_t tile = 0;
+    cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile,
+                                         nullptr);
+    return size_t(std::find(std::begin(PREFERRED_TILES), std::end(PREFERRED_TILES), tile) - PREFERRED_TILES);
+}
+
+// The algorithms that cuBLASLt proposes, in its own order or, with prefer_tiles, those with PREFERRED_TILES
+// first. Excluded are algorithms that store partial sums in the output's format. With prefer_tiles all
+// algorithms that split the sums are excluded, so that the order of additions does not depend on the choice.
+static std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t handle, Problem& problem,
+                                                              bool prefer_tiles) {
+    cublasLtMatmulPreferenceOpaque_t preference;
+    check_description(cublasLtMatmulPreferenceInit(&preference));
+    auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
+        check_description(cublasLtMatmulPreferenceSetAttribute(&preference, name, &value, sizeof value));
+    };
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{CublasGemms::SCRATCH});
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+           uint32_t(prefer_tiles ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
+    for (auto name : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+                      CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
+        prefer(name, uint32_t{16});
+    cublasLtMatmulHeuristicResult_t found[CANDIDATES];
+    int n = 0;
+    cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out,
+                                   &problem.out, &preference, CANDIDATES, found, &n);
+    std::vector<cublasLtMatmulAlgo_t> algorithms;
+    for (int i = 0; i < n; i++)
+        if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
+    if (prefer_tiles)
+        std::stable_sort(algorithms.begin(), algorithms.end(), [](const auto& one, const auto& other) {
+            return preference_of_tile(one) < preference_of_tile(other);
+        });
+    return algorithms;
 }
 
 }  // namespace coat::gpu

@@ -12,9 +12,10 @@ public:
     NamedMemory(const GpuContext& context, const MemoryMap& memory, const ParameterState& parameter_state,
                 AmaxTable& amax_table);
 
-    // Copy what this rank owns of the tensor with this name to or from the host: for Model::read() and
-    // write(). read() also copies gradients, whose names end with ".gradient". write() also computes the amax
-    // of the parameter's weight anew, even if the tensor is a moment, which does not change this amax.
+    // These are for Model::read() and write(). They copy what this rank owns of the tensor with this name to
+    // the host, or from it. read() also copies gradients, whose names end with ".gradient". write() also
+    // computes the amax of the parameter's weight anew, even if the tensor is a moment, which does not change
+    // this amax.
     void read(const std::string& name, void* out) const;
     void write(const std::string& name, const void* in);
 
