@@ -168,13 +168,13 @@ std::vector<double> step_seconds(const RunSettings& s) {
 }
 
 void print_rows(const std::vector<Row>& rows) {
-    std::printf("  %-52s %7s %10s %14s %6s %10s %10s\n", "operator", "a step", "us each", "", "floor",
+    std::printf("  %-64s %7s %10s %14s %6s %10s %10s\n", "operator", "a step", "us each", "", "floor",
                 "ms a step", "floor, ms");
     const char* group = "";
     for (const auto& [o, seconds, floor] : rows) {
         if (o.group != group) std::printf("  %s\n", group = o.group);
         const bool computes = o.flops > 0;
-        std::printf("    %-50s %7.5g %10.1f %6.*f %-7s %5.0f%% %10.2f %10.2f\n", o.name.c_str(), o.count,
+        std::printf("    %-62s %7.5g %10.1f %6.*f %-7s %5.0f%% %10.2f %10.2f\n", o.name.c_str(), o.count,
                     seconds * 1e6, computes ? 0 : 2, (computes ? o.flops : o.bytes) / seconds * 1e-12,
                     computes ? "TFLOP/s" : "TB/s", 100 * floor / seconds, o.count * seconds * 1e3,
                     o.count * floor * 1e3);

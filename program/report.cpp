@@ -223,12 +223,17 @@ static void print_kinds(const QuantReport& report) {
     }
 }
 
-static void print_expansion(const char* moments, std::vector<float> k) {
+std::array<float, 5> quartiles(std::vector<float> numbers) {
+    std::sort(numbers.begin(), numbers.end());
+    const auto at = [&](double part) { return numbers[size_t(part * (numbers.size() - 1))]; };
+    return {at(0), at(0.25), at(0.5), at(0.75), at(1)};
+}
+
+static void print_expansion(const char* moments, const std::vector<float>& k) {
     if (k.empty()) return;
-    std::sort(k.begin(), k.end());
-    const auto at = [&](double part) { return k[size_t(part * (k.size() - 1))]; };
+    const auto [smallest, first, median, third, largest] = quartiles(k);
     std::printf("expansion exponent k of %s: smallest %.2f, quartiles %.2f %.2f %.2f, largest %.2f\n",
-                moments, at(0), at(0.25), at(0.5), at(0.75), at(1));
+                moments, smallest, first, median, third, largest);
 }
 
 void report_quantization(Run& run) {

@@ -1,6 +1,8 @@
 // report.h - what a run prints and logs (report.cpp). Every rank calls these functions, and rank 0 alone
 // prints and logs.
 #pragma once
+#include <array>
+
 #include "run.h"
 
 namespace coat {
@@ -35,5 +37,8 @@ void print_end(Run& run, double validation, const StepTimes& times);
 double validate_and_report(Run& run);  // the validation loss, which is returned
 void report_sample(Run& run);          // a beginning of validation text, and how the model continues it
 void report_quantization(Run& run);    // how well FP8 represents each kind of tensor
+
+// Of some numbers (at least one): the smallest, the three quartiles, and the largest.
+std::array<float, 5> quartiles(std::vector<float> numbers);
 
 }  // namespace coat

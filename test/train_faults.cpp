@@ -243,6 +243,18 @@ TEST_CASE("train: two runs do not share a folder; it is locked before data are r
     check_rejected(folder, "--device cpu --resume taken --data nowhere", "Cannot read nowhere (No such file");
 }
 
+TEST_CASE("train: a folder that another run has made and filled in the meantime is not written to") {
+    RunFolder folder;
+    // The first run is held up in its first validation, which takes a second, before it makes --out.
+    folder.write("long", std::string(200'000, 'x'));
+    const Ended late = run_with_action(
+        folder, TINY + "--steps 2 --val long --eval-tokens 100000 --out out", "checkpoints: in out",
+        "kill -STOP $pid; train" + TINY + "--steps 1 --eval-every 0 --out out > other; kill -CONT $pid");
+    check_one_sentence(late, "--out out already holds the checkpoint out/step-000001");
+    CHECK(contains(read_file(folder.path / "other"), "Done: 1 step"));
+    CHECK(last_checkpoint(folder) == "out/step-000001");
+}
+
 TEST_CASE("train: two runs do not write one log at the same time") {
     RunFolder folder;
     const std::string other = "train" + TINY + "--out '' --steps 1 ";

@@ -73,6 +73,21 @@ TEST_CASE("train: a run prints steps and validates and samples and saves and log
         CHECK(logged(folder, kind).size() == size_t(n));
 }
 
+TEST_CASE("train: a step prints how long the rest of the run will take") {
+    RunFolder folder;
+    const Ended ended =
+        run_with_action(folder, TINY + "--batch 32 --seq 128 --steps 1001 --eval-every 0 --out '' --log log",
+                        "step    1/1001", "kill -INT $pid");
+    const std::string line = ended.out.substr(ended.out.find("step    1/1001"));
+    const size_t end = line.find(" left"), bar = line.rfind("| ", end);
+    const double minutes = std::stod(line.substr(bar + 2));
+    const double seconds = 60 * minutes + std::stod(line.substr(line.find('m', bar) + 1));
+    // The first step alone is known then; what comes before it takes little time.
+    const double all_as_first = logged(folder, "step").at(0).at("ms").get<double>();  // 1000 steps
+    CHECK(seconds > 0.95 * all_as_first - 1);
+    CHECK(seconds < 1.7 * all_as_first + 1);
+}
+
 TEST_CASE("train: --plan and --help and --steps 0 write nothing") {
     RunFolder folder;
     const Ended plan = train(folder, "--plan --ranks 8 --model llama-2-7b --batch 8 --seq 2048");

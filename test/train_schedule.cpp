@@ -1,4 +1,4 @@
-// train_schedule.cpp - numbers that a run has at each step: the learning rate, and the operations for a token
+// train_schedule.cpp - numbers that a run prints: the learning rate, the operations for a token, and quartiles
 // (program/train.h, program/report.h).
 #include "../program/report.h"
 #include "../program/train.h"
@@ -42,4 +42,10 @@ TEST_CASE("flops_per_token: GEMMs and the head and causal attention") {
     // GPT-2: the head is the embedding, and positions are looked up.
     CHECK(flops_per_token(find_row(known_models(), "gpt2", ""), 1024) ==
           6 * (12 * 12 * 768.0 * 768 + 50257 * 768.0) + 6 * 12 * 1024 * 768.0);
+}
+
+TEST_CASE("quartiles: of numbers in any order") {
+    CHECK(quartiles({5, 1, 4, 2, 3}) == std::array<float, 5>{1, 2, 3, 4, 5});
+    CHECK(quartiles({9, 8, 7, 6, 5, 4, 3, 2, 1}) == std::array<float, 5>{1, 3, 5, 7, 9});
+    CHECK(quartiles({6, 6}) == std::array<float, 5>{6, 6, 6, 6, 6});
 }

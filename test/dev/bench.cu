@@ -1,5 +1,5 @@
-// bench.cu (tests) - dev/bench_operators.h beside model.cu: what its operators launch, each as often as it says,
-// is what a step launches. Both run without a GPU: in a dry run (gpu/cuda.h).
+// bench.cu (tests) - dev/bench_operators.h beside model.cu: what its operators launch, each as often as it
+// says, is what a step launches. Both run without a GPU: in a dry run (gpu/cuda.h).
 #include <set>
 
 #include "../../dev/bench_operators.h"
