@@ -1,32 +1,19 @@
-// coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface:
-// coat.h; the same arithmetic on the CPU: reference/quantize.cpp).
+// coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface: coat.h; the
+// same arithmetic on the CPU: reference/quantize.cpp).
 //
-// What is stored:
+//   1. groups, for what norms and activation functions save
+//   2. the amax of a tensor
+//   3. codes with one scale for the tensor, for GEMMs
+//   4. values without codes, and the choice between codes and values
 //
-//   inputs of norms and of activations   E4M3 codes, with a BF16 scale for each 1x16 group (part 1). They are
-//                                        saved for backward
-//   operands of GEMMs                    E4M3 or E5M2 codes, with one scale for the tensor (part 3). They are
-//                                        stored row-major, transposed, or both
-//
-// The scale of an operand follows from its amax, its largest magnitude. Usually an earlier kernel, which had
-// the values at hand, has found the amax (part 2). Two tables in model.cu, which can wait, say which kernel.
-//
-// Who owns what. A block of 256 threads owns a tile of 128 x 128 elements. A thread owns 8 x 8 elements of
-// it: in each of 8 rows a chunk, which is 8 neighbouring columns. (Of [gate | up] a block owns two tiles, at
-// the same place in gate and in up, and a thread 8 x 8 elements of each.) The thread loads and computes its
-// elements, and stores their row-major codes. Transposed codes pass through shared memory, so other threads
-// store those. Two neighbouring lanes own a 1x16 group.
+// Every kernel here goes through a tensor as gpu/lazy_tensor.cuh says. A thread block has a tile of 128 x 128
+// elements, and a thread has 8 x 8 of them. (Of [gate | up] a thread block has two tiles, at the same place
+// in gate and in up.) A thread loads, computes and stores its elements. Only transposed codes, which pass
+// through shared memory, are stored by other threads (gpu/quantize.cuh).
 //
 // Which bytes move. Every kernel is bound by memory bandwidth, and reads each of its inputs once. An element
 // in BF16 has 2 bytes. In groups it has 9/8: its code, and a 16th of a scale of 2 bytes. An FP8 code that is
 // written has 1 byte.
-//
-// Two things of gpu/lazy_tensor.cuh are used throughout:
-//   - A producer gives a kernel the values of a tensor that is not stored, such as the output of a norm: it
-//     computes them from what is stored. [gate | up] has two planes, gate and up, side by side.
-//   - for_each_row() loads a thread's rows, several at once, and hands over the values of one row after the
-//     other. `live` is false for a chunk that lies outside the tensor, past its last row or its last column.
-//     Such a chunk must not be stored.
 //
 // Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //
@@ -38,7 +25,7 @@
 //
 // And on the GPU:
 //
-//   quantize_kernel()                      part 3            a block: one tile
+//   quantize_kernel()                      part 3            a thread block: one tile
 //     store_codes()                        quantize.cuh      the codes of the tile, both ways
 //       for_each_row()                     lazy_tensor.cuh   a thread's 8 rows
 //         load(), compute()                lazy_tensor.cuh   the values of a chunk, by the producer
@@ -50,7 +37,6 @@
 // two simple kernels.
 #include "coat.h"
 
-#include "gpu/column_sums.cuh"
 #include "gpu/other_scaling.h"
 #include "gpu/quant_report.h"
 #include "gpu/quantize.cuh"
@@ -58,10 +44,10 @@
 namespace coat::gpu {
 
 // ===========================================================================================================
-// 1. Mixed granularity: groups of 1 x 16, for what non-linear layers save
+// 1. Mixed granularity: groups of 1 x 16, for what norms and activation functions save
 //
 // A group is 16 neighbouring elements of a row, so all are of one token. An outlier costs precision only in
-// its own group. For each group:
+// its own group. Two neighbouring lanes have a group, 8 elements each. For each group:
 //
 //   amax    the largest |x|
 //   scale   amax / 448, at least 2^-126, rounded to BF16. (448 is the FMAX of E4M3.) It is 1 if amax is 0
@@ -272,58 +258,6 @@ void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     if (out.tensor.format.is_fp8()) quantize_operand(x, out, quant_stats, stream);
     else store_values(x, out.tensor, stream);
-}
-
-// ===========================================================================================================
-// 5. Operands whose column sums are wanted too: gradients, for the gradient of a bias
-
-// Makes the codes of part 3 and the column sums in one pass. A block takes every COLUMN_PARTIALS-th tile of
-// its columns, and ends with store_column_sums() (gpu/column_sums.cuh), as the kernel of add_column_sums()
-// does. So the sums have the same bits.
-template <class Producer, Format FP8>
-static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    write_operand_and_add_column_sums_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale,
-                                             float fmax, uint8_t* codes, uint8_t* transposed,
-                                             float* partials) {
-    __shared__ ColumnSums columns;
-    const float scale = scale_of(fmax, tensor_scale->amax);
-    const float inverse_scale = __frcp_rn(scale);
-    ChunkValues sum[Producer::PLANES] = {};
-    for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
-        __syncthreads();  // all codes of the tile before have left shared memory
-        store_codes<true>(producer, tile, rows, codes, transposed,
-                          [&](int /*row*/, int plane, const ChunkValues& v, bool live) {
-                              if (live)
-                                  for (int j = 0; j < CHUNK; j++) sum[plane][j] += v[j];
-                              return same_in_both(encode<FP8>(v, inverse_scale));
-                          });
-    }
-    store_column_sums(producer, sum, columns, partials);
-    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
-}
-
-// One pass is enough if x is stored in BF16 and is quantized as in part 3, in both forms. This is so for the
-// gradients of COAT's residual stream. Otherwise there are two passes.
-void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
-                                       float* workspace, QuantStats* quant_stats, cudaStream_t stream) {
-    const TensorFormat& format = out.tensor.format;
-    const bool per_tensor = format.is_fp8() && format.granularity == PER_TENSOR && !out.delayed;
-    const bool both_forms = out.tensor.data && out.transposed;
-    const bool one_pass = x.op == LazyOp::Stored && x.input.format == PLAIN_BF16 && per_tensor && both_forms;
-    if (!one_pass) {
-        add_column_sums(x, gradient, workspace, nullptr, stream);
-        return write_operand(x, out, quant_stats, stream);
-    }
-    measure_quant_errors(x, out, quant_stats, stream);
-    using P = LazyProducer<LazyOp::Stored, PlainView<bf16>>;
-    auto kernel = write_operand_and_add_column_sums_kernel<P, Format::E4M3>;
-    if (format.element_format == Format::E5M2)
-        kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;
-    launch("write_operand_and_add_column_sums", kernel, column_grid(x.cols), TILE_THREADS, /*shared_bytes=*/0,
-           stream, P{plain_view<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.tensor_scale,
-           format_info(format.element_format).fmax, static_cast<uint8_t*>(out.tensor.data),
-           static_cast<uint8_t*>(out.transposed), workspace);
-    reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }
 
 }  // namespace coat::gpu

@@ -1,8 +1,20 @@
 // coat.h - the quantizers of section 5 of the paper on the GPU (kernels: coat.cu). The rules of gpu/tensors.h
 // hold here.
 //
-// Scaling per tensor takes two passes, compute_amax() and quantize_operand(). A kernel that has the values at
-// hand anyway updates the amax itself, which saves the first pass. Each of these functions reads a tensor x:
+// Two kinds of tensors are stored in FP8:
+//
+//   inputs of norms and of activations   E4M3 codes, with a BF16 scale for each 1x16 group. They are saved
+//                                        for backward
+//   operands of GEMMs                    E4M3 or E5M2 codes, with one scale for the tensor. They are stored
+//                                        row-major, transposed, or both, as the GEMMs read them (Operand in
+//                                        gpu/tensors.h)
+//
+// The scale of an operand follows from its amax, so the amax has to be known before any code is made. Usually
+// an earlier kernel, which had the values at hand, has found the amax. (Two tables in model.cu, which can
+// wait, say which kernel.) If there is no such kernel, quantizing takes two passes over x: compute_amax() and
+// then quantize_operand().
+//
+// Each of these functions reads a tensor x:
 //
 //   function                      what x is                        what the function writes
 //   compute_amax()                a LazyTensor of BF16 or groups   the amax of x
@@ -21,14 +33,15 @@
 //     same bytes per element. For example the codes of dgate_up may overwrite the groups of gate_up. (A
 //     thread loads its elements before it stores what it makes of them.)
 //   - The output may have more rows than x. The other rows keep what they hold.
-//   - What quantizing loses is added to *quant_stats, for the report (gpu/quant_report.h). It may be null.
+//   - What quantizing loses is added to *quant_stats, for the report (gpu/quant_report.h). The pointer may be
+//     null.
 #pragma once
 #include "gpu/tensors.h"
 
 namespace coat::gpu {
 
-// *x_amax_out = max(*x_amax_out, |x|). The caller clears the amaxes of activations and gradients
-// before every micro-batch; adamw() clears those of weights.
+// *x_amax_out = max(*x_amax_out, |x|). The caller clears the amaxes of activations and gradients before every
+// micro-batch; adamw() clears those of weights.
 void compute_amax(const LazyTensor& x, float* x_amax_out, cudaStream_t stream);
 
 // Computes x and writes its FP8 codes, the operand of a GEMM: row-major, transposed, or both, whichever
@@ -42,19 +55,14 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
 // store_values().
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
-// Stores the input x of an activation in 1x16 groups: [gate | up] (N, 2F) if it is gated, else (N, F). In the
-// same pass it finds the amax of the activation's output, as it is computed from the groups: this output
-// becomes an operand of the next GEMM.
+// Stores the input x of an activation in 1x16 groups. x is [gate | up] (N, 2F) if the activation is gated,
+// else (N, F). The activation's output will be an operand of the next GEMM. Its amax is found in the same
+// pass, from values that are computed as the GEMM's quantizer will compute them: from the groups.
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                float* activation_amax_out, QuantStats* quant_stats, cudaStream_t stream);
 // Stores x (BF16) in 1x16 groups. With `write_back`, x becomes what the groups hold, rounded to BF16. The
 // flag --attention groups needs this: attention then computes with the values that backward will read.
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
                      cudaStream_t stream);
-
-// For linear layers with a bias (this can wait). Does what add_column_sums() and write_operand() do, with the
-// same bits. It needs only one pass over x where that is possible (coat.cu, part 5).
-void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
-                                       float* workspace, QuantStats* quant_stats, cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -1,12 +1,59 @@
 // gpu/column_sums.cu - the column sums of a tensor: the gradients of biases and of the weights of norms
 // (interface: gpu/column_sums.h).
+//
+//   1. partial sums are added up
+//   2. partial sums of a tensor, for biases (this can wait)
+//   3. partial sums of an operand while its codes are made, for biases (this can wait)
+#include "../coat.h"
 #include "column_sums.cuh"
+#include "quant_report.h"
+#include "quantize.cuh"
 
 namespace coat::gpu {
 
-// Stage one: partial sums. Block y of a column of tiles adds up the tiles y, y + COLUMN_PARTIALS, and so on.
-// A thread adds up its own rows of these tiles. Then store_column_sums() (gpu/column_sums.cuh) adds the sums
-// of the threads. The block also finds the amax.
+// ===========================================================================================================
+// 1. Partial sums are added up
+
+// The partial sums are added up in a fixed order. A thread block has 32 columns. Thread (x, y) adds the rows
+// y, y + 16, y + 32, ... of column x of the partial sums. Then the 16 sums of a column are added. blockIdx.y
+// is 0 for `gradient`, and 1 for `second`.
+constexpr int REDUCE_ROWS = 16;
+static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFp32 gradient,
+                           Bf16OrFp32 second) {
+    __shared__ float sums[REDUCE_ROWS][32];
+    const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+    const float* const column = partials + blockIdx.y * rows * cols + col;
+    float sum = 0;
+    if (col < cols) {
+#pragma unroll 8
+        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += column[i * cols];
+    }
+    sums[threadIdx.y][threadIdx.x] = sum;
+    __syncthreads();
+    if (threadIdx.y != 0 || col >= cols) return;
+    float total = 0;
+    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
+    (blockIdx.y == 0 ? gradient : second).with([&](auto view) {
+        const float old_value = view.data[col];
+        view.data[col] = static_cast<typename decltype(view)::ComputeElement>(old_value + total);
+    });
+}
+
+void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
+                     const TensorRef& second) {
+    const int64_t n = gradient.rows * gradient.cols;
+    launch("reduce_partials", reduce_partials_kernel, dim3(block_count(n, 32), second.data ? 2 : 1),
+           dim3(32, REDUCE_ROWS), /*shared_bytes=*/0, stream, partials, rows, n, bf16_or_fp32(gradient),
+           bf16_or_fp32(second));
+}
+
+// ===========================================================================================================
+// 2. Partial sums of a tensor
+
+// A column of tiles has COLUMN_PARTIALS thread blocks. Block y adds up the tiles y, y + COLUMN_PARTIALS, and
+// so on: a thread adds up its own rows of these tiles, and then store_column_sums() (gpu/column_sums.cuh)
+// adds the sums of the threads. The block also finds the amax.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     add_column_sums_kernel(Producer producer, int64_t rows, float* partials, float* x_amax_out) {
@@ -26,45 +73,65 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     store_column_sums(producer, sum, columns, partials);
 }
 
-// Stage two: the partial sums are added up, in a fixed order. A block has 32 columns. Thread (x, y) adds the
-// rows y, y + 16, y + 32, ... of column x of the partial sums. Then the 16 sums of a column are added.
-// blockIdx.y is 0 for `gradient`, and 1 for `second`.
-constexpr int REDUCE_ROWS = 16;
-static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
-    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFp32 gradient,
-                           Bf16OrFp32 second) {
-    __shared__ float sums[REDUCE_ROWS][32];
-    const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
-    const float* const column = partials + blockIdx.y * rows * cols + col;
-    float sum = 0;
-    if (col < cols)  // then the loop
-#pragma unroll 8
-        for (int64_t i = threadIdx.y; i < rows; i += REDUCE_ROWS) sum += column[i * cols];
-    sums[threadIdx.y][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.y != 0 || col >= cols) return;
-    float total = 0;
-    for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
-    (blockIdx.y == 0 ? gradient : second).with([&](auto sum_so_far) {
-        const float before = sum_so_far.data[col];
-        sum_so_far.data[col] = static_cast<typename decltype(sum_so_far)::ComputeElement>(before + total);
-    });
-}
-
-void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
-                     const TensorRef& second) {
-    const int64_t n = gradient.rows * gradient.cols;
-    launch("reduce_partials", reduce_partials_kernel, dim3(block_count(n, 32), second.data ? 2 : 1),
-           dim3(32, REDUCE_ROWS), /*shared_bytes=*/0, stream, partials, rows, n, bf16_or_fp32(gradient),
-           bf16_or_fp32(second));
-}
-
 void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, float* x_amax_out,
                      cudaStream_t stream) {
     with_producer(x, [&](auto producer) {
         launch("add_column_sums", add_column_sums_kernel<decltype(producer)>, column_grid(producer.width),
                TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, workspace, x_amax_out);
     });
+    reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
+}
+
+// ===========================================================================================================
+// 3. Partial sums of an operand while its codes are made
+
+// Makes the codes of quantize_kernel() (part 3 of coat.cu) and the column sums in one pass. A thread block
+// has the tiles that it has in add_column_sums_kernel(), and ends with store_column_sums() as there. So the
+// sums have the same bits.
+template <class Producer, Format FP8>
+static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
+    write_operand_and_add_column_sums_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale,
+                                             float fmax, uint8_t* codes, uint8_t* transposed,
+                                             float* partials) {
+    __shared__ ColumnSums columns;
+    const float scale = scale_of(fmax, tensor_scale->amax);
+    const float inverse_scale = __frcp_rn(scale);
+    ChunkValues sum[Producer::PLANES] = {};
+    for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
+        __syncthreads();  // all codes of the tile before have left shared memory
+        store_codes<true>(producer, tile, rows, codes, transposed,
+                          [&](int /*row*/, int plane, const ChunkValues& v, bool live) {
+                              if (live) {
+                                  for (int j = 0; j < CHUNK; j++) sum[plane][j] += v[j];
+                              }
+                              return same_in_both(encode<FP8>(v, inverse_scale));
+                          });
+    }
+    store_column_sums(producer, sum, columns, partials);
+    if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
+}
+
+// One pass is enough if x is stored in BF16 and is quantized in both forms, with one scale for the tensor.
+// This is so for the gradients of COAT's residual stream. Otherwise there are two passes.
+void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
+                                       float* workspace, QuantStats* quant_stats, cudaStream_t stream) {
+    const TensorFormat& format = out.tensor.format;
+    const bool per_tensor = format.is_fp8() && format.granularity == PER_TENSOR && !out.delayed;
+    const bool both_forms = out.tensor.data && out.transposed;
+    const bool one_pass = x.op == LazyOp::Stored && x.input.format == PLAIN_BF16 && per_tensor && both_forms;
+    if (!one_pass) {
+        add_column_sums(x, gradient, workspace, nullptr, stream);
+        return write_operand(x, out, quant_stats, stream);
+    }
+    measure_quant_errors(x, out, quant_stats, stream);
+    using P = LazyProducer<LazyOp::Stored, PlainView<bf16>>;
+    auto kernel = write_operand_and_add_column_sums_kernel<P, Format::E4M3>;
+    if (format.element_format == Format::E5M2)
+        kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;
+    launch("write_operand_and_add_column_sums", kernel, column_grid(x.cols), TILE_THREADS, /*shared_bytes=*/0,
+           stream, P{plain_view<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.tensor_scale,
+           format_info(format.element_format).fmax, static_cast<uint8_t*>(out.tensor.data),
+           static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }
 

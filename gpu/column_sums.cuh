@@ -25,8 +25,8 @@ __device__ void combine_columns(const Producer& producer, const TilePlace& place
     }
 }
 
-// Column sums. Each 128 columns have COLUMN_PARTIALS = 128 blocks; block y adds up the tiles y, y + 128,
-// y + 256, and so on down these columns. A thread adds up its own rows of these tiles: `mine`. Then
+// Column sums. Each 128 columns have COLUMN_PARTIALS = 128 blocks; block y adds up the tiles y, y + 128, y +
+// 256, and so on down these columns. A thread adds up its own rows of these tiles: `mine`. Then
 // store_column_sums() adds the threads' sums and writes row y of partials (COLUMN_PARTIALS, PLANES * width).
 // A multiprocessor has three such blocks, not four: the sums need registers, too.
 constexpr int COLUMN_BLOCKS_PER_SM = 3;

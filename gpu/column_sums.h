@@ -8,18 +8,24 @@
 
 namespace coat::gpu {
 
+// The second stage. gradient (n) += the sum of the rows of partials (rows, n). `second` is optional: another
+// gradient (n), whose partials (rows, n) lie after those of the first.
+void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
+                     const TensorRef& second = {});
+
+// --- For linear layers with a bias (this can wait) ---
+
 // The number of partial sums that add_column_sums() takes of a column.
 inline constexpr int COLUMN_PARTIALS = 128;
 
-// gradient (cols) += the column sums of x. In the same pass x_amax_out gets the amax of x. workspace:
-// (COLUMN_PARTIALS, cols) floats.
+// Both stages: gradient (cols) += the column sums of x. In the same pass x_amax_out gets the amax of x.
+// workspace: (COLUMN_PARTIALS, cols) floats.
 void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, float* x_amax_out,
                      cudaStream_t stream);
 
-// The second stage alone, for kernels that take partial sums of their own: gradient (n) += the sum of the
-// rows of partials (rows, n). `second` is optional: another gradient (n), whose partials (rows, n) lie after
-// those of the first.
-void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
-                     const TensorRef& second = {});
+// Does what add_column_sums() and write_operand() (coat.h) do, with the same bits. Where it can, it reads x
+// only once. The arguments are those of the two functions.
+void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, const TensorRef& gradient,
+                                       float* workspace, QuantStats* quant_stats, cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -1,6 +1,6 @@
 // gpu/layers.cu - what any transformer has around its GEMMs, attention and norms: RoPE, the loss, the
-// embedding's backward pass, and qk_norms. (The embedding's forward pass is embed() in gpu/norm.cu,
-// because the first norm follows it.)
+// embedding's backward pass, and qk_norms. (The embedding's forward pass is embed() in gpu/norm.cu, because
+// the first norm follows it.)
 #include <cuda_pipeline.h>
 
 #include <algorithm>

@@ -1,6 +1,6 @@
 // gpu/layers.h - what any transformer has around its GEMMs, attention and norms: RoPE, the loss, the
-// embedding's backward pass, and qk_norms (kernels: gpu/layers.cu). The rules of gpu/tensors.h hold
-// here, too.
+// embedding's backward pass, and qk_norms (kernels: gpu/layers.cu). The rules of gpu/tensors.h hold here,
+// too.
 #pragma once
 #include <vector>
 

@@ -1,15 +1,59 @@
-// gpu/lazy_tensor.cuh - how kernels compute a LazyTensor (gpu/tensors.h), tile by tile.
+// gpu/lazy_tensor.cuh - how kernels go through a tensor, tile by tile, and compute its values on the way if
+// it is a LazyTensor (gpu/tensors.h). It is the frame of nearly all kernels of coat.cu.
 //
-//   1. the equations of norms and activations, for one element
-//   2. producers: how a thread computes eight neighbouring elements from what is stored
-//   3. tiles: how the threads of a block share out a tensor
+//   1. tiles: how the threads of a thread block share out a tensor
+//   2. the equations of norms and activation functions, for one element
+//   3. producers: how a thread loads or computes eight neighbouring elements
+//   4. rows: a thread's loop over its eight rows
 #pragma once
 #include "device.cuh"
 
 namespace coat::gpu {
 
 // ===========================================================================================================
-// 1. The equations of norms and activations
+// 1. Tiles
+//
+// A thread block works on a tile of 128 rows x 128 columns, and a thread on 8 rows x 8 columns of it:
+//
+//   tensor, tiles side by side        tile, 16 x 16 threads           thread, 8 rows x 1 chunk
+//   +-------+-------+-------+         t0   t1   t2  ... t15           row 0  x x x x x x x x
+//   |  128  |       |       |         t16  t17  t18 ... t31           row 1  x x x x x x x x
+//   | x 128 |       |       |         ...                             ...
+//   +-------+-------+-------+         t240 ...          t255          row 7  x x x x x x x x
+//
+// So 16 neighbouring threads read 128 BF16 values of a row, two lines of 128 bytes, and write their 128
+// codes, one line.
+//
+// Planes. [gate | up] has two planes side by side, gate and up, each `width` columns wide. A thread block has
+// a tile of both, at the same place, and a thread the same 8 x 8 elements of both. Any other tensor has one
+// plane.
+
+constexpr int TILE = 128;                   // rows and columns of a tile
+constexpr int THREAD_ROWS = 8;              // rows of a tile that a thread has
+constexpr int SIDE_THREADS = TILE / CHUNK;  // threads along a side of the tile, across as well as down
+constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
+// Thread blocks that a multiprocessor has at once. Four leave 64 registers for each thread. (With three or
+// five kernels were slower.)
+constexpr int TILE_BLOCKS_PER_SM = 4;
+
+// Where a thread is: its number across and down the threads of its tile, and the row and the column of its
+// first element in the tensor (in each plane, if there are two). tile_row is the number of the tile, counted
+// down the tensor: blockIdx.y if the thread block has a single tile, as nearly always.
+struct TilePlace {
+    int across, down;
+    int64_t row, col;
+    __device__ explicit TilePlace(int64_t tile_row = blockIdx.y)
+        : across(threadIdx.x % SIDE_THREADS), down(threadIdx.x / SIDE_THREADS),
+          row(tile_row * TILE + down * THREAD_ROWS),
+          col(static_cast<int64_t>(blockIdx.x) * TILE + across * CHUNK) {}
+    __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
+};
+inline dim3 tile_grid(int64_t rows, int64_t width) {
+    return {block_count(width, TILE), block_count(rows, TILE)};
+}
+
+// ===========================================================================================================
+// 2. The equations of norms and activation functions
 //
 // The code says which multiplications and additions are fused (__fmaf_rn) and which are not (__fmul_rn,
 // __fadd_rn). If the compiler chose, it might choose differently in another kernel. As it is, a tensor has
@@ -19,6 +63,7 @@ namespace coat::gpu {
 inline __device__ float norm_output(float x, RowStatistics statistics, float weight, float bias) {
     return __fmaf_rn(__fmul_rn(__fsub_rn(x, statistics.mean), statistics.rstd), weight, bias);
 }
+// Loads the norm's weight and bias of 8 columns; without a bias, zeros.
 template <class Element>
 __device__ void load_weight_and_bias(const Norm& n, int64_t col, ChunkValues& weight, ChunkValues& bias) {
     PlainView<Element>::unpack(plain_view<Element>(n.weight).load(col).words, weight);
@@ -26,8 +71,19 @@ __device__ void load_weight_and_bias(const Norm& n, int64_t col, ChunkValues& we
     if (n.bias) PlainView<Element>::unpack(plain_view<Element>(n.bias).load(col).words, bias);
 }
 
-// GELU in its tanh form is u sigmoid(2z) with z = A (u + B u^3), A = sqrt(2 / pi) and B = 0.044715, since
-// 1 + tanh(z) = 2 sigmoid(2z).
+// SiLU(gate) x up, where silu(u) = u sigmoid(u).
+inline __device__ float gated_silu(float gate, float up) {
+    return __fmul_rn(__fmul_rn(gate, sigmoid(gate)), up);
+}
+// The gradients of gate and up, from d, the gradient of gated_silu(). silu'(u) = s + u s (1 - s).
+inline __device__ void gated_silu_backward(float gate, float up, float d, float& dgate, float& dup) {
+    const float s = sigmoid(gate), silu = __fmul_rn(gate, s);
+    dgate = __fmul_rn(__fmul_rn(d, up), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
+    dup = __fmul_rn(d, silu);
+}
+
+// GELU, the activation function of GPT-2. In its tanh form it is u sigmoid(2z), since 1 + tanh(z) =
+// 2 sigmoid(2z). Here z = A (u + B u^3), A = sqrt(2 / pi) and B = 0.044715.
 constexpr float GELU_2A = 2 * 0.7978845608028654f, GELU_2AB = 2 * 0.7978845608028654f * 0.044715f;
 inline __device__ float gelu_sigmoid(float u) {
     const float uu = __fmul_rn(u, u);
@@ -44,37 +100,26 @@ inline __device__ float gelu_backward(float u, float d) {
     return __fmul_rn(d, __fmaf_rn(bend, slope, s));
 }
 
-// SiLU(gate) x up, where silu(u) = u sigmoid(u).
-inline __device__ float gated_silu(float gate, float up) {
-    return __fmul_rn(__fmul_rn(gate, sigmoid(gate)), up);
-}
-// The gradients of gate and up, from d, the gradient of gated_silu(). silu'(u) = s + u s (1 - s).
-inline __device__ void gated_silu_backward(float gate, float up, float d, float& dgate, float& dup) {
-    const float s = sigmoid(gate), silu = __fmul_rn(gate, s);
-    dgate = __fmul_rn(__fmul_rn(d, up), __fmaf_rn(silu, __fsub_rn(1.0f, s), s));
-    dup = __fmul_rn(d, silu);
-}
-
 // ===========================================================================================================
-// 2. Producers
+// 3. Producers
 //
 // A producer gives a kernel the values of a LazyTensor: it loads them, or computes them from what is stored.
-// A thread has 8 columns, in several rows, and calls three functions:
-//   cursor_at(row, col)               returns the thread's place: pointers, and a norm's weights
-//   load(cursor, i)                   only loads what row + i needs, so several rows can be in flight
-//   compute(loaded, cursor, values)   computes the FP32 values of a row from what was loaded
-//
-// Planes. [gate | up] has two planes side by side, each `width` columns wide. A thread has the same 8 columns
-// of both. Any other tensor is one plane. SiLU(gate) x up is computed from two planes and has one.
+// A thread calls three functions:
+//   cursor_at(row, col)               returns what all rows of the thread need: pointers to its first element
+//                                     at (row, col), and the weight and bias of a norm
+//   load(cursor, i)                   only loads what row + i needs. So the loads of several rows can be on
+//                                     their way at once
+//   compute(loaded, cursor, values)   computes the FP32 values of a row from what was loaded: 8 columns of
+//                                     each plane
 
-// The distance, in elements, from a thread's first row to its row i. It has 32 bits, so that a single
-// instruction computes an address.
+// The distance, in elements, from a thread's first row to its row i of a tensor with `width` columns. It has
+// 32 bits, so that a single instruction computes an address.
 inline __device__ uint32_t row_offset(int i, int64_t width) {
     return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
 }
 
 // The producer of the LazyTensors whose op is OP, and whose input is read through a StoredView (device.cuh).
-// The input has two planes if GATED, else one.
+// The input has two planes if GATED, else one. (SiLU(gate) x up is computed from two planes and has one.)
 template <LazyOp OP, class StoredView, bool GATED = false> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           ACTIVATION_BACKWARD = OP == LazyOp::ActivationBackward;
@@ -87,12 +132,13 @@ template <LazyOp OP, class StoredView, bool GATED = false> struct LazyProducer {
         const RowStatistics* statistics;
         ChunkValues weight, bias;
     };
-    // What load() returns. A producer uses some of the fields, which have BYTES bytes together.
+    // What load() returns. A producer uses only some of these fields, and the compiler leaves out the others.
     struct Loaded {
         typename StoredView::LoadedChunk in[INPUT_PLANES];
         typename PlainView<ComputeElement>::LoadedChunk dact;
         RowStatistics statistics;
     };
+    // The bytes of the fields that it uses.
     static constexpr int BYTES =
         sizeof(Loaded::in) + ACTIVATION_BACKWARD * sizeof(Loaded::dact) + NORM * sizeof(Loaded::statistics);
     StoredView in;    // lazy.input, (N, INPUT_PLANES * width)
@@ -142,7 +188,7 @@ template <LazyOp OP, class StoredView, bool GATED = false> struct LazyProducer {
     }
 };
 
-// Calls f with the producer of x. `in` is the view of x.input.
+// Calls f with the producer of x; `in` is the view of x.input. f is compiled for each type of producer.
 template <class StoredView, class F> void with_producer_of_view(const LazyTensor& x, StoredView in, F f) {
     const int64_t cols = x.input.cols;
     if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, StoredView>{in, cols, x});
@@ -154,51 +200,21 @@ template <class StoredView, class F> void with_producer_of_view(const LazyTensor
         f(LazyProducer<LazyOp::ActivationBackward, StoredView, /*GATED=*/true>{in, cols / 2, x});
     else f(LazyProducer<LazyOp::ActivationBackward, StoredView>{in, cols, x});
 }
-// The same; the view follows from x.input.
-template <class F> void with_producer(const LazyTensor& x, F f) {
-    with_view(x.input, [&](auto in) { with_producer_of_view(x, in, f); });
-}
-// The same for quantizers, whose inputs are in BF16 or in groups. An input in FP32 is an Error.
+// Calls f with the producer of x, for quantizers: their inputs are in BF16 or in groups. An input in FP32 is
+// an Error.
 template <class F> void with_producer_for_quantizer(const LazyTensor& x, F f) {
     require(x.input.format.element_format != Format::FP32,
             "FP8 goes with the compute format BF16, not with FP32");
     if (x.input.format == E4M3_PER_1x16) with_producer_of_view(x, groups_view(x.input), f);
     else with_producer_of_view(x, plain_view<bf16>(x.input.data), f);
 }
+// The same for tensors that may also be in FP32.
+template <class F> void with_producer(const LazyTensor& x, F f) {
+    with_view(x.input, [&](auto in) { with_producer_of_view(x, in, f); });
+}
 
 // ===========================================================================================================
-// 3. Tiles
-//
-//   tensor, tiles side by side        tile, 16 x 16 threads           thread, 8 rows x 1 chunk
-//   +-------+-------+-------+         t0   t1   t2  ... t15           row 0  x x x x x x x x
-//   |  128  |       |       |         t16  t17  t18 ... t31           row 1  x x x x x x x x
-//   | x 128 |       |       |         ...                             ...
-//   +-------+-------+-------+         t240 ...          t255          row 7  x x x x x x x x
-//
-// A block works on a tile of 128 rows x 128 columns, a thread on 8 rows x 8 columns of it: so a warp reads
-// BF16 values and writes codes, row-major and transposed, in whole 128-byte lines.
-
-constexpr int TILE = 128;                   // rows and columns of a tile
-constexpr int THREAD_ROWS = 8;              // rows of a tile that a thread has
-constexpr int SIDE_THREADS = TILE / CHUNK;  // threads along a side of the tile, across as well as down
-constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
-// Blocks that a multiprocessor has at once, which leaves 64 registers a thread. (With 3 or 5 it was slower.)
-constexpr int TILE_BLOCKS_PER_SM = 4;
-
-// Where a thread is: its number across and down the block's threads, and its first element in the tensor.
-// tile_row is the number of the tile, counted down the tensor: blockIdx.y if the block has a single tile.
-struct TilePlace {
-    int across, down;
-    int64_t row, col;
-    __device__ explicit TilePlace(int64_t tile_row = blockIdx.y)
-        : across(threadIdx.x % SIDE_THREADS), down(threadIdx.x / SIDE_THREADS),
-          row(tile_row * TILE + down * THREAD_ROWS),
-          col(static_cast<int64_t>(blockIdx.x) * TILE + across * CHUNK) {}
-    __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
-};
-inline dim3 tile_grid(int64_t rows, int64_t width) {
-    return {block_count(width, TILE), block_count(rows, TILE)};
-}
+// 4. Rows
 
 // How many of a thread's rows are loaded at once, if a row takes this many bytes of registers.
 constexpr __host__ __device__ int rows_in_flight(int bytes) {
@@ -207,9 +223,9 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 }
 
 // Calls use(i, values, live) for each of the thread's 8 rows of the tensor that is produced, one after the
-// other. It loads several rows before it uses the first of them. (What that gains: rung 6 of
-// dev/ladders/quantize_transpose.cu.) For example thread 17, if four rows are loaded at once, and the tensor
-// has two planes, as [gate | up] has:
+// other. It loads several rows before it uses the first of them. (Rung 6 of dev/ladders/quantize_transpose.cu
+// shows what that gains.) For example, this is thread 17, which has rows 8 to 15 and columns 8 to 15, if four
+// rows are loaded at once and the tensor has two planes:
 //
 //                 plane 0, `width` columns     plane 1, `width` columns
 //   column        0..7  8..15  16..23  ...     0..7  8..15  16..23  ...
@@ -221,15 +237,16 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 //   rows 12..15    t16  [t17]   t18             t16  [t17]   t18         | the same: use(4, ...) to use(7)
 //                       values[0]                    values[1]
 //
-// No load has a condition. In place of a row past the last one, a thread loads the last row once more, and in
-// place of a chunk past the last column, the last chunk. Then `live` is false.
+// `live` is false for a chunk outside the tensor. No load has a condition. In place of a row past the last
+// one, a thread loads the last row once more, and in place of a chunk past the last column, the last chunk.
 //
-// So a kernel that writes over what it reads calls this function only for threads inside the tensor
-// (TilePlace::inside()):
-//   - A thread outside would load the row or the chunk of another thread, which may be writing it: a race.
-//   - A thread whose first row is inside loads only its own rows. Past the last row of the tensor it loads
-//     its own last row again, which it may have overwritten already. Then `values` are wrong, but they are
-//     not live.
+// Rule: a kernel that writes over what it reads calls for_each_row() only in threads whose first element is
+// inside the tensor (TilePlace::inside()). There are two cases:
+//   first element inside    The thread loads only elements of its own. In place of a row past the last one it
+//                           loads its own last row again, which it may have overwritten. Then the values are
+//                           wrong, but they are not live, so nobody uses them.
+//   first element outside   The thread would load elements of another thread, which may be writing them: a
+//                           race.
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& producer, const TilePlace& place, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);

@@ -146,7 +146,8 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 //   to be computed   amax and dbias      operand
 //
 // That is COAT. In the recipes whose scales are delayed (te) or belong to rows or blocks (rowwise, deepseek),
-// "operand and dbias" takes two passes, first dbias: write_operand_and_add_column_sums() (coat.cu) decides.
+// "operand and dbias" takes two passes, first dbias: write_operand_and_add_column_sums() decides
+// (gpu/column_sums.cu).
 // In BF16 the operand is made first, and then dbias, as the sum of the values that were stored.
 //
 // missing_amax: where the amax of g goes, if it is to be computed; else null.

@@ -64,8 +64,8 @@ struct NormedRow {
     }
 };
 
-// What happens to a row of a norm: load(), then normalize(), then write_gradients(). input is the memory
-// of norm.in. The other tensors are those of NormBackwardTensors; dresidual_in may be no tensor.
+// What happens to a row of a norm: load(), then normalize(), then write_gradients(). input is the memory of
+// norm.in. The other tensors are those of NormBackwardTensors; dresidual_in may be no tensor.
 //
 // If every thread has the same number of chunks inside a row, 3 or 4, CHUNKS is this number. Then no chunk
 // needs a condition, and the compiler can mix the instructions of all chunks. For other widths CHUNKS is 0:

@@ -6,8 +6,8 @@
 
 namespace coat::gpu {
 
-// The recipes rowwise and deepseek: one scale for each scale block. quantize_operand() calls this
-// function. It computes the scales from x, just in time, stores them in out.block_scales and
+// The recipes rowwise and deepseek: one scale for each scale block. quantize_operand() calls this function.
+// It computes the scales from x, just in time, stores them in out.block_scales and
 // out.transposed_block_scales, and makes the codes. out.tensor.tensor_scale->amax gets the amax of x, which
 // only shows whether a value was not finite.
 //
@@ -20,8 +20,8 @@ namespace coat::gpu {
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
                         cudaStream_t stream);
 
-// Delayed scaling (te), one scale for the tensor. quantize_operand() calls this function. It makes
-// codes with the delayed scale, and finds the amax of x for the scales of later steps.
+// Delayed scaling (te), one scale for the tensor. quantize_operand() calls this function. It makes codes with
+// the delayed scale, and finds the amax of x for the scales of later steps.
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // The scale of a step is delayed_scale, which follows from the amaxes of earlier steps. Which function writes

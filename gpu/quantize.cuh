@@ -1,8 +1,18 @@
-// gpu/quantize.cuh - what all quantizers of GEMM operands share: those of coat.cu and those of
-// gpu/other_scaling.cu. (The groups that non-linear layers save: GroupsView of gpu/device.cuh.)
+// gpu/quantize.cuh - how a thread block makes the FP8 codes of a tile, and stores them row-major, transposed,
+// or both. The quantizers of GEMM operands share this file: those of coat.cu and those of
+// gpu/other_scaling.cu.
 //
 //   1. transposed codes, which pass through shared memory
-//   2. the codes of a tile
+//   2. the codes of a tile, row-major and transposed
+//
+// Transposed codes are made because a Hopper GPU's FP8 GEMM wants the dimension that it sums over contiguous
+// in memory (Operand in gpu/tensors.h says which GEMM reads which codes).
+//
+// A thread has 8 x 8 elements of a tile: in each of 8 rows a chunk of 8 columns (gpu/lazy_tensor.cuh, part
+// 1). The thread stores row-major codes itself: the 8 codes of a chunk lie side by side. Of a column it has
+// only 8 codes, and its warp 16, but memory is written fastest in lines of 128 bytes. So for transposed codes
+// the thread writes its codes to shared memory. From there the threads of the block read them column by
+// column, and store the 128 codes of a column as a line.
 #pragma once
 #include "lazy_tensor.cuh"
 
@@ -22,9 +32,8 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
     out[3] = __byte_perm(ab23, cd23, 0x7632);
 }
 
-// The codes of a tile in shared memory, on their way to transposed codes: a thread has 8 columns of a row,
-// but memory wants many rows of a column. (Why it is built so: rungs 2, 6 and 7 of
-// dev/ladders/quantize_transpose.cu.)
+// The codes of a tile in shared memory: they are written as threads have them, and read column by column.
+// (Rungs 2, 6 and 7 of dev/ladders/quantize_transpose.cu show what its layout gains.)
 //
 // Words. A word (32 bits) holds the codes of four rows of a column: word w has rows 4 w to 4 w + 3. A column
 // of the tile has 128 rows, so it has 32 words, one for each of the 32 banks of shared memory. Thread
@@ -82,8 +91,9 @@ struct TransposeTile {
     }
 };
 
-// Writes the tiles of a block, one a plane, to out (columns, rows), rows a multiple of 16. All threads call
-// it. tile_row: the number of the tile, counted down the tensor.
+// Stores the transposed codes of a thread block's tiles, one for each plane, in out (columns, rows). `rows`
+// is a multiple of 16. All threads call the function. tile_row: the number of the tile, counted down the
+// tensor.
 template <int PLANES>
 __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t tile_row, int64_t rows,
                                  int64_t width, uint8_t* out) {
@@ -93,27 +103,29 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t t
     const int64_t first_col = static_cast<int64_t>(blockIdx.x) * TILE;
     const int cols = static_cast<int>(min(static_cast<int64_t>(TILE), width - first_col));
 #pragma unroll
-    for (int p = 0; p < PLANES; p++)
+    for (int p = 0; p < PLANES; p++) {
         for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
             const int col = i / PIECES, piece = i % PIECES;
             const int64_t row = first_row + piece * 16;
             if (col >= cols || row >= rows) continue;
             store_at_once(out + (p * width + first_col + col) * rows + row, tiles[p].rows16(col, piece));
         }
+    }
 }
 
 // ===========================================================================================================
-// 2. The codes of a tile
+// 2. The codes of a tile, row-major and transposed
 
-// The codes of a chunk: row-major codes, and transposed codes. With one scale for the tensor they are equal.
+// The codes of a chunk, once for row-major and once for transposed storage. With one scale for the tensor the
+// two are equal. (In the recipes rowwise and deepseek they have different scales.)
 struct ChunkCodes {
     uint2 row_major, transposed;
 };
 inline __device__ ChunkCodes same_in_both(uint2 codes) { return {.row_major = codes, .transposed = codes}; }
 
-// Computes a tile, and stores its codes row-major, transposed, or both. `codes` is null if row-major codes
-// are not wanted. make_codes(row, plane, values, live) returns the codes of a chunk: `row` counts the
-// thread's own rows, 0 to 7, and `live` is that of for_each_row(). All threads call store_codes().
+// Computes a tile, and stores its codes: row-major in `codes` unless this is null, and if TRANSPOSED also in
+// `transposed`. make_codes(row, plane, values, live) returns the codes of a chunk: `row` counts the thread's
+// own rows, 0 to 7, and `live` is that of for_each_row(). All threads call store_codes().
 template <bool TRANSPOSED, class Producer, class MakeCodes>
 __device__ void store_codes(const Producer& producer, int64_t tile_row, int64_t rows, uint8_t* codes,
                             uint8_t* transposed, MakeCodes make_codes) {
