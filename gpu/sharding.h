@@ -9,7 +9,6 @@
 
 namespace coat::gpu {
 
-// Weights are gathered by gather unit: the embeddings, each linear layer, the head, in the order of forward.
 enum class Direction : uint8_t { Forward, Backward };
 
 class Sharding {
@@ -17,14 +16,19 @@ public:
     explicit Sharding(ParameterState& parameter_state) : parameter_state_(parameter_state) {}
     virtual ~Sharding() = default;
 
-    static constexpr int64_t EMBEDDING_GATHER_UNIT = 0;
-    static int64_t gather_unit_of(int64_t linear_layer) { return linear_layer + 1; }
-    int64_t head_gather_unit() const { return gather_unit_of(parameter_state_.linear_layer_count()); }
-
-    // --- Weights
     // The whole weight that is parameter i, (rows, cols). With several ranks a matrix must have been
     // gathered, and is FP8 codes if it has travelled as codes.
     virtual TensorRef weight(size_t i) const = 0;
+    // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
+    virtual TensorRef gradient_to_write(size_t i) const = 0;
+
+    // With one GPU the other functions do nothing, so their comments can wait.
+
+    // --- Weights, which are gathered by gather unit: the embeddings, each linear layer, the head, counted in
+    // the order of forward
+    static constexpr int64_t EMBEDDING_GATHER_UNIT = 0;
+    static int64_t gather_unit_of(int64_t linear_layer) { return linear_layer + 1; }
+    int64_t head_gather_unit() const { return gather_unit_of(parameter_state_.linear_layer_count()); }
     // To be called before the launch of what reads the weights of a gather unit. Makes the computation's
     // stream wait until these weights are gathered, and begins to gather those of the next gather unit: in
     // forward the gather unit after this one, in backward the gather unit before it.
@@ -37,11 +41,8 @@ public:
     // (With delayed scaling the same is done for the operands of the step.)
     virtual void combine_amaxes_of_ranks() = 0;
 
-    // --- Gradients
-    // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
-    virtual TensorRef gradient_to_write(size_t i) const = 0;
-    // Makes the computation's stream wait until the gradients of a bucket (adamw.h) may be written to their
-    // places.
+    // --- Gradients, which are sent by bucket (adamw.h)
+    // Makes the computation's stream wait until the gradients of a bucket may be written to their places.
     virtual void wait_for_gradient_buffer(int64_t bucket) = 0;
     // To be called when backward has launched all that writes the gradients of a bucket in one micro-batch.
     // Adds the gradients of all ranks to the sums of the step, each on the rank that owns it. The first
@@ -69,16 +70,15 @@ public:
     using Sharding::Sharding;
 
     TensorRef weight(size_t i) const override { return parameter_state_.whole_weight(i); }
+    TensorRef gradient_to_write(size_t i) const override { return parameter_state_.whole_gradient(i); }
+
     void gather_weights(int64_t, Direction) override {}
     void forget_gathered_weights() override {}
     void combine_amaxes_of_ranks() override {}
-
-    TensorRef gradient_to_write(size_t i) const override { return parameter_state_.whole_gradient(i); }
     void wait_for_gradient_buffer(int64_t) override {}
     void reduce_gradients(int64_t, bool) override {}
     bool sends_gradients() const override { return false; }
     void wait_for_transfers() override {}
-
     void all_gather(void*, int64_t) override {}
     QuantStats sum_weight_quant_stats(const QuantStats& mine) const override { return mine; }
 };
