@@ -61,7 +61,7 @@ public:
         network_.reset_all_finite_and_amaxes();
         const int64_t tokens_of_rank = settings_.micro_batches_per_rank * settings_.B * settings_.T;
         // The targets of the step that count.
-        const int64_t target_count = sum_of_ranks(counted_targets(targets, tokens_of_rank));
+        const int64_t target_count = sum_over_ranks(counted_targets(targets, tokens_of_rank));
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
 
         const double loss = forward_and_backward(tokens, targets, target_count) / double(target_count);
@@ -267,7 +267,7 @@ private:
         return settings_.communicator ? settings_.communicator->all_gather(mine) : std::vector<Element>{mine};
     }
 
-    int64_t sum_of_ranks(int64_t mine) const {
+    int64_t sum_over_ranks(int64_t mine) const {
         int64_t sum = 0;
         for (int64_t theirs : all_gather(mine)) sum += theirs;
         return sum;
