@@ -166,11 +166,15 @@ $(O)/gpu/%.cpp.o: gpu/%.cpp Makefile $(O)/settings
 	$(NVCC) $(NVCCFLAGS) -MMD -MP -MF $(@:.o=.d) -c $< -o $@
 endif
 
+# What is printed of an nvcc that is too old; $2 is its version.
+TOO_OLD = "$(NVCC) is of CUDA " $$2 + 0 ", and CUDA 12.9 or newer is needed. Give a newer one, NVCC=/path/to/nvcc;" \
+          " or build for the CPU alone, as in: make NVCC= train"
 # It is written only if it changes. COMPILERS is a checksum of what the compilers say of their versions, and of the
 # instructions that -march=native allows.
 COMPILERS = $(shell { $(CXX) -march=native -E -v -x c++ /dev/null; $(if $(NVCC),$(NVCC) --version;) } 2>&1 | cksum)
 $(O)/settings: FORCE
 	@mkdir -p $(@D)
+	@$(if $(NVCC),$(NVCC) --version | awk -F'release ' '$$2 + 0 && $$2 + 0 < 12.9 { print $(TOO_OLD); exit 1 }' >&2)
 	@printf '%s\n' 'CXX=$(CXX)' 'NVCC=$(NVCC)' 'COMPILERS=$(COMPILERS)' 'GPU_ARCH=$(GPU_ARCH)' 'OPT=$(OPT)' \
 	                'WERROR=$(WERROR)' > $@.new
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi

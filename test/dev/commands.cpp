@@ -271,7 +271,8 @@ TEST_CASE("commands: all that the course and the manual give run and print what 
     // for 10 steps in place of 120, only the form of lines is compared.
     const auto match_of = [](const std::string& said, const std::string& command) {
         if (command == "python3 dev/lessons.py real") return Match::Form;
-        const bool near = command == "python3 dev/lessons.py noise" || command == "python3 dev/lessons.py depth";
+        const bool near =
+            command == "python3 dev/lessons.py noise" || command == "python3 dev/lessons.py depth";
         return near || contains(said, "may differ") ? Match::Near : Match::Exact;
     };
     const std::string walk = read_file("dev/WALK.md") + read_file("dev/WALK2.md");
@@ -313,14 +314,32 @@ TEST_CASE("commands: all that the course and the manual give run and print what 
     }
 }
 
-TEST_CASE(
-    "make: without nvcc it says that a kernel takes it, although a build with nvcc left its object") {
+// Runs make in the repository, with a folder for what it builds.
+static Ended make(const Folder& folder, const std::string& settings, const std::string& target) {
+    return shell(folder, concat("unset MAKEFLAGS MFLAGS MAKELEVEL; make -C '", fs::current_path().string(),
+                                "' 'O=", folder.path.string(), "' ", settings, " '", folder.path.string(),
+                                "/", target, "'"));
+}
+
+TEST_CASE("make: without nvcc it says that a kernel takes it, although a build with nvcc left its object") {
     const Folder folder;
     write_file(folder / "coat.cu.o", "");
-    const Ended ended =
-        shell(folder, concat("unset MAKEFLAGS MFLAGS MAKELEVEL; make -C '", fs::current_path().string(),
-                             "' NVCC= 'O=", folder.path.string(), "' '", folder.path.string(), "/coat.cu.o'"));
+    const Ended ended = make(folder, "NVCC=", "coat.cu.o");
     CHECK(ended.code != 0);
     CHECK_MESSAGE(contains(ended.error, "coat.cu is for GPUs: to compile it takes nvcc"),
                   concat(ended.out, ended.error));
+}
+
+TEST_CASE("make: an nvcc that is too old is refused in a sentence with the cure") {
+    const Folder folder;
+    for (const auto& [release, refused] : {std::pair{"12.8", true}, {"12.9", false}, {"13.0", false}}) {
+        folder.write("nvcc", concat("#!/bin/sh\n[ $1 = --version ] && echo 'tools, release ", release, ", V",
+                                    release, ".1' || echo compiled\n"));
+        fs::permissions(folder.path / "nvcc", fs::perms::owner_all);
+        const Ended ended = make(folder, "'NVCC=" + folder / "nvcc" + "'", "coat.cu.o");
+        INFO(std::string(release), ended.out, ended.error);
+        CHECK(contains(ended.error, "is of CUDA 12.8, and CUDA 12.9 or newer is needed.") == refused);
+        CHECK(contains(ended.error, "make NVCC= train") == refused);
+        CHECK(contains(ended.out, "compiled") == !refused);
+    }
 }
