@@ -55,11 +55,11 @@
 #include "gpu/gpu_model.h"  // declares the two functions at the end of this file
 #include "gpu/layers.h"
 #include "gpu/linear.h"
+#include "gpu/named_memory.h"
 #include "gpu/norm.h"
 #include "gpu/parameter_state.h"
 #include "gpu/quant_report.h"
 #include "gpu/sharding.h"
-#include "gpu/named_memory.h"
 
 namespace coat {
 namespace {
@@ -560,7 +560,7 @@ public:
     // of the caller's scope.
     TensorRef begin_head_gradient(const MicroBatch& micro_batch) {
         const TensorRef dweight = gradient(head_index_);
-        // The bucket of the head begins here, before begin_bucket(): the GEMMs of the slices write to it
+        // With several ranks: the bucket of the head begins here, because the GEMMs of the slices write to it
         sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
         if (!head_sum_in_fp32(settings_)) return dweight;
         const TensorRef fp32_sum{.data = arena_.allocate<float>(dweight.rows * dweight.cols),
