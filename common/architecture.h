@@ -35,8 +35,9 @@ inline constexpr Architecture GPT2{
     .name = "gpt2", .transformers_class = "GPT2LMHeadModel", .qkv_bias = true, .other_biases = true};
 // clang-format on
 
-// RoPE rotates pair i of a head at position t by the angle t f_i, with f_i = theta^(-2i / HS). A model may
-// scale f_i, so that it can read longer texts than in its first training. The names are those of config.json.
+// This struct can wait: Llama 3.1 and 3.2 need it. RoPE rotates pair i of a head at position t by the angle
+// t f_i, with f_i = theta^(-2i / HS). A model may scale f_i, so that it can read longer texts than in its
+// first training. The members have the names of config.json.
 struct RopeScaling {
     // Llama3 looks at the turns of pair i within original_positions:
     //   fewer than low_freq_factor    f_i is divided by `factor`
@@ -57,9 +58,9 @@ struct ModelConfig {
     bool tied;      // the weight of the head is the embedding
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
     int64_t head_size = 0;  // 0: C / NH
+    // The last two members can wait. A token attends only to the last `sliding_window` positions; 0: to all.
+    // Windows are not implemented, so --seq is at most the window. Then the window makes no difference.
     RopeScaling rope_scaling{};
-    // A token attends only to the last `sliding_window` positions; 0: to all. Windows are not implemented. So
-    // --seq is at most the window (longest_sequence()), and the window makes no difference.
     int64_t sliding_window = 0;
 
     int64_t HS() const { return head_size ? head_size : C / NH; }
@@ -74,15 +75,14 @@ struct ModelConfig {
 
 // -----------------------------------------------------------------------------------------------------------
 // What a transformer layer saves for backward (paper, table 2). The passes of a layer are layer_forward() and
-// layer_backward() of reference/network.h, and model.cu on the GPU. ./train --plan prints the formats of
-// their operators.
+// layer_backward() of reference/network.h on the CPU, and model.cu on a GPU.
 
-// The saved tensors, in the order of the rows of saved_per_layer(). Backward also needs the outputs of norms
-// and of the activation function. It computes these outputs again from the saved inputs, which costs little.
+// The saved tensors, in the order of the rows of saved_per_layer(). Backward needs the outputs of norms and
+// of the activation function, too. It computes them again from the saved inputs, which costs little.
 enum class SavedKind : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 
-// A saved tensor (N, cols). The log-sum-exp has the shape (B, NH, T), which is N * NH elements: its `cols` is
-// NH.
+// A saved tensor (N, cols). The log-sum-exp has the shape (B, NH, T), so it has N * NH elements, and its
+// `cols` is NH.
 struct SavedTensor {
     SavedKind kind;
     const char* name;
@@ -111,17 +111,18 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const
 // -----------------------------------------------------------------------------------------------------------
 // Parameters: one table, in the order of the forward pass.
 
+// What a parameter is.
 struct Role {
-    bool decays = false;  // weight decay applies
-    // Its moments have the formats OptimizerFormats::m_format and v_format. The moments of other roles are in
-    // FP32.
+    bool decays = false;  // weight decay applies to it
+    // Its moments have the formats of the optimizer, OptimizerFormats::m_format and v_format. Other roles
+    // have FP32 moments.
     bool moments_in_optimizer_format = false;
-    // It is the weight of a linear layer that belongs to a transformer layer: its GEMMs read operands in the
-    // formats Recipe::x, w and g. (The head is outside the layers. Its GEMMs are in the compute format.)
+    // It is the weight of a linear layer inside a transformer layer. GEMMs with it read operands in the
+    // formats Recipe::x, w and g. (The head is outside the layers, and its GEMMs are in the compute format.)
     bool is_linear_weight = false;
     bool starts_at_one = false;  // its initial values are 1
 };
-// The embedding, learned positions and the head: they are never quantized, but their moments are.
+// The role of the embedding, learned positions and the head. They are never quantized, but their moments are.
 inline constexpr Role MATRIX_OUTSIDE_LAYERS{.decays = true, .moments_in_optimizer_format = true};
 inline constexpr Role LINEAR_WEIGHT{
     .decays = true, .moments_in_optimizer_format = true, .is_linear_weight = true};
@@ -134,15 +135,15 @@ struct Param {
     int64_t rows, cols;  // a vector of n elements is (1, n)
     // Unless role.starts_at_one: the standard deviation of the random initial values. If it is 0, they are 0.
     float init_std;
-    // (flat_offset and bucket can wait.) The flat order has the elements of all parameters one after the
-    // other, with each parameter padded to a multiple of 128 elements. This is the place of the first element
-    // in the flat order. A GPU stores gradients in the flat order, and stochastic rounding takes the random
-    // bits of an element by its place.
-    int64_t flat_offset;
-    // A bucket is the parameters whose gradients backward completes at the same time. This is the number of
-    // the parameter's bucket, in the order of the forward pass.
-    int64_t bucket;
     int64_t layer;  // the number of its layer, counted from 0; -1: it belongs to no layer
+    // flat_offset and bucket can wait. The flat order has the elements of all parameters one after the other,
+    // and each parameter is padded to a multiple of 128 elements. flat_offset is the place of the first
+    // element in the flat order. A GPU stores gradients in this order, and stochastic rounding chooses the
+    // random bits of an element by its place.
+    int64_t flat_offset;
+    // A bucket is a number of parameters whose gradients backward completes at the same time. Buckets are
+    // counted in the order of the forward pass.
+    int64_t bucket;
 
     bool is_vector() const { return rows == 1; }
     int64_t size() const { return rows * cols; }
@@ -167,9 +168,9 @@ struct ParamTable {
                           .rows = rows,
                           .cols = cols,
                           .init_std = init_std,
+                          .layer = layer,
                           .flat_offset = offset,
-                          .bucket = bucket,
-                          .layer = layer});
+                          .bucket = bucket});
     }
     void add_norm(const std::string& name) {
         add(name + ".weight", NORM_WEIGHT, 1, config.C, 0);
@@ -183,23 +184,23 @@ struct ParamTable {
 
 inline std::vector<Param> parameters(const ModelConfig& config) {
     ParamTable table{.config = config};
-    // As in GPT-2, two matrices of each layer have smaller initial weights: those whose outputs are added to
-    // the residual stream.
+    // As in GPT-2, the two matrices of each layer whose outputs are added to the residual stream have smaller
+    // initial weights.
     const float init_std = 0.02f, residual_std = init_std / std::sqrt(2.0f * config.L);
     table.add("embedding", MATRIX_OUTSIDE_LAYERS, config.padded_V(), config.C, init_std);
     if (!config.arch.rope) table.add("positions", MATRIX_OUTSIDE_LAYERS, config.max_T, config.C, init_std);
     for (int64_t layer = 0; layer < config.L; layer++) {
         table.layer = layer;
         const std::string prefix = concat("layers.", layer, ".");
-        // Each of the four buckets of a layer has a linear layer. The buckets of qkv and of gate_up also have
-        // the norm before it, and that of qkv has Qwen3's norms of heads, qk_norms, too.
+        // Each of the four buckets of a layer has a linear layer. The buckets of qkv and of gate_up have the
+        // norm before it, too. The bucket of qkv also has Qwen3's norms of heads, qk_norms.
         table.bucket++;
         table.add_norm(prefix + "norm1");
         table.add_linear(prefix + "qkv", config.qkv_cols(), config.C, init_std, config.arch.qkv_bias);
         if (config.arch.qk_norms)  // [of q | of k]
             table.add(prefix + "qk_norm.weight", NORM_WEIGHT, 1, 2 * config.HS(), 0);
         table.bucket++;
-        // The output projection, which reads attention's output. (In Hugging Face's Llama it is o_proj.)
+        // The output projection, which reads attention's output. (Hugging Face's Llama calls it o_proj.)
         table.add_linear(prefix + "attention_out", config.C, config.q_cols(), residual_std,
                          config.arch.other_biases);
         table.bucket++;
@@ -222,7 +223,8 @@ inline int64_t used_elements(const ModelConfig& config, const Param& p) {
     return p.name == "embedding" || p.name == "head" ? config.V * p.cols : p.size();
 }
 
-inline int64_t parameter_count(const ModelConfig& config) {  // elements, without padding rows
+// The number of elements of all parameters, without padding.
+inline int64_t parameter_count(const ModelConfig& config) {
     int64_t n = 0;
     for (const Param& p : parameters(config)) n += used_elements(config, p);
     return n;

@@ -2,25 +2,25 @@
 // implementation share: number formats, which elements share a scale, how a matrix is stored, and what the
 // GEMMs of a linear layer sum over.
 //
-// These words are used in all files:
+// All files use these words:
 //   FMAX, FMIN      a format's largest and its smallest positive value
 //   code            a stored element: encode() rounds a value to a code, decode() gives the value of a code
 //   amax            the largest |x| of some elements
 //   scale block     the elements of a matrix that share a scale, rows x cols of them
-//   scale           s = amax / FMAX of a scale block. An element x is stored as code = encode(x / s). Its
-//                   value is decode(code) * s. (CPU and GPU multiply by 1 / s, rounded to FP32, instead of
-//                   dividing by s)
-//   group           of activations: a scale block of 1x16, which is 16 neighbouring features of one token.
-//                   The word `group` alone never means a moment group
+//   scale           s = amax / FMAX of a scale block. An element x is stored as code = encode(x / s), and is
+//                   read back as decode(code) * s. (Instead of dividing by s, CPU and GPU multiply by 1 / s,
+//                   rounded to FP32)
+//   group           a scale block of 1x16 in activations: 16 neighbouring features of one token. The word
+//                   `group` alone never means a moment group
 //   moment group    128 consecutive elements of an optimizer moment, or the whole moment of a parameter
-//   moment scaling  the numbers (max, k) that are stored for a moment group: max is the amax of the moment
-//                   group, and k is the exponent of dynamic range expansion. Without expansion there is no k,
-//                   and the scale is max / FMAX
+//   moment scaling  the numbers (max, k) that are stored for a moment group: max is its amax, and k is the
+//                   exponent of dynamic range expansion. Without expansion there is no k, and the scale is
+//                   max / FMAX
 //   micro-batch     the sequences that go through the model together. A step adds up the gradients of one or
 //                   more micro-batches
-//   heads           of attention: NH query heads and NKV key/value heads
-//   the head        where the text is not about attention: the model's last matrix, from hidden states to
-//                   logits
+//   heads           those of attention: NH query heads and NKV key/value heads
+//   the head        the model's last matrix, from hidden states to logits, where the text is not about
+//                   attention
 //
 // All matrices are row-major. The weight of a linear layer is (out, in). Sizes have these letters:
 //   B  sequences in a micro-batch         L    transformer layers         F  feed-forward size
@@ -59,7 +59,7 @@ struct FormatInfo {
     float fmin;         // FMIN, the smallest positive value, which is subnormal
 };
 
-// The rows have the order of Format.
+// FORMATS has a row for each Format, in the same order.
 // clang-format off
 inline constexpr FormatInfo FORMATS[] = {
     {.name = "fp32", .safetensors_dtype = "F32", .bytes = 4, .mantissa_bits = 23,
@@ -80,8 +80,7 @@ constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2;
 
 // -----------------------------------------------------------------------------------------------------------
 // Granularity: the size of a matrix's scale blocks, rows x cols elements. The size 0 means all rows or all
-// columns. Scale blocks at the end of a row or column may be smaller. (For operands of GEMMs the end of this
-// file says which matrix is meant: the operand or its transpose.)
+// columns. Scale blocks at the end of a row or column may be smaller.
 
 struct Granularity {
     int rows, cols;
@@ -102,8 +101,7 @@ inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) 
 
 // -----------------------------------------------------------------------------------------------------------
 // How a matrix is stored: the format of its elements and, in FP8, its scale blocks and the format of the
-// scales. The scales of a (rows, cols) matrix form a row-major (scale_rows, scale_cols) matrix. Formats other
-// than FP8 have no scales, and the granularity PER_TENSOR.
+// scales. Formats other than FP8 have no scales, and the granularity PER_TENSOR.
 
 struct TensorFormat {
     Format element_format;
@@ -112,6 +110,8 @@ struct TensorFormat {
 
     constexpr bool operator==(const TensorFormat&) const = default;
     bool is_fp8() const { return coat::is_fp8(element_format); }
+    // The scales of a (rows, cols) matrix are a row-major matrix, with one element for each scale block. This
+    // is the number of its rows, and then of its columns.
     int64_t rows_of_scales(int64_t rows) const {
         return granularity.rows ? ceil_div(rows, granularity.rows) : 1;
     }
@@ -161,18 +161,18 @@ inline constexpr TensorFormat E4M3_PER_128x128{.element_format = Format::E4M3, .
 // along columns, it reads codes that were stored transposed.
 //
 // A GEMM adds up products of codes, and multiplies the sum by the scales. So it has to stop wherever a scale
-// changes. With groups of 1x16 this would be after every 16 products, and the tensor cores would mostly wait.
-// Therefore no GEMM reads groups. In the direction of the sum, a scale block of an operand is at least 128
-// elements long, so the sum stops rarely: in the recipes there are blocks of 128, whole rows, and the whole
-// tensor (as in coat).
+// changes. With groups of 1x16 it would stop after every 16 products, and the tensor cores would mostly wait.
+// Therefore no GEMM reads groups. In the direction of the sum, a scale block of an operand has at least 128
+// elements, so the sum stops rarely. The recipes have blocks of 128, whole rows, and the whole tensor (as in
+// coat).
 //
-// A granularity is stated for the matrix turned so that the GEMM sums along its rows. So if a GEMM sums along
-// columns of an operand, the granularity is that of the transpose. For example, x with the granularity 1x128
-// has the scale blocks
+// The granularity of an operand is stated for GEMMs that sum along its rows. If a GEMM sums along columns of
+// an operand, it reads the transpose, and the granularity is that of the transpose. For example, x with the
+// granularity 1x128 has these scale blocks:
 //   in fprop, which sums along the rows of x (N, in):       128 features of one token
 //   in wgrad, which sums along the rows of x^T (in, N):     128 tokens of one feature
-// A whole tensor and blocks of 128x128 are the same in the matrix and in its transpose, so with them the
-// direction makes no difference.
+// With one scale for the whole tensor, and with blocks of 128x128, the direction makes no difference: a
+// matrix and its transpose have the same scale blocks.
 
 enum class SumAlong : uint8_t { Row, Column };
 

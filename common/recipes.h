@@ -17,7 +17,8 @@ namespace coat {
 // Where the scale of a whole tensor comes from.
 //   JustInTime   from the tensor's own amax
 //   Delayed      from the largest amax of the last Recipe::history_steps steps. In the first step there is no
-//                history: each micro-batch uses the largest amax of the step so far, its own included
+//                history, so each micro-batch uses the largest amax of the step so far, its own included.
+//                (This can wait: only the recipe te needs it)
 enum class ScaleSource : uint8_t { JustInTime, Delayed };
 
 // Fast accumulation, for fprop, dgrad and wgrad: whether the whole sum of a GEMM stays in the FP8 tensor
@@ -31,21 +32,20 @@ inline constexpr FastAccumulation FAST_IN_ALL_GEMMS{true, true, true};
 struct Recipe {
     const char* name;
     // The compute format: the format of the residual stream, attention, GEMM outputs and the head. Gradients
-    // of weights are in the compute format, too, unless more than four are summed (model.h, gradient_format).
+    // of weights are in the compute format, too. (If a step sums more than four of them, the sums are FP32.)
     Format compute_format = Format::BF16;
     // The operands of a linear layer's GEMMs: its input x, its weight w, and the gradient g of its output.
-    // (The end of formats.h says what their granularities mean.)
     TensorFormat x = PLAIN_BF16, w = PLAIN_BF16, g = PLAIN_BF16;
     // How the inputs of norms 1 and 2 and of the activation function are saved for backward. Forward, too,
     // computes with the saved values.
     TensorFormat saved_inputs = PLAIN_BF16;
-    // How q, k, v and attention's output are saved for backward: in the compute format or in groups. No row
-    // of the table sets groups: the flag --attention groups does.
+    // How q, k, v and attention's output are saved for backward. All recipes save them in the compute format;
+    // the flag --attention groups changes this to groups.
     TensorFormat saved_attention = PLAIN_BF16;
     ScaleSource scale_source = ScaleSource::JustInTime;  // of x, w and g
     FastAccumulation fast_accumulation = FAST_IN_NO_GEMM;
     const char* default_optimizer = "fp32";  // a row of optimizers()
-    int history_steps = 1024;                // the number of steps whose amaxes delayed scaling remembers
+    int history_steps = 1024;                // the steps whose amaxes delayed scaling remembers
     const char* about = "";                  // a line of --help
 };
 
@@ -102,8 +102,8 @@ template <class Formats> const TensorFormat& format_of(const Formats& formats, O
 
 // -----------------------------------------------------------------------------------------------------------
 // Optimizers: how AdamW's moments are stored between steps (paper, section 4). Moments in FP8 and FP16 have a
-// moment scaling for each moment group. A moment group is 128 elements or, in MS-AMP's FP8-LM (arXiv
-// 2310.18313), a whole parameter.
+// moment scaling for each moment group. A moment group has 128 elements. (In FP8-LM, arXiv 2310.18313, it is
+// the whole moment of a parameter.)
 
 inline constexpr int MOMENT_GROUP_SIZE = 128;
 
@@ -116,7 +116,7 @@ struct OptimizerFormats {
     const char* name;
     Format m_format, v_format;      // of first and of second moments
     bool expansion = false;         // dynamic range expansion of FP8 moments
-    bool one_moment_group = false;  // the whole parameter is one moment group; else each has 128 elements
+    bool one_moment_group = false;  // each moment is one moment group, as in FP8-LM
     const char* about = "";         // a line of --help
 
     bool uses_expansion(Format f) const { return expansion && is_fp8(f); }

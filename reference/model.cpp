@@ -1,9 +1,9 @@
-// reference/model.cpp - 6. The Model that program/train.cpp drives: weights, moments, and one training step
-// of COAT on the CPU: forward, backward, clipping, update.
+// reference/model.cpp - 6. The Model that program/train.cpp drives, on the CPU: weights, moments, and a whole
+// training step of COAT: forward, backward, clipping, update.
 //
-// With one rank owned() is the whole parameter, and the functions of the last section, "What ranks exchange",
-// return what this rank gives them, or do nothing. Each of several ranks has all weights and the sums of all
-// gradients, and updates the part of the state that it owns.
+// step() and its parts come first. The rest can wait: the measurement of errors, the state by name, delayed
+// scaling, and what several ranks exchange. With one rank, owned() is the whole parameter, and the functions
+// whose names speak of ranks return the value that they are given.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -19,20 +19,18 @@ using Floats = std::vector<float>;
 namespace {
 
 class ReferenceModel : public Model {
-    // The state of one parameter. `weight_bits` and `remainder` have all elements of the parameter, but only
-    // the elements that this rank owns are up to date. The moments have only the elements that this rank
-    // owns.
+    // The state of one parameter. (Of several ranks, each has all elements of `weight_bits` and `remainder`,
+    // but keeps only those up to date that it owns. Its moments have only the elements that it owns.)
     struct ParamState {
         std::vector<uint16_t> weight_bits;  // BF16
         std::vector<int16_t> remainder;     // of the FP32 masters; 0 without masters
         Moment m, v;
     };
-    Network<float> network_;  // has the weights that forward and backward read, and the gradients
+    Network<float> network_;  // it has the weights that forward and backward read, and the gradients
     const RunSettings& settings_ = network_.settings;
     const std::vector<Param>& params_ = network_.params;
     std::vector<ParamState> states_;  // by parameter
-    // By parameter: the sums of gradients of several ranks. With one rank they are empty. (reduce_gradients()
-    // says more.)
+    // By parameter: the sums of gradients of several ranks; empty with one rank (reduce_gradients()).
     std::vector<Floats> sums_;
 
 public:
@@ -57,10 +55,12 @@ public:
         }
     }
 
+    // --- A step ---
+
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
         network_.reset_all_finite_and_amaxes();
         const int64_t tokens_of_rank = settings_.micro_batches_per_rank * settings_.B * settings_.T;
-        // The targets of the step that count.
+        // The targets that count, in the whole step.
         const int64_t target_count = sum_over_ranks(counted_targets(targets, tokens_of_rank));
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
 
@@ -75,58 +75,7 @@ public:
         return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = target_count};
     }
 
-    double validation_loss(const int32_t* tokens, const int32_t* targets) override {
-        network_.reset_all_finite_and_amaxes();
-        const double divisor = divisor_of_mean(targets, settings_.B * settings_.T);
-        const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
-        // (step() divides, too, so equal losses have the same bits.)
-        return network_.all_finite ? sum / divisor : NAN;
-    }
-
-    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        network_.reset_all_finite_and_amaxes();
-        const Floats padded = network_.next_logits(tokens, n);
-        std::copy_n(padded.begin(), settings_.config.V, logits);
-    }
-
-    QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
-        network_.reset_all_finite_and_amaxes();
-        clear_gradients();
-        QuantReport report;
-        network_.stats_by_kind = report.stats_by_kind;
-        const double gradient_weight = 1.0 / divisor_of_mean(targets, settings_.B * settings_.T);
-        network_.run_micro_batch(tokens, targets, gradient_weight, /*backward=*/true);
-        // k_m and k_v are the k of the moments that are stored now. The errors are those of moments that
-        // would be stored next: by an update with these gradients, with the default betas and without
-        // clipping. This update is made on a copy of the state, with lr = 0.
-        for (size_t i = 0; i < params_.size(); i++) {
-            ParamState state = states_[i];
-            report.k_m.insert(report.k_m.end(), state.m.k.begin(), state.m.k.end());
-            report.k_v.insert(report.k_v.end(), state.v.k.begin(), state.v.k.end());
-            const AdamWOptions nothing_moves{.update_number = 1, .lr = 0};
-            const AdamWConstants constants =
-                adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
-            update_parameter(state, i, constants, /*key=*/0);
-        }
-        network_.stats_by_kind = nullptr;
-        return report;
-    }
-
-    void read(const std::string& name, void* out) override {
-        const auto [data, bytes] = memory_of(name);
-        if (bytes) std::memcpy(out, data, bytes);
-    }
-    void write(const std::string& name, const void* in) override {
-        const auto [data, bytes] = memory_of(name, /*to_write=*/true);
-        if (bytes) std::memcpy(data, in, bytes);
-        refresh_weight_on_all_ranks(param_index_of(params_, name));
-    }
-
-    const RunSettings& settings() const override { return settings_; }
-
 private:
-    // --- The parts of a step ---
-
     // Forward and backward of all micro-batches of the step. Afterwards the network has the gradients of the
     // mean loss over the target_count targets that count. Returns the sum of the losses.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
@@ -144,15 +93,15 @@ private:
         return sum_losses(losses);
     }
 
-    // The norm of all gradients: sqrt(sum of g^2).
+    // The norm of all gradients: sqrt(sum of g^2). The sum is taken by shard units (common/ranks.h), as on a
+    // GPU. There each of several ranks has whole units, so the norm is the same for any number of ranks.
     double gradient_norm() const {
         double sum = 0;
         for (const Floats& gradient : network_.gradients)
             for (double sum_of_unit : sums_of_squares(gradient)) sum += sum_of_unit;
         return std::sqrt(sum);
     }
-    // The sum of g^2 of each shard unit (common/ranks.h) of a gradient. On a GPU this makes the norm the same
-    // for any number of ranks, because each rank has whole shard units.
+    // The sum of g^2 of each shard unit of a gradient.
     static std::vector<double> sums_of_squares(const Floats& gradient) {
         std::vector<double> sums;
         for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
@@ -164,7 +113,8 @@ private:
         return sums;
     }
 
-    // Updates all parameters. grad_norm: the norm of all gradients, before clipping.
+    // Updates all parameters, and the weights that the network reads. grad_norm: the norm of all gradients,
+    // before clipping.
     void update_all(const AdamWOptions& options, double grad_norm) {
         const uint64_t key = rounding_key(settings_.seed, options.update_number);
         for (size_t i = 0; i < params_.size(); i++) {
@@ -176,7 +126,7 @@ private:
 
     // Updates the elements of parameter i that this rank owns: dequantizes the moments, computes AdamW in
     // FP32, and quantizes the moments again. state: states_[i]; in measure_quantization() a copy of it. key:
-    // of stochastic rounding, for weights without masters.
+    // the key of the random bits by which weights without masters are rounded.
     void update_parameter(ParamState& state, size_t i, const AdamWConstants& constants, uint64_t key) const {
         const auto [first, n] = owned(settings_, params_[i]);
         Floats master(n), m(n), v(n);
@@ -194,35 +144,77 @@ private:
         }
     }
 
-    // Delayed scaling (the recipe te): the amax of an operand, the largest of all ranks, goes into the
-    // operand's history. Without FP8 operands (LinearFormats::fallback) there are no amaxes, and nothing
-    // changes.
-    void update_delayed_scales() {
-        if (!linear_formats(settings_).x.is_fp8()) return;
-        for (auto& operands : network_.delayed_scales)
-            for (OperandKind o : LINEAR_OPERANDS) {
-                DelayedScale& d = operands[int(o)];
-                if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
-                d.amax = largest_of_ranks(d.amax);
-                d.update_history_and_scale(format_of(settings_.recipe, o).element_format);
-            }
-    }
-
-    // --- Weights and gradients ---
-
     void clear_gradients() {
         for (Floats& gradient : network_.gradients) std::fill(gradient.begin(), gradient.end(), 0.0f);
         for (Floats& sum : sums_) std::fill(sum.begin(), sum.end(), 0.0f);
     }
 
-    // What the network computes with: the BF16 weight, or the master if the compute format is FP32.
+    // The weight that the network reads: the BF16 weight, or the master if the compute format is FP32.
     float value_for_network(const ParamState& state, int64_t e) const {
         const bool bf16 = settings_.recipe.compute_format == Format::BF16;
         return bf16 ? from_bf16(state.weight_bits[e]) : join_master(state.weight_bits[e], state.remainder[e]);
     }
 
-    // --- The state by name ---
+public:
+    // --- What else one asks of a model ---
 
+    double validation_loss(const int32_t* tokens, const int32_t* targets) override {
+        network_.reset_all_finite_and_amaxes();
+        const double divisor = divisor_of_mean(targets, settings_.B * settings_.T);
+        const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
+        // (The sum is divided, as in step(). Equal losses then have the same bits.)
+        return network_.all_finite ? sum / divisor : NAN;
+    }
+
+    void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
+        network_.reset_all_finite_and_amaxes();
+        const Floats padded = network_.next_logits(tokens, n);
+        std::copy_n(padded.begin(), settings_.config.V, logits);
+    }
+
+    const RunSettings& settings() const override { return settings_; }
+
+    // =======================================================================================================
+    // What can wait
+    //
+    // --- The errors of quantization ---
+
+    QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
+        network_.reset_all_finite_and_amaxes();
+        clear_gradients();
+        QuantReport report;
+        network_.stats_by_kind = report.stats_by_kind;
+        const double gradient_weight = 1.0 / divisor_of_mean(targets, settings_.B * settings_.T);
+        network_.run_micro_batch(tokens, targets, gradient_weight, /*backward=*/true);
+        // k_m and k_v are the k of the moments that are stored now. The errors are those of moments that
+        // would be stored next: by an update with these gradients, with the default betas and without
+        // clipping. The update is made on a copy of the state, with lr = 0.
+        for (size_t i = 0; i < params_.size(); i++) {
+            ParamState state = states_[i];
+            report.k_m.insert(report.k_m.end(), state.m.k.begin(), state.m.k.end());
+            report.k_v.insert(report.k_v.end(), state.v.k.begin(), state.v.k.end());
+            const AdamWOptions nothing_moves{.update_number = 1, .lr = 0};
+            const AdamWConstants constants =
+                adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
+            update_parameter(state, i, constants, /*key=*/0);
+        }
+        network_.stats_by_kind = nullptr;
+        return report;
+    }
+
+    // --- The state by name, for checkpoints ---
+
+    void read(const std::string& name, void* out) override {
+        const auto [data, bytes] = memory_of(name);
+        if (bytes) std::memcpy(out, data, bytes);
+    }
+    void write(const std::string& name, const void* in) override {
+        const auto [data, bytes] = memory_of(name, /*to_write=*/true);
+        if (bytes) std::memcpy(data, in, bytes);
+        refresh_weight_on_all_ranks(param_index_of(params_, name));
+    }
+
+private:
     // The place in memory of the elements of a state tensor that this rank owns.
     struct Memory {
         void* data;
@@ -260,9 +252,25 @@ private:
         return place->second;
     }
 
-    // --- What ranks exchange. (With one rank all_gather(x) is a list with x alone) ---
+    // --- Delayed scaling ---
 
-    // A value, or a vector of values, of each rank, in the order of the ranks.
+    // After a step of the recipe te, the amax of each operand goes into its history: the largest of all
+    // ranks. Without FP8 operands (LinearFormats::fallback) there are no amaxes, and nothing changes.
+    void update_delayed_scales() {
+        if (!linear_formats(settings_).x.is_fp8()) return;
+        for (auto& operands : network_.delayed_scales)
+            for (OperandKind o : LINEAR_OPERANDS) {
+                DelayedScale& d = operands[int(o)];
+                if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
+                d.amax = largest_of_ranks(d.amax);
+                d.update_history_and_scale(format_of(settings_.recipe, o).element_format);
+            }
+    }
+
+    // --- What ranks exchange ---
+
+    // A value, or a vector of values, of each rank, in the order of the ranks. With one rank this is a list
+    // with `mine` alone.
     template <class Element> std::vector<Element> all_gather(const Element& mine) const {
         return settings_.communicator ? settings_.communicator->all_gather(mine) : std::vector<Element>{mine};
     }
@@ -276,7 +284,7 @@ private:
         for (float theirs : all_gather(mine)) mine = std::max(mine, theirs);
         return mine;
     }
-    // (Ranks send a char, because a vector<bool> does not store its elements as an array.)
+    // Ranks send a char, because a vector<bool> does not store its elements as an array.
     bool true_on_all_ranks(bool mine) const {
         for (char theirs : all_gather(char(mine))) mine = mine && theirs;
         return mine;
@@ -291,12 +299,12 @@ private:
         return sum;
     }
 
-    // Called after every micro-batch. With one rank it does nothing, because network_.gradients adds up all
-    // micro-batches. With several ranks network_.gradients has the gradients of one micro-batch. They are
-    // added to sums_ and cleared:
+    // This is called after every micro-batch. With one rank it does nothing, because network_.gradients adds
+    // up all micro-batches. With several ranks, network_.gradients has the gradients of one micro-batch. They
+    // are added to sums_, and then cleared:
     //   sum = round(sum + g_0 + g_1 + ...)     g_r is the gradient of rank r
-    // The additions are in FP32 and in the order of the ranks. After the last micro-batch sums_ moves to
-    // network_.gradients, where the update looks for gradients.
+    // The additions are in FP32 and in the order of the ranks. After the last micro-batch, sums_ and
+    // network_.gradients are swapped, because the update reads network_.gradients.
     void reduce_gradients(bool is_last_micro_batch) {
         if (!settings_.communicator) return;
         for (size_t i = 0; i < params_.size(); i++) {
@@ -312,8 +320,8 @@ private:
         if (is_last_micro_batch) network_.gradients.swap(sums_);
     }
 
-    // Renews network_.param_values[i] after an update or write() has changed states_[i]. Each rank sends the
-    // weights that it owns to all ranks. A vector is not sent, because every rank owns the whole vector.
+    // Sets network_.param_values[i] again after an update or write() has changed states_[i]. Each rank sends
+    // the weights that it owns to all ranks. A vector is not sent, because every rank owns the whole vector.
     void refresh_weight_on_all_ranks(size_t i) {
         const ParamState& state = states_[i];
         const Range own = owned(settings_, params_[i]);

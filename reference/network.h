@@ -1,20 +1,22 @@
 // reference/network.h - 5. The precision flow of a micro-batch (paper, section 5): which tensor has which
-// format. Its center is layer_forward() and layer_backward().
+// format. The center of this file is layer_forward() and layer_backward().
 //
-// The formats of the recipe coat:
-//   GEMM operands                 FP8 with per-tensor scales: activations and weights E4M3, gradients E5M2
-//   inputs of norms 1 and 2 and   E4M3 with a scale for each 1x16 group of a token; saved for backward
-//     of the activation
-//   log-sum-exp of attention      FP32
-//   gradient of a norm's input    FP32, until it is added to the gradient of the residual stream
-//   everything else that one      BF16: attention, final norm, embedding, head, gradients of weights (FP32 if
-//     operator gives to another   more than four are summed: gradient_format())
+// These are the formats of the recipe coat:
+//   GEMM operands of linear layers   E4M3, gradients E5M2; one scale for the tensor
+//   inputs of norms 1 and 2 and of   E4M3, with a scale for each 1x16 group of a token. They are saved for
+//     the activation function          backward
+//   residual sums                    FP32, see below
+//   log-sum-exp of attention         FP32
+//   gradient of a norm's input       FP32, until it is added to the gradient of the residual stream
+//   gradients of weights             BF16; FP32 if more than four are summed (gradient_format())
+//   all other results of operators   BF16: results of linear layers, RoPE, attention, the final norm, the
+//                                    embedding and the head
 //
-// A GPU stores a residual sum twice: in BF16 for the next sum, and in E4M3 groups for the norm. It is FP32
-// only inside the kernel that makes it. Here the FP32 sum is passed on, and each reader rounds or
-// quantizes it.
+// A residual sum has two readers. The next sum reads it rounded to BF16, and the norm reads it in E4M3
+// groups. Here the FP32 sum is passed on, and each reader rounds or quantizes it. A GPU stores it in both
+// formats, and the FP32 sum exists only inside the kernel that computes it.
 //
-// Some tensors are quantized from FP32. On a GPU one kernel makes the FP32 values and quantizes them:
+// Some tensors are quantized from FP32. On a GPU one kernel computes the FP32 values and quantizes them:
 //   residual sums                           residual_sum and sum_after_attention in layer_forward()
 //   outputs of norms                        apply_norm()
 //   output of the activation function       apply_activation()
@@ -44,13 +46,19 @@ struct MicroBatchShape {
     int64_t N() const { return B * T; }
 };
 
-// The forward and backward pass of one micro-batch. Every tensor is a vector of values, row-major, with N
-// rows unless its comment says otherwise. What only biases and other recipes than coat need comes last, in a
-// section of its own.
+// The forward and backward pass of one micro-batch. Every tensor is a vector of values, row-major. It has N
+// rows unless its comment says otherwise. From top to bottom:
+//   data and small functions
+//   a whole pass
+//   one transformer layer
+//   the parts of a layer: saving for backward, linear layers, norms, the activation function, RoPE
+//   the embedding and the head
+//   what can wait: only biases and other recipes than coat need it
 template <class Real> class Network {
 public:
-    // Whether values are rounded and quantized, as the recipe says. In double they are not: what is saved for
-    // backward is the tensor itself.
+    // Whether this network rounds values at all: to the compute format, to FP8, to what is saved, all as the
+    // recipe says. (In the recipe fp32 nothing changes, because all formats are FP32.) In double, which only
+    // tests use, nothing is rounded, and what is saved for backward is the tensor itself.
     static constexpr bool ROUNDS = std::is_same_v<Real, float>;
     using Tensor = std::vector<Real>;
 
@@ -58,11 +66,30 @@ public:
     const std::vector<Param> params = parameters(settings.config);
     std::vector<Tensor> param_values;  // by parameter (rows, cols), in the compute format
     std::vector<Tensor> gradients;     // by parameter (rows, cols), in gradient_format()
-    // By parameter and OperandKind; for recipes with delayed scaling only.
-    std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
-    QuantStats* stats_by_kind = nullptr;  // one element for each ReportKind; null: errors are not measured
     bool all_finite = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
+    QuantStats* stats_by_kind = nullptr;  // one element for each ReportKind; null: errors are not measured
+    // By parameter and OperandKind; for recipes with delayed scaling only (this can wait).
+    std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
 
+private:
+    const ModelConfig& config_ = settings.config;
+    const Recipe& recipe_ = settings.recipe;
+    const LinearFormats formats_ = linear_formats(settings);
+    std::map<std::string, size_t> param_index_;  // by name: the index of the parameter in params
+
+    // What a layer saves for backward (paper, table 2): the tensors of saved_per_layer() in
+    // common/architecture.h.
+    using SavedActivation = std::conditional_t<ROUNDS, StoredMatrix, Tensor>;
+    struct SavedLayer {
+        SavedActivation norm1_input, norm2_input;  // (N, C)
+        SavedActivation qkv;                       // (N, qkv_cols)
+        SavedActivation attended;                  // attention's output (N, q_cols)
+        SavedActivation gate_up;                   // (N, gate_up_cols)
+        Tensor lse;                                // attention's log-sum-exp (B, NH, T)
+    };
+    std::vector<SavedLayer> saved_layers_;  // of the current pass
+
+public:
     explicit Network(const RunSettings& s) : settings(s) {
         for (size_t i = 0; i < params.size(); i++) {
             param_index_[params[i].name] = i;
@@ -70,38 +97,6 @@ public:
             gradients.emplace_back(params[i].size());
         }
         prepare_delayed_scales();
-    }
-
-    // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses, which is not multiplied by gradient_weight. Backward adds to `gradients` those of
-    // gradient_weight * (sum of the losses). With gradient_weight = 1 / (targets of the step that count), all
-    // micro-batches of the step together give the gradients of the mean loss.
-    double run_micro_batch(const int32_t* tokens, const int32_t* targets, double gradient_weight,
-                           bool backward) {
-        const MicroBatchShape shape{.B = settings.B, .T = settings.T};
-        const Tensor x = forward(shape, tokens);                // (N, C)
-        const Tensor y = rounded(apply_norm("final_norm", x));  // (N, C)
-        Tensor logits = head_forward(y);                        // (N, padded_V)
-        // The gradients of the logits replace the logits. (Evaluation needs only the loss, but the gradients
-        // cost little.)
-        const double loss = cross_entropy_forward_and_backward(shape.N(), config_.V, config_.padded_V(),
-                                                               logits.data(), targets, Real(gradient_weight));
-        all_finite = all_finite && std::isfinite(loss);
-        if (!backward) return loss;
-
-        const Tensor dlogits = rounded(logits);
-        const Tensor dy = head_backward(y, dlogits);
-        Tensor dresidual = rounded(apply_norm_backward("final_norm", x, dy));
-        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(shape, l, dresidual);
-        add_embedding_gradients(shape, tokens, dresidual);
-        return loss;
-    }
-
-    // The logits (padded_V) of the token that follows n tokens.
-    Tensor next_logits(const int32_t* tokens, int64_t n) {
-        const Tensor x = forward({.B = 1, .T = n}, tokens);
-        const Tensor last(x.end() - config_.C, x.end());
-        return head_forward(rounded(apply_norm("final_norm", last)));
     }
 
     // Forgets what was observed of earlier tensors. It is called before a step, and before a forward pass on
@@ -115,46 +110,90 @@ public:
     QuantStats* stats_of(ReportKind k) const { return stats_by_kind ? stats_by_kind + int(k) : nullptr; }
 
 private:
-    using SavedActivation = std::conditional_t<ROUNDS, StoredMatrix, Tensor>;
-    // What a layer saves for backward (paper, table 2): the tensors of saved_per_layer() in
-    // common/architecture.h.
-    struct SavedLayer {
-        SavedActivation norm1_input, norm2_input;  // (N, C)
-        SavedActivation qkv;                       // (N, qkv_cols)
-        SavedActivation attended;                  // (N, q_cols)
-        SavedActivation gate_up;                   // (N, gate_up_cols)
-        Tensor lse;                                // (B, NH, T)
-    };
+    // --- Small functions that the others use ---
 
-    const ModelConfig& config_ = settings.config;
-    const Recipe& recipe_ = settings.recipe;
-    const LinearFormats formats_ = linear_formats(settings);
-    std::map<std::string, size_t> param_index_;  // by name: the index of the parameter in params
-    std::vector<SavedLayer> saved_layers_;       // of the current pass
+    const Tensor& values_of(const std::string& name) const { return param_values[param_index_.at(name)]; }
+    std::string head_name() const { return config_.tied ? "embedding" : "head"; }
 
-    // --- The embedding and all layers ---
+    static int64_t rows_of(const Tensor& x, int64_t cols) { return int64_t(x.size()) / cols; }
 
-    // tokens (B, T) -> input of the final norm (N, C). As in the paper, the embedding is not quantized:
-    //   residual[n] = embedding[token n]                         with RoPE
-    //   residual[n] = embedding[token n] + positions[n mod T]    with learned positions
-    Tensor forward(const MicroBatchShape& shape, const int32_t* tokens) {
-        saved_layers_.clear();
-        const int64_t C = config_.C;
-        Tensor residual(shape.N() * C);
-        for (int64_t n = 0; n < shape.N(); n++) {
-            std::copy_n(&values_of("embedding")[tokens[n] * C], C, &residual[n * C]);
-            if (!config_.arch.rope)
-                add_scaled(C, Real(1), &values_of("positions")[n % shape.T * C], &residual[n * C]);
+    // x, rounded to the compute format.
+    Tensor rounded(Tensor x) const {
+        for (Real& v : x)
+            if constexpr (ROUNDS) v = round_to(recipe_.compute_format, v);
+        return x;
+    }
+
+    static Tensor add(Tensor x, const Tensor& y) {
+        add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
+        return x;
+    }
+
+    // Adds to the gradient of a parameter, and rounds the sum.
+    void add_gradient(const std::string& name, const Tensor& contribution) {
+        Tensor& gradient = gradients[param_index_.at(name)];
+        gradient = add(gradient, contribution);
+        if constexpr (ROUNDS) {
+            const Format format = gradient_format(settings);
+            for (Real& v : gradient) v = round_to(format, v);
         }
+    }
+
+    // a (m, k) b (k, n) -> (m, n), in FP32
+    static Tensor multiply(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real> b) {
+        Tensor product(m * n);
+        matmul(m, n, k, a, b, product.data());
+        return product;
+    }
+
+public:
+    // --- A whole pass ---
+
+    // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
+    // of the losses, without gradient_weight. Backward adds to `gradients` those of
+    // gradient_weight * (sum of the losses). With gradient_weight = 1 / (targets of the step that count), all
+    // micro-batches of the step together give the gradients of the mean loss.
+    double run_micro_batch(const int32_t* tokens, const int32_t* targets, double gradient_weight,
+                           bool backward) {
+        const MicroBatchShape shape{.B = settings.B, .T = settings.T};
+        const Tensor x = embedding_and_layers_forward(shape, tokens);  // (N, C)
+        const Tensor y = rounded(apply_norm("final_norm", x));         // (N, C)
+        Tensor logits = head_forward(y);                               // (N, padded_V)
+        // The gradients of the logits replace the logits. (Evaluation needs only the loss, but the gradients
+        // cost little.)
+        const double loss = cross_entropy_forward_and_backward(shape.N(), config_.V, config_.padded_V(),
+                                                               logits.data(), targets, Real(gradient_weight));
+        all_finite = all_finite && std::isfinite(loss);
+        if (!backward) return loss;
+
+        const Tensor dlogits = rounded(logits);
+        const Tensor dy = head_backward(y, dlogits);
+        Tensor dresidual = rounded(apply_norm_backward("final_norm", x, dy));
+        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(shape, l, dresidual);
+        embedding_backward(shape, tokens, dresidual);
+        return loss;
+    }
+
+    // The logits (padded_V) of the token that follows n tokens.
+    Tensor next_logits(const int32_t* tokens, int64_t n) {
+        const Tensor x = embedding_and_layers_forward({.B = 1, .T = n}, tokens);
+        const Tensor last(x.end() - config_.C, x.end());
+        return head_forward(rounded(apply_norm("final_norm", last)));
+    }
+
+private:
+    // tokens (B, T) -> input of the final norm (N, C)
+    Tensor embedding_and_layers_forward(const MicroBatchShape& shape, const int32_t* tokens) {
+        saved_layers_.clear();
+        Tensor residual = embedding_forward(shape, tokens);
         for (int64_t l = 0; l < config_.L; l++) residual = layer_forward(shape, l, residual);
         return rounded(residual);
     }
 
     // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
-    // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C). Both are FP32 sums.
-    // (Before layer 0 the stream is the embedding.) A norm reads a residual sum from its groups, and the
-    // next sum reads it rounded to BF16.
+    // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C). Both are residual sums
+    // in FP32. (Before layer 0 the stream is the embedding.)
     Tensor layer_forward(const MicroBatchShape& shape, int64_t l, const Tensor& residual_sum) {
         const std::string prefix = "layers." + std::to_string(l) + ".";
         SavedLayer& saved = saved_layers_.emplace_back();
@@ -249,15 +288,15 @@ private:
         if constexpr (!ROUNDS) return saved;
         else return dequantize(saved);
     }
-    // What attention reads of saved tensors: their values, rounded to the compute format. Without --attention
-    // groups q, k, v and attention's output are saved in this format, so rounding changes nothing. With it,
-    // codes and scales are saved. A code times its scale is an FP32 value: attention reads it rounded, the
-    // linear layer attention_out as it is.
+    // A saved tensor as attention reads it: its values, rounded to the compute format. Usually q, k, v and
+    // attention's output are saved in the compute format, so rounding changes nothing. With --attention
+    // groups they are saved as codes, and a code times its scale is an FP32 value. Attention reads this value
+    // rounded; the linear layer attention_out reads it as it is.
     Tensor load_saved_for_attention(const SavedActivation& saved) const { return rounded(load_saved(saved)); }
 
     // FP8 codes saturate, which hides an infinity. So `all_finite` remembers whether the amax of each tensor
-    // that is quantized to FP8 was finite. (Only scales of whole tensors need this: scale_of() says why. For
-    // smaller scale blocks it does no harm.) Returns this amax; 0 for other formats.
+    // that is quantized to FP8 was finite. (Only scales of whole tensors need this: scale_of() says why. With
+    // smaller scale blocks it does no harm.) Returns the amax of x; 0 if the format is not FP8.
     float note_whether_finite(const Tensor& x, const TensorFormat& format) {
         if (!format.is_fp8()) return 0;
         const float amax = compute_amax(x.data(), int64_t(x.size()));
@@ -265,7 +304,7 @@ private:
         return amax;
     }
 
-    // --- Linear layers: quantize the operands, GEMM, round the result to the compute format ---
+    // --- Linear layers: the operands are quantized, the GEMM computes in FP32, its result is rounded ---
     //
     // x_operand, w_operand and g_operand are what the GEMMs read: FP32 values. If the format of an operand is
     // FP8, each of its values is a code times a scale.
@@ -304,8 +343,8 @@ private:
     }
 
     // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. tensor: (rows, cols).
-    // weight_index: of the layer's weight in params. sum_along: along what the GEMM sums. (In coat, with one
-    // scale for the whole tensor, this makes no difference.)
+    // weight_index: of the layer's weight in params. sum_along: whether the GEMM sums along rows or columns
+    // of the tensor. (In coat, with one scale for the whole tensor, this makes no difference.)
     Tensor make_operand(OperandKind kind, size_t weight_index, const Tensor& tensor, int64_t cols,
                         SumAlong sum_along) {
         if constexpr (!ROUNDS) return tensor;
@@ -315,13 +354,6 @@ private:
             return gemm_operand(tensor, rows_of(tensor, cols), cols, format, sum_along,
                                 stats_of(report_kind(kind)), delayed_scale_if_any(kind, weight_index, amax));
         }
-    }
-
-    // a (m, k) b (k, n) -> (m, n)
-    static Tensor multiply(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real> b) {
-        Tensor product(m * n);
-        matmul(m, n, k, a, b, product.data());
-        return product;
     }
 
     // --- Norms and the activation function ---
@@ -408,9 +440,38 @@ private:
         return dqkv;
     }
 
-    // --- Embedding and head ---
+    // --- Embedding and head. As in the paper, they are not quantized ---
 
-    // y (rows, C) -> logits (rows, padded_V). The head is not quantized.
+    // tokens (B, T) -> the residual stream before layer 0 (N, C):
+    //   residual[n] = embedding[token n]                         with RoPE
+    //   residual[n] = embedding[token n] + positions[n mod T]    with learned positions
+    Tensor embedding_forward(const MicroBatchShape& shape, const int32_t* tokens) const {
+        const int64_t C = config_.C;
+        Tensor residual(shape.N() * C);
+        for (int64_t n = 0; n < shape.N(); n++) {
+            std::copy_n(&values_of("embedding")[tokens[n] * C], C, &residual[n * C]);
+            if (!config_.arch.rope)
+                add_scaled(C, Real(1), &values_of("positions")[n % shape.T * C], &residual[n * C]);
+        }
+        return residual;
+    }
+
+    // Adds to the gradients of the embedding and of the learned positions. dresidual: (N, C).
+    //   dembedding[token] = sum of dresidual[n] over all n with this token
+    //   dpositions[t]     = sum of dresidual[n] over all n with n mod T = t
+    void embedding_backward(const MicroBatchShape& shape, const int32_t* tokens, const Tensor& dresidual) {
+        const int64_t C = config_.C;
+        const bool positions = !config_.arch.rope;
+        Tensor dembedding(config_.padded_V() * C), dpositions(positions ? config_.max_T * C : 0);
+        for (int64_t n = 0; n < shape.N(); n++) {
+            add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
+            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % shape.T * C]);
+        }
+        add_gradient("embedding", dembedding);
+        if (positions) add_gradient("positions", dpositions);
+    }
+
+    // y (rows, C) -> logits (rows, padded_V)
     Tensor head_forward(const Tensor& y) const {
         const int64_t C = config_.C, padded_V = config_.padded_V();
         const Tensor& w = values_of(head_name());  // (padded_V, C)
@@ -426,50 +487,10 @@ private:
         return rounded(multiply(N, C, padded_V, matrix_view(dlogits, padded_V), matrix_view(w, C)));
     }
 
-    // Adds to the gradients of the embedding and of the learned positions. dresidual: (N, C).
-    //   dembedding[token] = sum of dresidual[n] over all n with this token
-    //   dpositions[t]     = sum of dresidual[n] over all n with n mod T = t
-    void add_embedding_gradients(const MicroBatchShape& shape, const int32_t* tokens,
-                                 const Tensor& dresidual) {
-        const int64_t C = config_.C;
-        const bool positions = !config_.arch.rope;
-        Tensor dembedding(config_.padded_V() * C), dpositions(positions ? config_.max_T * C : 0);
-        for (int64_t n = 0; n < shape.N(); n++) {
-            add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
-            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % shape.T * C]);
-        }
-        add_gradient("embedding", dembedding);
-        if (positions) add_gradient("positions", dpositions);
-    }
-
-    // --- Rounding, sums, and parameters by name ---
-
-    static int64_t rows_of(const Tensor& x, int64_t cols) { return int64_t(x.size()) / cols; }
-
-    // x, rounded to the compute format.
-    Tensor rounded(Tensor x) const {
-        for (Real& v : x)
-            if constexpr (ROUNDS) v = round_to(recipe_.compute_format, v);
-        return x;
-    }
-
-    static Tensor add(Tensor x, const Tensor& y) {
-        add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
-        return x;
-    }
-    void add_gradient(const std::string& name, const Tensor& contribution) {
-        Tensor& gradient = gradients[param_index_.at(name)];
-        gradient = add(gradient, contribution);
-        if constexpr (ROUNDS) {
-            const Format format = gradient_format(settings);
-            for (Real& v : gradient) v = round_to(format, v);
-        }
-    }
-
-    const Tensor& values_of(const std::string& name) const { return param_values[param_index_.at(name)]; }
-    std::string head_name() const { return config_.tied ? "embedding" : "head"; }
-
-    // --- Linear layers: what only biases and other recipes than coat need (this can wait) ---
+    // =======================================================================================================
+    // What can wait: only biases and other recipes than coat need it
+    //
+    // --- Biases of linear layers ---
 
     // The linear layers of Llama and Mistral have no biases.
     bool has_bias(const std::string& linear) const { return param_index_.count(linear + ".bias"); }
@@ -483,8 +504,8 @@ private:
     }
 
     // The gradient of a bias (out) is the sum of g (N, out) over the tokens. In FP8 recipes g itself is
-    // summed, because the FP8 values of g_operand have larger errors. In other recipes g_operand is
-    // summed: it is g rounded to the compute format, which is what a GPU has in memory.
+    // summed, because the FP8 values of g_operand have larger errors. In other recipes g_operand is summed: g
+    // rounded to the compute format, as a GPU has it in memory.
     void add_bias_gradient_if_any(const std::string& linear, const Tensor& g, const Tensor& g_operand) {
         if (!has_bias(linear)) return;
         const Tensor& to_sum = formats_.g.is_fp8() ? g : g_operand;
@@ -495,9 +516,11 @@ private:
         add_gradient(linear + ".bias", dbias);
     }
 
+    // --- Scale blocks that differ from those of the transpose (the recipes rowwise and deepseek) ---
+    //
     // Each operand is read by two GEMMs. One of them sums along the operand's rows. The other one sums along
     // its columns; on a GPU it reads the transpose, because Hopper's FP8 GEMM needs the elements that it adds
-    // up to be neighbours in memory. In the recipes rowwise and deepseek the two need other codes:
+    // up to be neighbours in memory. In these recipes the two GEMMs need different codes:
     //
     //   operand   summed along   summed along  codes are made
     //             rows by        columns by
@@ -507,16 +530,18 @@ private:
     //   g         dgrad          wgrad         once, if g^T has the same scale blocks as g; else for each
     //                                          GEMM
     //
-    // make_wgrad_g_operand() returns g (N, out) as wgrad reads it. g_operand: as dgrad reads it. If g^T has
-    // the same scale blocks as g, the two are the same. Else g is quantized once more, in scale blocks along
-    // the tokens.
+    // make_wgrad_g_operand() returns g (N, out) as wgrad reads it. g_operand: g as dgrad reads it. If g^T has
+    // the same scale blocks as g, this is g_operand. Else g is quantized once more, in scale blocks along the
+    // tokens.
     Tensor make_wgrad_g_operand(size_t weight_index, const Tensor& g, const Tensor& g_operand) {
         if (formats_.g.granularity.transpose_has_same_blocks()) return g_operand;
         return make_operand(OperandKind::G, weight_index, g, params[weight_index].rows, SumAlong::Column);
     }
 
-    // Delayed scaling (the recipe te): the scale of a GEMM operand, from earlier steps. Other recipes have
-    // none: quantize() then takes the scale from the operand's amax. amax: of the operand.
+    // --- Delayed scaling (the recipe te) ---
+
+    // The scale of a GEMM operand, from earlier steps. Other recipes have none, so quantize() takes the scale
+    // from the operand's amax. amax: of the operand.
     std::optional<float> delayed_scale_if_any(OperandKind kind, size_t weight_index, float amax) {
         const TensorFormat& format = format_of(formats_, kind);
         if (recipe_.scale_source != ScaleSource::Delayed || !format.is_fp8()) return {};
