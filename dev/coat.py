@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""COAT (arXiv 2410.19313) in 365 lines of NumPy: FP8 training, to be read from top to bottom.
+"""COAT (arXiv 2410.19313) in 367 lines of NumPy: FP8 training, to be read from top to bottom.
 
     python3 dev/coat.py        trains a small model in FP32 and in COAT, and compares the two
 
-These have 8 bits (FP8): operands of the matrix products (GEMMs) of linear layers, inputs of norms 1 and 2 and of the
-activation as they are saved for backward, and AdamW's moments of matrices. q, k, v and attention's output are saved in
-BF16. (Lessons are those of WALK.md.)
-test/dev/arithmetic.cpp compares sections 1 to 5 and the loss with the CPU reference.
+These have 8 bits (FP8): the operands of the matrix products (GEMMs) of linear layers; the inputs of norms 1 and 2 and
+of the activation function, as they are saved for backward; and AdamW's moments of matrices. q, k, v and attention's
+output are saved in BF16. (Lessons are those of WALK.md. test/dev/arithmetic.cpp compares sections 1 to 5 and the loss
+with the CPU reference.)
 """
 import os
 from collections import namedtuple
@@ -14,17 +14,17 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # these matrices are too sma
 import numpy as np
 
 F32 = np.float32
-ROUNDING = True  # False: nothing is rounded to fewer bits than FP32 has. The code of a value is then the value itself.
+ROUNDING = True  # if it is False, nothing is rounded to FP8 or BF16, and the code of a value is the value itself
 
 # --- 1. Formats (lesson 1). FP8 has a sign, an exponent and a mantissa of M bits:
 #      value = 2^(exponent - bias) (1 + mantissa / 2^M)      if exponent > 0
 #      value = 2^(1 - bias) mantissa / 2^M                   if exponent = 0: a subnormal
-Format = namedtuple("Format", "M bias min max")  # min is the smallest subnormal value
-E4M3 = Format(M=3, bias=7, min=F32(2.0**-9), max=F32(448))      # for weights, activations and moments
-E5M2 = Format(M=2, bias=15, min=F32(2.0**-16), max=F32(57344))  # for gradients: it has more range
+Format = namedtuple("Format", "M bias fmin fmax")  # FMIN is the smallest subnormal value, FMAX the largest value
+E4M3 = Format(M=3, bias=7, fmin=F32(2.0**-9), fmax=F32(448))      # for weights, activations and moments
+E5M2 = Format(M=2, bias=15, fmin=F32(2.0**-16), fmax=F32(57344))  # for gradients: it has more range
 
-# Two settings to try, one at a time: GRADIENT_FORMAT = E4M3, or GROUP_WIDTH = 64. Guess what changes; the end of this
-# file says it.
+# These are two settings to change, one at a time: GRADIENT_FORMAT = E4M3, or GROUP_WIDTH = 64. Guess what happens. The
+# end of this file says it.
 GRADIENT_FORMAT = E5M2
 GROUP_WIDTH = 16
 
@@ -37,14 +37,14 @@ def decode(f, code):
     significand = np.where(exponent > 0, 2**f.M + mantissa, mantissa)
     value = np.ldexp(significand.astype(F32), np.maximum(exponent, 1).astype(int) - f.bias - f.M)
     beyond_max = np.nan if f is E4M3 else np.where(mantissa, np.nan, np.inf)
-    value = np.where(value > f.max, beyond_max, value)
+    value = np.where(value > f.fmax, beyond_max, value)
     return np.where(code & 0x80, -value, value).astype(F32)
 
 def encode(f, x):
     """The nearest codes; a tie goes to the even one, and values beyond the largest become the largest."""
     if not ROUNDING: return x
     x = np.asarray(x, F32)
-    magnitude = np.minimum(np.abs(x), f.max)
+    magnitude = np.minimum(np.abs(x), f.fmax)
     # 2^e <= magnitude < 2^(e+1); of subnormals e = 1 - bias. (np.frexp: x = a 2^n with 1/2 <= a < 1, so e = n - 1.)
     e = np.frexp(np.maximum(magnitude, F32(2) ** (1 - f.bias)))[1] - 1
     steps = np.rint(np.ldexp(magnitude, f.M - e))  # values there are 2^(e - M) apart
@@ -72,7 +72,7 @@ def bf16(x):
 Quantized = namedtuple("Quantized", "codes scales")
 
 def scales_of(f, amax):
-    s = np.maximum(amax / f.max, F32(2.0**-126))  # so that 1 / s is finite
+    s = np.maximum(amax / f.fmax, F32(2.0**-126))  # so that 1 / s is finite
     return np.where(amax == 0, F32(1), s)
 
 def quantize_tensor(f, x):
@@ -104,15 +104,15 @@ Moment = namedtuple("Moment", "codes max k")  # of n moment groups: (n, 128), (n
 
 def expansion_exponent(max_magnitude, min_magnitude, f=E4M3):
     with np.errstate(divide="ignore"):  # if all magnitudes are equal, any k is exact
-        k = np.log2(float(f.max) / float(f.min)) / np.log2(max_magnitude.astype(float) / min_magnitude)
+        k = np.log2(float(f.fmax) / float(f.fmin)) / np.log2(max_magnitude.astype(float) / min_magnitude)
     return np.clip(np.rint(256 * k) / 256, 1 / 16, 64).astype(F32)
 
 def expand(x, max_magnitude, k, f=E4M3):
     # In FP64, because the quotient may underflow in FP32. It is 0 in a moment group of zeros.
     ratio = np.abs(x).astype(float) / np.maximum(max_magnitude, 2.0**-149)
-    return (np.sign(x) * f.max * ratio ** k).astype(F32)
+    return (np.sign(x) * f.fmax * ratio ** k).astype(F32)
 def contract(y, max_magnitude, k, f=E4M3):
-    root = (np.abs(y) / f.max).astype(float) ** (1 / k)
+    root = (np.abs(y) / f.fmax).astype(float) ** (1 / k)
     return (np.sign(y) * max_magnitude * root).astype(F32)
 
 def store_moment(x, f=E4M3):
@@ -128,20 +128,23 @@ def store_moment(x, f=E4M3):
 def load_moment(codes, max_magnitude, k, f=E4M3):
     return contract(decode(f, codes), max_magnitude, k, f)
 
-def adamw(w, g, m, v, step, lr, matrix=True, beta1=F32(0.9), beta2=F32(0.95), eps=F32(1e-8), decay=F32(0.1)):
-    """One step of the FP32 master weights w (n, 128), without clipping. Weights move by the new moments before the
-    moments are quantized. matrix=False is for norms: their moments are FP32, and their weights do not decay."""
-    if matrix:
-        m = load_moment(*m)
-        v = load_moment(*v)
+def adamw(w, g, m, v, step, lr, decay, beta1=F32(0.9), beta2=F32(0.95), eps=F32(1e-8)):
+    """One step in FP32, without clipping -> the new master weights w, and the new moments m and v."""
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * (g * g)
     m_hat = m / F32(1 - float(beta1) ** step)
     v_hat_sqrt = np.sqrt(v) / F32(np.sqrt(1 - float(beta2) ** step))
     update = m_hat / (v_hat_sqrt + eps)
-    if not matrix:
-        return w - F32(lr) * update, m, v
-    return w - F32(lr) * (update + decay * w), store_moment(m), store_moment(v)
+    return w - F32(lr) * (update + decay * w), m, v
+
+def update_matrix(w, g, m, v, step, lr):
+    """A step of a matrix: w and g (n, 128), with moments in FP8. The weights move by the new moments before these are
+    quantized."""
+    w, new_m, new_v = adamw(w, g, load_moment(*m), load_moment(*v), step, lr, decay=F32(0.1))
+    return w, store_moment(new_m), store_moment(new_v)
+def update_norm(w, g, m, v, step, lr):
+    """A step of a norm's weight: its moments are FP32, and it does not decay."""
+    return adamw(w, g, m, v, step, lr, decay=F32(0))
 
 # --- 4. Operators on FP32 (gradients: lesson 7). x is (tokens, C), weights are (out, in). A micro-batch has B sequences
 # of T tokens. C is the hidden size, F the feed-forward size; attention has NH heads of HS features, C = NH HS. dX is
@@ -217,61 +220,61 @@ def attention_backward(qkv, out, dout, T, HS):
 #                                                  one scale for the tensor
 #      norm1_input, norm2_input, gate_up           E4M3; a scale for each      norms and activation, in both passes
 #                                                  1x16 group
-#      residual sums                               BF16                        the next sum (the norm reads the FP32
-#                                                                              sum in groups: norm1_input, norm2_input)
+#      residual sums                               FP32                        the next sum, which rounds it to BF16;
+#                                                                              the norm's quantizer
 #      outputs of norms and activation, dgate_up   FP32                        the quantizer of a linear layer
-#      dnorm1_input, dnorm2_input                  FP32                        the sum that makes the next dx
+#      dnorm1_input, dnorm2_input                  FP32                        the sum that makes the next dresidual
 #      all others                                  BF16                        attention, and the quantizers
 # Backward computes the outputs of norms and of the activation function once more. It takes the derivative of rounding
 # as 1 (straight-through estimation), and evaluates every other derivative at the values that forward used.
-# What a layer saves: qkv and attention_output as BF16 values, the others in groups.
-Saved = namedtuple("Saved", "norm1_input qkv attention_output norm2_input gate_up")
+# What a layer saves: qkv and attended as BF16 values, the others in groups.
+Saved = namedtuple("Saved", "norm1_input qkv attended norm2_input gate_up")
 
 def linear(x, w):
     return bf16(gemm_operand(E4M3, x) @ gemm_operand(E4M3, w).T)  # fprop: y = x w^T
 def linear_backward(x, w, g):
-    """g is the gradient of the output -> the gradients of x and w."""
+    """x, w, and the gradient g of the output -> the gradients of x and w."""
     g_operand = gemm_operand(GRADIENT_FORMAT, g)
     dx = bf16(g_operand @ gemm_operand(E4M3, w))    # dgrad: dx = g w
     dw = bf16(g_operand.T @ gemm_operand(E4M3, x))  # wgrad: dw = g^T x
     return dx, dw
 
 def layer_forward(w, x, T, HS):
-    """The residual stream x (tokens, C) -> the stream after the layer, and what is saved. Each residual sum is FP32,
-    and has two readers: the norm reads it quantized in groups, the next sum reads it rounded to BF16."""
+    """The residual stream x (tokens, C) -> the stream after the layer, and what is saved. Both are FP32 sums with two
+    readers: the norm reads a sum quantized in groups, and the next sum reads it rounded to BF16."""
     norm1_input = quantize_groups(x)                                              # (tokens, C)
     qkv = linear(rms_norm(dequantize_groups(*norm1_input), w["norm1"]), w["qkv"])
     qkv = bf16(rope(qkv, T, HS))                                                  # (tokens, 3 C)
-    attention_output = bf16(attention(qkv, T, HS))                                # (tokens, C)
-    sum_after_attention = bf16(x) + linear(attention_output, w["attention_out"])
+    attended = bf16(attention(qkv, T, HS))                                        # (tokens, C)
+    sum_after_attention = bf16(x) + linear(attended, w["attention_out"])
     norm2_input = quantize_groups(sum_after_attention)                            # (tokens, C)
     gate_up = linear(rms_norm(dequantize_groups(*norm2_input), w["norm2"]), w["gate_up"])
     gate_up = quantize_groups(gate_up)                                            # (tokens, 2 F): gate, then up
     out = bf16(sum_after_attention) + linear(activation(dequantize_groups(*gate_up)), w["down"])
-    return out, Saved(norm1_input, qkv, attention_output, norm2_input, gate_up)
+    return out, Saved(norm1_input, qkv, attended, norm2_input, gate_up)
 
-def layer_backward(w, saved, dx, T, HS):
-    """dx (tokens, C), the gradient of the residual stream after the layer -> that before the layer, and the gradients
-    of the weights."""
+def layer_backward(w, saved, dresidual, T, HS):
+    """dresidual (tokens, C), the gradient of the residual stream after the layer -> the gradient of the stream before
+    the layer, and the gradients of the weights."""
     norm1_input = dequantize_groups(*saved.norm1_input)
     norm2_input = dequantize_groups(*saved.norm2_input)
     gate_up = dequantize_groups(*saved.gate_up)
     dw = {}
-    dact, dw["down"] = linear_backward(activation(gate_up), w["down"], dx)        # (tokens, F)
-    dgate_up = activation_backward(gate_up, dact)                                 # (tokens, 2 F)
+    dact, dw["down"] = linear_backward(activation(gate_up), w["down"], dresidual)  # (tokens, F)
+    dgate_up = activation_backward(gate_up, dact)                                  # (tokens, 2 F)
     dnorm2, dw["gate_up"] = linear_backward(rms_norm(norm2_input, w["norm2"]), w["gate_up"], dgate_up)
     dnorm2_input, dw["norm2"] = rms_norm_backward(norm2_input, w["norm2"], dnorm2)
-    dx = bf16(dx + dnorm2_input)                                                  # (tokens, C)
-    dattention_output, dw["attention_out"] = linear_backward(saved.attention_output, w["attention_out"], dx)
-    dqkv = bf16(attention_backward(saved.qkv, saved.attention_output, dattention_output, T, HS))
-    dqkv = bf16(rope(dqkv, T, HS, sign=-1))                                       # rotated back
+    dresidual = bf16(dresidual + dnorm2_input)                                     # (tokens, C)
+    dattended, dw["attention_out"] = linear_backward(saved.attended, w["attention_out"], dresidual)
+    dqkv = bf16(attention_backward(saved.qkv, saved.attended, dattended, T, HS))
+    dqkv = bf16(rope(dqkv, T, HS, sign=-1))                                        # rotated back
     dnorm1, dw["qkv"] = linear_backward(rms_norm(norm1_input, w["norm1"]), w["qkv"], dqkv)
     dnorm1_input, dw["norm1"] = rms_norm_backward(norm1_input, w["norm1"], dnorm1)
-    return bf16(dx + dnorm1_input), dw
+    return bf16(dresidual + dnorm1_input), dw
 
 # --- 6. A whole model: an embedding, one layer, a final norm, and a head that is the embedding transposed.
 def head_loss_and_gradients(norm, head, x, targets):
-    """The stream after the last layer -> the mean cross entropy in nats; gradients of x, norm and head."""
+    """The stream x after the last layer -> the mean cross entropy in nats; the gradients of x, norm and head."""
     x = bf16(x)
     y = bf16(rms_norm(x, norm))  # this norm and the head read BF16
     p = softmax(bf16(y @ head.T))  # (tokens, vocabulary)
@@ -303,18 +306,17 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
         # Only the optimizer reads master weights. (The reference rounds ties of weights away from 0: split_master.)
         w = {name: bf16(x) for name, x in master.items()}
         output, saved = layer_forward(w, w["embedding"][tokens], T, HS)
-        loss, dx, dfinal, dembedding = head_loss_and_gradients(w["final_norm"], w["embedding"], output, targets)
-        dx, gradients = layer_backward(w, saved, dx, T, HS)
-        # The head and the embedding are one matrix, so their gradients add up. (The reference rounds the gradient to
-        # BF16 after the head and once more after the embedding, this file only once, below.)
-        np.add.at(dembedding, tokens, dx)
+        loss, dresidual, dfinal, dembedding = head_loss_and_gradients(w["final_norm"], w["embedding"], output, targets)
+        dresidual, gradients = layer_backward(w, saved, dresidual, T, HS)
+        # The head and the embedding are one matrix, so their gradients are added. (The reference rounds the sum to BF16
+        # after each of the two. This file rounds it once, below.)
+        np.add.at(dembedding, tokens, dresidual)
         gradients = {"final_norm": dfinal, "embedding": dembedding, **gradients}
 
         for name, g in gradients.items():
-            is_matrix = name in rows
-            shape = (-1, 128) if is_matrix else g.shape  # a matrix consists of moment groups
-            w32, m[name], v[name] = adamw(master[name].reshape(shape), bf16(g).reshape(shape), m[name], v[name], step,
-                                          lr * min(1, step / 20), matrix=is_matrix)
+            update, shape = (update_matrix, (-1, 128)) if name in rows else (update_norm, g.shape)
+            w32, m[name], v[name] = update(master[name].reshape(shape), bf16(g).reshape(shape), m[name], v[name], step,
+                                           lr * min(1, step / 20))
             master[name] = w32.reshape(g.shape)
         yield Step(loss, output, saved, gradients)
 
@@ -348,8 +350,8 @@ if __name__ == "__main__":
     saved = coat[0].saved
     size = sum(saved_bytes(x) for x in saved)
     print("A layer saves for each token, in bytes (C is the hidden size, F the feed-forward size):")
-    print(f"  here, F = C             COAT {size / saved.attention_output.size} C, BF16 16 C")
-    # 8 C for qkv and attention_output; in groups C for each of two norms, and 2 F = 2 x 2.6875 C for gate and up.
+    print(f"  here, F = C             COAT {size / saved.attended.size} C, BF16 16 C")
+    # qkv and attended take 8 C. In groups are C values for each of two norms, and 2 F = 2 x 2.6875 C for gate and up.
     llama = 8 + (2 + 2 * 2.6875) * (1 + 2 / GROUP_WIDTH)
     print(f"  Llama-2-7B, F = 2.69 C  COAT {llama:.1f} C, BF16 22.8 C")
 

@@ -57,8 +57,8 @@ def formats():
         ax.spines["left"].set_visible(False)
         ax.set_xticks([2.0**e for e in range(-16, 17, 4)])
         ax.tick_params(labelbottom=True)
-        ax.text(f.max, 1.1, f"largest: {float(f.max):,.0f}", ha="center", color=theme["blue"])
-        ax.text(f.min, 1.1, f"smallest: $2^{{{int(np.log2(f.min))}}}$", ha="center", color=theme["red"])
+        ax.text(f.fmax, 1.1, f"largest: {float(f.fmax):,.0f}", ha="center", color=theme["blue"])
+        ax.text(f.fmin, 1.1, f"smallest: $2^{{{int(np.log2(f.fmin))}}}$", ha="center", color=theme["red"])
     axes[1].set_xlabel("value (logarithmic)\nBlue: normal values, equally dense in each power of two\n"
                        "Red: subnormal values, equally spaced")
 
@@ -119,9 +119,9 @@ def landing():
     zero, low, high = 2.0**-7.6, 2.0**-8.2, 2.0**6  # where 0 is drawn, and the ends of the axis
     _, axes = plt.subplots(3, 1, figsize=(PAGE, 6.8), sharex=True)
     for ax, (name, f, s) in zip(axes, rows):
-        subnormal, normal = s * f.min / 2, s * 2.0 ** (1 - f.bias)  # where the zones begin
+        subnormal, normal = s * f.fmin / 2, s * 2.0 ** (1 - f.bias)  # where the zones begin
         for begin, end, color, words in ((low, subnormal, "red", "becomes 0"), (subnormal, normal, "gold", "subnormal"),
-                                         (normal, s * f.max, "blue", "normal, up to 30,000" if s * f.max > high else "normal")):
+                                         (normal, s * f.fmax, "blue", "normal, up to 30,000" if s * f.fmax > high else "normal")):
             begin, end = max(begin, low), min(end, high)
             if end > 2 * begin:
                 ax.text((begin * end)**0.5, -0.27, words, ha="center", va="center", fontsize=9.5, color=theme[color])
@@ -280,7 +280,7 @@ def tails(gradients):
     counts.set_yticks([1e-4, 1e-2, 1, 100], ["0.0001", "0.01", "1", "100"])
     counts.minorticks_off()
     for y, f, name in ((1, coat.E4M3, "E4M3"), (0, coat.E5M2, "E5M2")):
-        normal, zero = np.log2(2.0 ** (1 - f.bias) / float(f.max)), np.log2(float(f.min) / 2 / float(f.max))
+        normal, zero = np.log2(2.0 ** (1 - f.bias) / float(f.fmax)), np.log2(float(f.fmin) / 2 / float(f.fmax))
         for low, high, color, words in ((-41, zero, "red", "becomes\n0"), (zero, normal, "gold", "sub-\nnormal"),
                                         (normal, 0, "blue", "normal")):
             zones.barh(y, high - low, 0.55, low, color=theme[color], alpha=0.3)

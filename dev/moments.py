@@ -99,7 +99,7 @@ def main(checkpoint):
     table, parts = errors(m, v, pairs), {}
     for halvings in (0, 1, 2):
         # k stretches a moment group to FMAX / (FMIN 2^halvings)
-        f = coat.E4M3._replace(min=coat.E4M3.min * 2**halvings)
+        f = coat.E4M3._replace(fmin=coat.E4M3.fmin * 2**halvings)
         parts[halvings] = (functools.partial(fp8, f, True),) * 2
     json.dump({"step": int(newest.name.partition("-")[2]), "elements": m.size, "m": ranges(m), "v": ranges(v),
                "update": {a: {b: table[a, b] for b in CODINGS} for a in CODINGS},

@@ -269,9 +269,9 @@ NUMPY_TEST_CASE("coat.py: k and codes of moments; a step of AdamW with FP8 momen
     folder.put("w", w), folder.put("g", g), folder.put("m", m), folder.put("v", v);
     folder.numpy(R"(
 w, g, m, v = (load(name, -1, 128) for name in "wgmv")
-save("new_norm", adamw(w, g, m, v, step=5, lr=0.01, matrix=False)[0])
+save("new_norm", update_norm(w, g, m, v, step=5, lr=0.01)[0])
 m, v = store_moment(m), store_moment(v)
-new_w, new_m, new_v = adamw(w, g, m, v, step=5, lr=0.01)
+new_w, new_m, new_v = update_matrix(w, g, m, v, step=5, lr=0.01)
 for name, stored in (("m", m), ("v", v), ("new_m", new_m), ("new_v", new_v)):
     for part, x in zip((".codes", ".max", ".k"), stored):
         save(name + part, x)
