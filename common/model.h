@@ -37,7 +37,21 @@ inline int64_t micro_batches_of_step(const RunSettings& s) { return s.micro_batc
 
 inline LinearFormats linear_formats(const RunSettings& s) { return linear_formats(s.recipe, s.B * s.T); }
 
-// Error if a run with these settings is not supported. The CPU has the limits of GPUs, too.
+// The format in which gradients are summed over the micro-batches of a step. All parameters have the same
+// format: the compute format if no sum has more than four gradients, else FP32. (Every addition to a BF16 sum
+// rounds it, so its error grows with the number of gradients.) A micro-batch adds one gradient to the sum of
+// a parameter. It adds two to the sum of an embedding that is also the head. For example, in a model with
+// such an embedding:
+//   2 micro-batches   4 gradients   BF16
+//   3 micro-batches   6 gradients   FP32
+// The micro-batches of all ranks count, so the format does not depend on the number of ranks. (On a GPU the
+// sum of the head has a rule of its own: head_sum_in_fp32() in gpu/memory_layout.h.)
+inline Format gradient_format(const RunSettings& s) {
+    return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute_format;
+}
+
+// These checks can wait: an Error if a run with these settings is not supported. The CPU has the limits of
+// GPUs, too.
 inline void require_supported(const RunSettings& s) {
     require_supported(s.config);
     if (s.T > s.config.longest_sequence())
@@ -60,19 +74,6 @@ inline void require_supported(const RunSettings& s) {
         throw Error("--optimizer ", s.optimizer.name,
                     " has one scale for a whole tensor, but each rank holds only a part of it; "
                     "use one rank, or another --optimizer.");
-}
-
-// The format in which gradients are summed over the micro-batches of a step. All parameters have the same
-// format: the compute format if no sum has more than four gradients, else FP32. (Every addition to a BF16 sum
-// rounds it, so its error grows with the number of gradients.) A micro-batch adds one gradient to the sum of
-// a parameter. It adds two to the sum of an embedding that is also the head. For example, in a model with
-// such an embedding:
-//   2 micro-batches   4 gradients   BF16
-//   3 micro-batches   6 gradients   FP32
-// The micro-batches of all ranks count, so the format does not depend on the number of ranks. (On a GPU the
-// sum of the head has a rule of its own: head_sum_in_fp32() in gpu/memory_layout.h.)
-inline Format gradient_format(const RunSettings& s) {
-    return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute_format;
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
-// train.cpp - the training loop. Every rank goes through it, and all ranks take the same decisions. What it
-// uses, besides run.h, and where it is declared:
+// train.cpp - the training loop. Every rank goes through it, and all ranks take the same decisions. Besides
+// run.h it uses these things of other files:
 //   checkpoints.h        create_and_lock_output_folder(), save(), save_last(), note_checkpoint(),
 //                        read_or_fail_together()
 //   clock.h              now(): the time in seconds. length_of_minute()
 //   report.h             what is printed: validate_and_report(), print_step(), ...
 //   processes.h          signal_received: the signal that has come to this process, or 0
 //   data/checkpoint.h    find_checkpoint(). LoopState, the type of run.state
-//   common/text.h               printable(): text that a terminal can show
+//   common/text.h        printable(): text that a terminal can show
 #include <cmath>
 
 #include "../data/files.h"

@@ -1,6 +1,5 @@
-// reference/operators.cpp - 4. Operators, forward and backward. dX is the gradient of the loss with respect
-// to X. The matrix multiplication is in reference/matmul.cpp: it has to be fast, and the rest can be
-// understood without it.
+// reference/operators.cpp - 4. Operators, forward and backward. dX is the gradient of X. The matrix
+// multiplication is in reference/matmul.cpp: it has to be fast, and the rest can be understood without it.
 #include "operators.h"
 
 #include <algorithm>
@@ -119,8 +118,8 @@ template <class Real> static Real tanh_of_gelu(Real x) {
     return std::tanh(Real(GELU_SCALE) * (x + Real(GELU_CUBE) * x * x * x));
 }
 
-// The activation function. Gated: act = silu(gate) * up with silu(a) = a * sigmoid(a). Else act =
-// gelu(gate_up).
+// The activation function. If gated, act = silu(gate) * up with silu(a) = a * sigmoid(a); else
+// act = gelu(gate_up).
 template <class Real>
 void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, Real* act) {
 #pragma omp parallel for
@@ -335,8 +334,8 @@ double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride
 // ===========================================================================================================
 // Templates
 
-// The compiler generates the code of a template only where it is told to. Here it is, for the callers in
-// other files.
+// The compiler generates the code of a template only where it is told to. Here it is told so for the callers
+// in other files.
 // clang-format off
 #define INSTANTIATE(Real)                                                                                   \
     template void norm_forward(bool, Real, int64_t, int64_t, const Real*, const Real*, const Real*, Real*); \

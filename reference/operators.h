@@ -1,9 +1,9 @@
 // reference/operators.h - 4. Operators, forward and backward: matrix multiplication, norm, activation, RoPE,
 // attention, cross entropy.
 //
-// All pointers are to row-major arrays, with shapes such as (rows, cols). The template parameter Real is
-// float. It is double only where tests compare gradients with finite differences: that is the only reason for
-// the templates.
+// All pointers are to row-major arrays, with shapes such as (rows, cols). dX is the gradient of X. Backward
+// functions add to the gradients of parameters, and overwrite all other gradients. The template parameter
+// Real is float. It is double only where tests compare gradients with finite differences.
 #pragma once
 #include <vector>
 
@@ -11,8 +11,6 @@
 #include "../common/step.h"
 
 namespace coat::reference {
-
-// Backward functions add to the gradients of parameters, and overwrite all others. dX is the gradient of X.
 
 // An operand of matmul(). Its element (row, col) is data[row * row_stride + col * col_stride], so a transpose
 // costs nothing.
@@ -31,8 +29,8 @@ template <class Real> MatrixView<Real> transposed_view(const std::vector<Real>& 
 template <class Real>
 void matmul(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real> b, Real* c);
 
-// x, y, dy, dx: (N, C). weight, bias, dweight, dbias: (C).
-// RMSNorm if rms, else LayerNorm. For RMSNorm bias is null, and dbias may be null.
+// RMSNorm if `rms`, else LayerNorm. x, y, dy, dx: (N, C). weight, bias, dweight, dbias: (C). RMSNorm has no
+// bias: `bias` is null, and dbias may be null.
 template <class Real>
 void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                   const Real* bias, Real* y);
@@ -40,25 +38,27 @@ template <class Real>
 void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias);
 
-// RMSNorm of each head of q and of k in qkv (N, qkv_cols), in place. weight, dweight: (2 HS), [of q | of k].
-// Backward: qkv are the inputs of the norms; dqkv, the gradient of their outputs, becomes the gradient of
-// their inputs.
+// These two can wait: only Qwen3 needs them. RMSNorm of each head of q and of k in qkv (N, qkv_cols), in
+// place. weight, dweight: (2 HS), [of q | of k]. In backward qkv has the inputs of the norms, and dqkv, the
+// gradient of their outputs, becomes the gradient of their inputs.
 template <class Real>
 void qk_norms_forward(const ModelConfig& config, int64_t N, const Real* weight, Real* qkv);
 template <class Real>
 void qk_norms_backward(const ModelConfig& config, int64_t N, const Real* qkv, const Real* weight, Real* dqkv,
                        Real* dweight);
 
-// gate_up, dgate_up: (N, 2F) = [gate | up] if gated, else (N, F). act, dact: (N, F).
+// The activation function: SiLU(gate) * up if `gated`, else GELU. gate_up, dgate_up: (N, 2F) = [gate | up] if
+// gated, else (N, F). act, dact: (N, F).
 template <class Real>
 void activation_forward(bool gated, int64_t N, int64_t F, const Real* gate_up, Real* act);
 template <class Real>
 void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, const Real* dact,
                          Real* dgate_up);
 
-// Rotates q and k of qkv (B, T, qkv_cols) in place. Pairs are (i, i + HS/2), as in Hugging Face. The backward
-// pass rotates the gradients by the opposite angle (inverse = true).
-double rope_frequency(const ModelConfig& config, int64_t i);  // of pair i, 0 <= i < HS / 2
+// RoPE rotates q and k of qkv (B, T, qkv_cols) in place. A pair is (i, i + HS/2), as in Hugging Face. The
+// backward pass rotates the gradients by the opposite angle (inverse = true). rope_frequency() is that of
+// pair i, 0 <= i < HS / 2.
+double rope_frequency(const ModelConfig& config, int64_t i);
 template <class Real> void rope(const ModelConfig& config, int64_t B, int64_t T, Real* qkv, bool inverse);
 
 // Causal attention. qkv, dqkv: (B, T, qkv_cols). out, dout: (B, T, NH * HS). lse: (B, NH, T), the log-sum-exp

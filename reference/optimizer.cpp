@@ -22,8 +22,8 @@ namespace coat::reference {
 // k = log(R) / log(R_X), rounded to a multiple of 1/256, and limited to [1/16, 64].
 //   - Rounding: logarithms of CPU and GPU differ in their last bits. After rounding, most k are the same on
 //     both. (The released code rounds down to a multiple of 1/16, which costs precision.)
-//   - The upper limit: if all magnitudes are equal, log(R_X) is 0. Any k is exact then, because all codes are
-//     those of FMAX or -FMAX, and contract() gives max or -max. 64 is taken.
+//   - The upper limit: if all magnitudes are equal, log(R_X) is 0. Then any k is exact, because all codes are
+//     those of FMAX or -FMAX, and contract() gives max or -max. So k is 64.
 //   - The lower limit never changes k: the widest R_X of FP32 is 2^277, and its k in E4M3 is 16/256.
 float expansion_exponent(Format f, float max_magnitude, float min_magnitude) {
     const float k_min = 1.0f / 16.0f, k_max = 64.0f;

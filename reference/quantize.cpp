@@ -126,7 +126,7 @@ static void compute_codes(const float* x, StoredMatrix& stored) {
 }
 
 // Adds the errors of all elements of x (rows, cols) to statistics. A value is saturated if it lies above
-// FMAX s by more than half the spacing of values at FMAX. In E4M3 the spacing at 448 is 32:
+// FMAX s by more than half the spacing of values there. In E4M3 the spacing at 448 is 32:
 //   |x| up to 464 s   is rounded to 448 s, as any value is rounded to its neighbour
 //   |x| beyond 464 s  is saturated
 static void measure_quant_errors(const float* x, const StoredMatrix& stored, QuantStats& stats) {
@@ -139,7 +139,7 @@ static void measure_quant_errors(const float* x, const StoredMatrix& stored, Qua
     }
 }
 
-// First the scales of all scale blocks, then all elements.
+// Computes the scales of all scale blocks, and then all elements.
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const TensorFormat& format,
                       QuantStats* stats, std::optional<float> scale) {
     StoredMatrix stored{.elements = {}, .scales = {}, .rows = rows, .cols = cols, .format = format};
@@ -177,8 +177,8 @@ Floats dequantize(const StoredMatrix& stored) {
 // decoded values. (This is called fake quantization.)
 //
 // If the GEMM sums along the columns of x, the granularity is that of the transpose (the end of
-// common/formats.h). So the transpose is quantized. If it has the same scale blocks as x, quantizing x itself
-// gives the same values.
+// common/formats.h), so the transpose is quantized. If the transpose has the same scale blocks as x,
+// quantizing x itself gives the same values.
 Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const TensorFormat& format,
                     SumAlong sum_along, QuantStats* stats, std::optional<float> scale) {
     if (sum_along == SumAlong::Row || format.granularity.transpose_has_same_blocks())
