@@ -150,9 +150,9 @@ public:
     // --- A whole pass ---
 
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses, without gradient_weight. Backward adds to `gradients` those of
-    // gradient_weight * (sum of the losses). With gradient_weight = 1 / (targets of the step that count), all
-    // micro-batches of the step together give the gradients of the mean loss.
+    // of the losses. Backward adds to `gradients` those of gradient_weight * (sum of the losses). With
+    // gradient_weight = 1 / (targets of the step that count), all micro-batches of the step together give the
+    // gradients of the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, double gradient_weight,
                            bool backward) {
         const MicroBatchShape shape{.B = settings.B, .T = settings.T};
