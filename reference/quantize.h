@@ -26,7 +26,8 @@ struct StoredMatrix {
 float scale_of(const TensorFormat& format, float amax);  // the scale of a scale block with this amax
 float compute_amax(const float* x, int64_t n);           // the amax of n values
 
-// Stores x (rows, cols) as `format` says.
+// Stores x (rows, cols) as `format` says. (In FP32 and BF16 nothing is quantized: the values are only
+// rounded.)
 //   stats   null, or where the errors are added if the format is FP8
 //   scale   for PER_TENSOR only: the scale to use in place of the just-in-time scale
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const TensorFormat& format,
