@@ -384,8 +384,8 @@ public:
         core_attention_forward(micro_batch, layer, qkv);
         // attention output projection: (N, q_cols) -> (N, C)
         const TensorRef branch = allocate_tensor(micro_batch.N, config_.C);
-        const TensorRef attention_output = saved_tensor(micro_batch, layer, SavedKind::AttentionOutput);
-        layer.attention_out_proj.fprop(lazy_stored(attention_output), branch);
+        const TensorRef attended = saved_tensor(micro_batch, layer, SavedKind::Attended);
+        layer.attention_out_proj.fprop(lazy_stored(attended), branch);
         // residual sum, which saves the input of norm 2
         add_branch_and_save(residual, norm1, branch, norm2_of(micro_batch, layer));
     }
@@ -396,16 +396,16 @@ public:
     // --attention groups. Without these they do nothing, or return the tensor that they are given: see the
     // section "q, k, v and the output of attention", which can wait.
     void core_attention_forward(const MicroBatch& micro_batch, const Layer& layer, const TensorRef& qkv) {
-        const TensorRef saved_output = saved_tensor(micro_batch, layer, SavedKind::AttentionOutput);
+        const TensorRef saved_output = saved_tensor(micro_batch, layer, SavedKind::Attended);
         const TensorRef output = allocate_buffer_if_needed(saved_output);
         if (rope_at_projection())
             rope(rope_args(micro_batch), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
         save_and_reload(qkv, saved_tensor(micro_batch, layer, SavedKind::Qkv));
         const TensorRef attention_qkv = make_attention_input(micro_batch, layer, qkv);
         attention_forward(attention_shape_args(micro_batch), attention_qkv.data, output.data,
-                          saved_log_sum_exp(micro_batch, layer),
-                          place_for_attention_output_amax(layer, saved_output), stream_);
-        save_attention_output(layer, output, saved_output);
+                          saved_log_sum_exp(micro_batch, layer), place_for_attended_amax(layer, saved_output),
+                          stream_);
+        save_attended(layer, output, saved_output);
     }
 
     // The second half of a layer (table of its kernels: at the top of this file). next: the norm that reads
@@ -647,12 +647,12 @@ public:
         const TensorRef dqkv = dqkv_in_place_ ? tensor_at(place_of_gate_up, micro_batch.N, config_.qkv_cols())
                                               : allocate_tensor(micro_batch.N, config_.qkv_cols());
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from
-        // attention output projection: wgrad and dgrad -> dattention_output (N, q_cols)
-        const TensorRef dattention_output = allocate_tensor(micro_batch.N, config_.q_cols());
-        attention_out_proj_backward(micro_batch, layer, dattention_output);
+        // attention output projection: wgrad and dgrad -> dattended (N, q_cols)
+        const TensorRef dattended = allocate_tensor(micro_batch.N, config_.q_cols());
+        attention_out_proj_backward(micro_batch, layer, dattended);
         // attention with rotary positions
         begin_bucket(micro_batch, layer.qkv_proj.bucket());
-        core_attention_backward(micro_batch, layer, dattention_output, dqkv);
+        core_attention_backward(micro_batch, layer, dattended, dqkv);
         until_dqkv.end();
         // q, k, v projection, norm 1
         const auto g_amax_from =
@@ -662,32 +662,32 @@ public:
         finish_bucket(micro_batch, layer.qkv_proj.bucket());
     }
     void attention_out_proj_backward(const MicroBatch& micro_batch, Layer& layer,
-                                     const TensorRef& dattention_output) {
+                                     const TensorRef& dattended) {
         const Arena::Scope scope(arena_);
         begin_bucket(micro_batch, layer.attention_out_proj.bucket());
         const Operand g_operand = layer.attention_out_proj.make_g_operand_and_add_dbias(
             lazy_stored(dresidual(micro_batch)), LinearLayer::AmaxFrom::EarlierKernel);
-        layer.attention_out_proj.wgrad(
-            g_operand, lazy_stored(saved_tensor(micro_batch, layer, SavedKind::AttentionOutput)),
-            micro_batch.overwrites_gradients);
-        layer.attention_out_proj.dgrad(g_operand, dattention_output);
+        layer.attention_out_proj.wgrad(g_operand,
+                                       lazy_stored(saved_tensor(micro_batch, layer, SavedKind::Attended)),
+                                       micro_batch.overwrites_gradients);
+        layer.attention_out_proj.dgrad(g_operand, dattended);
         finish_bucket(micro_batch, layer.attention_out_proj.bucket());
     }
-    // dattention_output -> dqkv, the gradient of what the q, k, v projection has written; and the amax of
+    // dattended -> dqkv, the gradient of what the q, k, v projection has written; and the amax of
     // dqkv. (Qwen3: without the amax, because the backward pass of qk_norms follows, which changes dqkv.)
-    void core_attention_backward(const MicroBatch& micro_batch, Layer& layer,
-                                 const TensorRef& dattention_output, const TensorRef& dqkv) {
+    void core_attention_backward(const MicroBatch& micro_batch, Layer& layer, const TensorRef& dattended,
+                                 const TensorRef& dqkv) {
         const TensorRef qkv = allocate_and_load_if_needed(saved_tensor(micro_batch, layer, SavedKind::Qkv));
-        const TensorRef attention_output =
-            allocate_and_load_if_needed(saved_tensor(micro_batch, layer, SavedKind::AttentionOutput));
+        const TensorRef attended =
+            allocate_and_load_if_needed(saved_tensor(micro_batch, layer, SavedKind::Attended));
         void* const workspace =
             arena_.allocate(static_cast<int64_t>(attention_workspace(attention_shape_args(micro_batch))));
         const TensorRef attention_qkv = make_attention_input(micro_batch, layer, qkv);
         attention_backward(attention_shape_args(micro_batch),
                            {.qkv = attention_qkv.data,
-                            .out = attention_output.data,
+                            .out = attended.data,
                             .lse = saved_log_sum_exp(micro_batch, layer),
-                            .dout = dattention_output.data,
+                            .dout = dattended.data,
                             .dqkv = dqkv.data,
                             .workspace = workspace,
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
@@ -787,10 +787,10 @@ public:
     }
     // The output of attention is the x of attention_out_proj. Its amax comes from attention_forward(). With
     // --attention groups x is what the groups hold, and its amax takes a pass of its own.
-    float* place_for_attention_output_amax(const Layer& layer, const TensorRef& saved) const {
+    float* place_for_attended_amax(const Layer& layer, const TensorRef& saved) const {
         return saved.format.is_fp8() ? nullptr : layer.attention_out_proj.place_for_x_amax();
     }
-    void save_attention_output(const Layer& layer, const TensorRef& buffer, const TensorRef& saved) {
+    void save_attended(const Layer& layer, const TensorRef& buffer, const TensorRef& saved) {
         save_and_reload(buffer, saved);
         if (saved.format.is_fp8()) layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved));
     }

@@ -77,9 +77,10 @@ struct ModelConfig {
 // What a transformer layer saves for backward (paper, table 2). The passes of a layer are layer_forward() and
 // layer_backward() of reference/network.h on the CPU, and model.cu on a GPU.
 
-// The saved tensors, in the order of the rows of saved_per_layer(). Backward needs the outputs of norms and
-// of the activation function, too. It computes them again from the saved inputs, which costs little.
-enum class SavedKind : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
+// The saved tensors, in the order of the rows of saved_per_layer(). `Attended` is attention's output.
+// Backward needs the outputs of norms and of the activation function, too. It computes them again from the
+// saved inputs, which costs little.
+enum class SavedKind : uint8_t { Norm1Input, Qkv, Attended, LogSumExp, Norm2Input, GateUp };
 
 // A saved tensor (N, cols). The log-sum-exp has the shape (B, NH, T), so it has N * NH elements, and its
 // `cols` is NH.
@@ -97,7 +98,7 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const
     return {
         {.kind = SavedKind::Norm1Input, .name = "norm 1 input", .cols = config.C, .format = r.saved_inputs},
         {.kind = SavedKind::Qkv, .name = "q, k, v", .cols = config.qkv_cols(), .format = r.saved_attention},
-        {.kind = SavedKind::AttentionOutput, .name = "attention output", .cols = config.q_cols(),
+        {.kind = SavedKind::Attended, .name = "attention output", .cols = config.q_cols(),
          .format = r.saved_attention},
         {.kind = SavedKind::LogSumExp, .name = "attention log-sum-exp", .cols = config.NH,
          .format = PLAIN_FP32},

@@ -262,7 +262,7 @@ private:
             for (OperandKind o : LINEAR_OPERANDS) {
                 DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
-                d.amax = largest_of_ranks(d.amax);
+                d.amax = largest_over_ranks(d.amax);
                 d.update_history_and_scale(format_of(settings_.recipe, o).element_format);
             }
     }
@@ -280,7 +280,7 @@ private:
         for (int64_t theirs : all_gather(mine)) sum += theirs;
         return sum;
     }
-    float largest_of_ranks(float mine) const {
+    float largest_over_ranks(float mine) const {
         for (float theirs : all_gather(mine)) mine = std::max(mine, theirs);
         return mine;
     }
