@@ -25,7 +25,7 @@ inline double divisor_of_mean(const int32_t* targets, int64_t n) {
 // -----------------------------------------------------------------------------------------------------------
 // The settings of AdamW
 
-// What a step of AdamW is given besides parameters and gradients.
+// What a step of AdamW is given besides parameters, gradients and moments.
 struct AdamWOptions {
     // The number of this update, from 1; skipped steps do not count. The bias correction depends on it, and
     // so do the random bits with which weights without a master are rounded (rounding_key(), in random.h).

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""COAT (arXiv 2410.19313) in 367 lines of NumPy: FP8 training, to be read from top to bottom.
+"""COAT (arXiv 2410.19313) in 369 lines of NumPy: FP8 training, to be read from top to bottom.
 
     python3 dev/coat.py        trains a small model in FP32 and in COAT, and compares the two
 
@@ -314,7 +314,9 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
         gradients = {"final_norm": dfinal, "embedding": dembedding, **gradients}
 
         for name, g in gradients.items():
-            update, shape = (update_matrix, (-1, 128)) if name in rows else (update_norm, g.shape)
+            is_matrix = name in rows
+            update = update_matrix if is_matrix else update_norm
+            shape = (-1, 128) if is_matrix else g.shape  # a matrix consists of moment groups
             w32, m[name], v[name] = update(master[name].reshape(shape), bf16(g).reshape(shape), m[name], v[name], step,
                                            lr * min(1, step / 20))
             master[name] = w32.reshape(g.shape)
