@@ -1,22 +1,24 @@
 // adamw.cu - section 4 of the paper on the GPU: a step of AdamW whose moments m and v are stored in FP8, with
 // dynamic range expansion (interface: adamw.h; the same on the CPU: reference/optimizer.cpp).
 //
-// One kernel clips the gradients, decodes m and v, updates m, v and the weights in FP32, and encodes the new
-// m and v. The equations of AdamW stand in part 1 of gpu/adamw.cuh, those of the codes in part 1 here.
+// One kernel clips the gradients, decodes m and v, updates m, v and the weights in FP32 by the equations of
+// gpu/adamw.cuh, and encodes the new m and v.
 //
-// What is stored. An element of a moment is a byte, its FP8 code. 128 consecutive elements are a moment
-// group, which has two FP32 values, its moment scaling. They say how the codes are decoded:
-//   max   the largest magnitude in the moment group
-//   k     the expansion exponent (part 1)
-// The paper's scale is not stored, because it follows from both: s = max^k / FMAX.
+//   1. dynamic range expansion of one element of a moment
+//   2. a thread's eight elements of m, and its eight of v
+//   3. new moment scalings, and how a warp keeps those of its elements
+//   4. the kernel
+//   5. the launch
+//
+// Parts 1 and 2 need only what adamw.h says. The rest of this comment is for parts 3 and 4.
 //
 // Words for parts of a parameter, from small to large:
 //   span     128 consecutive elements. Their first moments are one moment group, and their second moments
-//            another. So a span has four fields: max and k of m, and max and k of v
+//            another. So a span has two moment scalings, which are four fields: max and k of m, and max and k
+//            of v
 //   pair     two neighbouring spans: what a warp updates at a time
 //   bundle   eight neighbouring spans, which are four pairs and have 32 fields: what a warp owns
-//   shard    on one GPU, the whole parameter (adamw.h). The rank's order is then the order of
-//            all parameters
+//   shard    on one GPU, the whole parameter (adamw.h). The rank's order is then the order of all parameters
 //
 // Who owns what. A warp updates the pairs of its bundle one after the other. Half a warp (16 lanes) has one
 // span of the pair, and a thread eight consecutive elements of this span:
@@ -44,7 +46,8 @@
 // Together they save 15%: on an H200 this kernel updates Llama-2-7B in 26.0 ms, and the best kernel without
 // them in 30.6 ms.
 //
-// dev/ladders/adamw.cu builds up the ideas of this kernel one by one, in kernels that have fewer cases.
+// If this is too steep, dev/ladders/adamw.cu builds up the ideas of this kernel one by one, in kernels that
+// have fewer cases.
 #include "gpu/adamw.cuh"
 
 namespace coat::gpu {
@@ -66,7 +69,7 @@ template <class Value> __device__ Value load_global(const void* from) {
 }
 
 // ===========================================================================================================
-// 1. Dynamic range expansion of one moment (paper, section 4.2)
+// 1. Dynamic range expansion of one element of a moment (paper, section 4.2)
 //
 // A power a^b is computed as 2^(b log2 a). Each logarithm and each exponential is one instruction
 // (gpu/device.cuh).
@@ -117,7 +120,7 @@ __device__ float inverse_of_max(float max) {
 }
 
 // Contract: |x| / max = (|y| / FMAX)^(1/k). log2_ratio is log2(|y| / FMAX), from a table. (The CPU's
-// contract() returns x. Here the multiplication by max is done later, together with that by beta.)
+// contract() returns x. Here the factor max is left out: FactoredMoments in gpu/adamw.cuh.)
 __device__ float contract_to_ratio(float inverse_k, float log2_ratio) {
     return fast_exp2(log2_ratio * inverse_k);
 }
@@ -180,7 +183,7 @@ template <class Traits> __device__ uint2 encode_with_signs(ChunkValues& y, const
 template <class Traits, Path PATH>
 __device__ uint2 encode_moments(const MomentScaling& scaling, const ChunkValues& x) {
     const float inverse_max = inverse_of_max(scaling.max);
-    const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, scaling.max));  // for the last branch
+    const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, scaling.max));  // used without expansion
     ChunkValues y;
     for (int j = 0; j < CHUNK; j++) {
         if (PATH == Path::Careful)
@@ -192,18 +195,18 @@ __device__ uint2 encode_moments(const MomentScaling& scaling, const ChunkValues&
 }
 
 __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight: byte j % 4 of one of two words
-    return (j < 4 ? codes.x : codes.y) >> 8 * (j % 4) & 0xFFu;
+    return ((j < 4 ? codes.x : codes.y) >> (8 * (j % 4))) & 0xFFu;
 }
 
 // Tables in shared memory, one for the codes of m and one for those of v. The entry for a code of the value
 // y, without its sign, is log2(y / FMAX). (Without expansion it is y.) The tables save a thread 16 logarithms
 // for each span.
-constexpr int MAGNITUDES = 128;  // the number of codes without a sign
+constexpr int CODES_WITHOUT_SIGN = 128;  // a code has 8 bits, one of them the sign
 struct Tables {
-    float m[MAGNITUDES], v[MAGNITUDES];
+    float m[CODES_WITHOUT_SIGN], v[CODES_WITHOUT_SIGN];
 };
-template <class Traits> __device__ void fill_table(float (&table)[MAGNITUDES]) {
-    for (uint32_t code = threadIdx.x; code < MAGNITUDES; code += blockDim.x) {
+template <class Traits> __device__ void fill_table(float (&table)[CODES_WITHOUT_SIGN]) {
+    for (uint32_t code = threadIdx.x; code < CODES_WITHOUT_SIGN; code += blockDim.x) {
         const float y = decode_pair(Traits::E5M2, code).x;
         table[code] = Traits::EXPANDS ? log2f(y) - log2f(Traits::FMAX) : y;
     }
@@ -220,12 +223,12 @@ template <class Traits> __device__ float with_sign(float magnitude, uint32_t cod
 //   max / FMAX   without expansion: the scale
 template <class Traits, Path PATH>
 __device__ FactoredMoments decode_moments(const MomentScaling& scaling, uint2 codes,
-                                          const float (&table)[MAGNITUDES]) {
+                                          const float (&table)[CODES_WITHOUT_SIGN]) {
     const float inverse_k = fast_reciprocal(scaling.k);
     FactoredMoments moments;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t code = code_of(codes, j);
-        float magnitude = table[code % MAGNITUDES];
+        float magnitude = table[code % CODES_WITHOUT_SIGN];
         if (PATH == Path::Careful) magnitude = contract_carefully(scaling, inverse_k, magnitude);
         else if (Traits::EXPANDS) magnitude = contract_to_ratio(inverse_k, magnitude);
         moments.unscaled[j] = with_sign<Traits>(magnitude, code);
@@ -445,17 +448,18 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
     constexpr int STRIDE = WARPS_PER_BLOCK * SPANS_PER_BUNDLE;  // spans from a warp's bundle to its next one
     if (begin >= end) return 0;
     const ElementsOfThread<W> elements(a, shard);
-    // lane_field says which field this lane keeps. old_, new_ and next_lane_field are values of this field.
-    const FieldOfLane lane_field(shard, elements.shard_spans);
+    // The field that this lane keeps, and below its values: of the bundle before and after the update, and of
+    // the next bundle.
+    const FieldOfLane field(shard, elements.shard_spans);
     // 0 or 1: which half of the warp, and which span of the pair.
     const int half = threadIdx.x % 32 / LANES_PER_SPAN;
     uint32_t largest_bits = 0;
     LoadedElements<W> next_elements = elements.load(begin + half);
-    float next_lane_field = lane_field.load(begin);
+    float next_field_value = field.load(begin);
     for (int bundle_begin = begin; bundle_begin < end; bundle_begin += STRIDE) {
-        const float old_lane_field = next_lane_field;
-        next_lane_field = lane_field.load(bundle_begin + STRIDE);
-        float new_lane_field = 0;
+        const float old_field_value = next_field_value;
+        next_field_value = field.load(bundle_begin + STRIDE);
+        float new_field_value = 0;
         // The last bundle of the shard may have fewer than four pairs.
         const int pairs = min(PAIRS_PER_BUNDLE, (elements.shard_spans - bundle_begin + 1) / SPANS_PER_PAIR);
 #pragma unroll 1  // one copy of this long body
@@ -465,12 +469,12 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
             // After the last pair of the warp this loads some other span, which nobody uses.
             next_elements =
                 elements.load(pair + 1 < pairs ? span + SPANS_PER_PAIR : bundle_begin + STRIDE + half);
-            const SpanFields old_fields = fields_from_lanes(old_lane_field, pair);
+            const SpanFields old_fields = fields_from_lanes(old_field_value, pair);
             const SpanFields new_fields =
                 update_span<W, MTraits, VTraits>(elements, span, loaded, old_fields, tables, largest_bits);
-            if (pair == lane_field.pair_in_bundle) new_lane_field = lane_field.choose_from(new_fields);
+            if (pair == field.pair_in_bundle) new_field_value = field.choose_from(new_fields);
         }
-        lane_field.store(bundle_begin, new_lane_field);
+        field.store(bundle_begin, new_field_value);
     }
     return largest_bits;
 }
@@ -502,9 +506,12 @@ __device__ SpanRange spans_of_shard(const Shard& shard) {
     return {.begin = begin, .end = begin + ceil_div(shard.size, MOMENT_GROUP_SIZE)};
 }
 
-// A block goes through the shards to which its spans belong. In each shard warp 0 takes the first bundle,
-// warp 1 the second, and so on; after the last warp, warp 0 takes the next bundle. A bundle belongs to the
-// block that has its first span: so the beginning and the end of a block's spans are rounded up to a bundle.
+// A thread block goes through the shards to which its spans belong. In each shard warp 0 takes the first
+// bundle, warp 1 the second, and so on; after the last warp, warp 0 takes the next bundle.
+//
+// The range of a block's spans may begin or end within a bundle. A bundle belongs to the block that has its
+// first span. So the block begins with the first bundle that begins in its range (its number is begin / 8,
+// rounded up), and completes the last bundle that begins there.
 template <class W, class MTraits, class VTraits>
 __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_kernel(const AdamWArguments a) {
     __shared__ Tables tables;

@@ -24,15 +24,21 @@ struct Weights {
     Format format;
 };
 
-// One moment, m or v, of one shard. In COAT it is FP8 codes, and `max` and `k` are the moment scalings of its
-// moment groups (common/formats.h). In other optimizers:
+// One moment, m or v, of one shard. In COAT an element is a byte, its FP8 code. 128 consecutive elements are
+// a moment group, which has two FP32 values, its moment scaling (common/formats.h):
+//   max   the largest magnitude in the moment group
+//   k     the expansion exponent
+// They say how the codes are decoded. The paper's scale follows from both, s = max^k / FMAX, so it is not
+// stored.
+//
+// In other optimizers (this can wait):
 //   one scale for the tensor   max[0] is the amax that decodes the codes. During an update the amax of the
 //                              new moment is found in max[1]
 //   FP32, BF16                 max is null
 struct MomentRef {
     void* data;  // in `format`, padded to whole moment groups; padding stays zero
-    float* max;
-    float* k;  // null without expansion
+    float* max;  // one for each moment group
+    float* k;    // one for each moment group; null without expansion
     Format format;
 };
 

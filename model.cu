@@ -121,7 +121,7 @@ struct ResidualStream {
 
     // Where a residual sum is stored that the norm `next` is to read.
     ResidualSumOutputs outputs_for(const ResidualNorm& next) const {
-        return {.x_out = next.saves_groups() ? buffer : TensorRef{},
+        return {.sum_out = next.saves_groups() ? buffer : TensorRef{},
                 .next_norm = next.norm,
                 .norm_output_amax_out = next.place_for_output_amax()};
     }

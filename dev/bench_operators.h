@@ -313,8 +313,8 @@ private:
         const Norm n{random(rows, c_.C, q), weight,     bias, memory_.take<RowStatistics>(rows * 8),
                      c_.arch.rms,           c_.norm_eps};
         const TensorRef x = random(rows, c_.C), branch = random(rows, c_.C);
-        const TensorRef x_out = q.is_fp8() ? random(rows, c_.C) : TensorRef{};
-        residual_add(x, branch, {x_out, n, nullptr}, stream_);  // for statistics
+        const TensorRef sum_out = q.is_fp8() ? random(rows, c_.C) : TensorRef{};
+        residual_add(x, branch, {sum_out, n, nullptr}, stream_);  // for statistics
         return n;
     }
     // dresidual_in: no tensor for the final norm, where the residual stream ends.

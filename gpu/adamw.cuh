@@ -1,7 +1,11 @@
-// gpu/adamw.cuh - what the kernels of an update share: those of adamw.cu, for moments as COAT stores them,
-// and those of other_optimizers.cu.
+// gpu/adamw.cuh - what the kernels of an update share: that of adamw.cu, for moments in FP8 moment groups,
+// and those of other_optimizers.cu, for other moments.
 //
-//   1. AdamW of eight elements
+// A thread updates eight consecutive elements at a time. It loads their gradients, weights and moments,
+// decodes the moments (adamw.cu), computes new moments and new weights in FP32 (part 1), rounds and stores
+// the weights (part 2), and encodes and stores the moments (adamw.cu).
+//
+//   1. the equations of AdamW, for eight elements
 //   2. eight weights in registers, and how they are rounded when they are stored
 //   3. the arguments of the kernels
 #pragma once
@@ -12,7 +16,7 @@
 namespace coat::gpu {
 
 // ===========================================================================================================
-// 1. AdamW of eight elements
+// 1. The equations of AdamW, for eight elements
 //
 //   m = b1 m + (1 - b1) g
 //   v = b2 v + (1 - b2) g^2
@@ -28,9 +32,12 @@ struct AdamWKernelConstants {
     float root_factor, scaled_eps;
 };
 
-// Eight old elements of a moment, decoded in two parts: element j is factor * unscaled[j]. The factor is the
-// same for all eight. (In a moment group of COAT it is max.) So the product of the factor and b1, or b2, is
-// computed once. Then one multiplication decodes an old element and lets it decay.
+// Eight old elements of a moment, as two factors: element j is factor * unscaled[j]. For example, an element
+// of a moment group in COAT is max * (|y| / FMAX)^(1/k), where y is the value of its code. There the factor
+// is max, the same for all eight.
+//
+// Why they are not multiplied at once: an element is only needed times b1, or b2. The product of the factor
+// and b1 is computed once for all eight. So one multiplication less is needed for each element.
 struct FactoredMoments {
     float factor;
     ChunkValues unscaled;
@@ -67,8 +74,8 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
 // ===========================================================================================================
 // 2. Eight weights in registers, and how they are rounded when they are stored
 //
-// A kernel is compiled for each kind of weights: Bf16Weights<true> with masters, Bf16Weights<false> without,
-// and Fp32Weights. All have these functions:
+// A kernel is compiled for each kind of weights: Bf16Weights<true> with masters, as in COAT by default,
+// Bf16Weights<false> without, and Fp32Weights. All have these functions:
 //   constructor       `first` is a position in the rank's order, from which i counts below
 //   load(), unpack()  eight weights, from position first + i on
 //   store()           rounds eight weights and, if they are live, writes them. It raises largest_bits, the
@@ -80,8 +87,8 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
 //   with a master      the number is 0x8000, which rounds to nearest, and ties away from zero. Then what the
 //                      weight lacks fits in 16 bits, the remainder: bits = (weight << 16) + signed remainder.
 //                      So the remainder is the lower half of the sum, minus 0x8000. In 16 bits that is the
-//                      lower half with its highest bit flipped. (The bits are those of split_master() on the
-//                      CPU)
+//                      lower half of the sum with its highest bit flipped, or simply bits & 0xFFFF, as
+//                      split_master() on the CPU computes it
 //   without a master   the number is 16 random bits, so that an update is kept on average. Rounding to
 //                      nearest would lose every update below half the distance to the next BF16 value
 template <bool MASTER> struct Bf16Weights {
@@ -115,11 +122,12 @@ template <bool MASTER> struct Bf16Weights {
         if constexpr (!MASTER) {
             PlainView<bf16>::unpack(loaded.weights.words, v);
         } else {
-            // The flipped remainder is the lower half of the sum, and the bits are the sum minus 0x8000.
+            // A remainder with its highest bit flipped is the lower half of the sum; the bits are the sum
+            // minus 0x8000. A word has two weights, or two remainders.
             for (int j = 0; j < CHUNK; j++) {
-                const uint32_t remainders = loaded.remainders.words[j / 2] ^ 0x80008000u;
+                const uint32_t two_lower_halves = loaded.remainders.words[j / 2] ^ 0x80008000u;
                 const uint32_t sum =
-                    __byte_perm(remainders, loaded.weights.words[j / 2], j % 2 ? UPPER : LOWER);
+                    __byte_perm(two_lower_halves, loaded.weights.words[j / 2], j % 2 ? UPPER : LOWER);
                 v[j] = __uint_as_float(sum - 0x8000u);
             }
         }
@@ -131,7 +139,7 @@ template <bool MASTER> struct Bf16Weights {
         uint32_t sums[CHUNK];
         for (int j = 0; j < CHUNK; j++) {
             // Each of the two random numbers has 16 bits for each of four weights.
-            const uint32_t random_16 = static_cast<uint32_t>(random[j / 4] >> 16 * (j % 4) & 0xFFFF);
+            const uint32_t random_16 = static_cast<uint32_t>((random[j / 4] >> (16 * (j % 4))) & 0xFFFF);
             sums[j] = __float_as_uint(v[j]) + (MASTER ? 0x8000u : random_16);
             largest_bits = max(largest_bits, sums[j] & 0x7FFF0000u);
         }
@@ -144,7 +152,7 @@ template <bool MASTER> struct Bf16Weights {
     }
 };
 
-// FP32 weights, which are their own masters: the fp32 recipe.
+// FP32 weights, which are their own masters: those of the recipe fp32. (This can wait.)
 struct Fp32Weights {
     using LoadedChunk = PlainView<float>::LoadedChunk;
     PlainView<float> weights;

@@ -13,10 +13,10 @@ namespace {
 // x: the thread's chunks of one input row. Returns the largest magnitude of the norm's output in these
 // chunks, as bits. A chunk that is not live lies past the end of the row, or its row lies past the last row.
 template <class Element, class Live>
-__device__ uint32_t amax_bits_of_norm(const Norm& n, const ChunkValues (&x)[ROW_CHUNKS],
+__device__ uint32_t amax_bits_of_norm(const Norm& n, const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD],
                                       RowStatistics statistics, Live live) {
     uint32_t largest_bits = 0;
-    for (int c = 0; c < ROW_CHUNKS; c++) {
+    for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         if (!live(c)) continue;
         ChunkValues weight, bias;
         load_weight_and_bias<Element>(n, first_column(c), weight, bias);
@@ -27,56 +27,53 @@ __device__ uint32_t amax_bits_of_norm(const Norm& n, const ChunkValues (&x)[ROW_
     return largest_bits;
 }
 
-// Which row of `first` and which row of `second` add up to a given row of the sum.
+// The kernel adds rows of two tensors, a and b. Row r of the sum is
+//   residual_add()   a[r] + b[r]: the residual stream and a branch; tokens is null
+//   embed()          a[tokens[r]] + b[r % T]: the embedding and the positions
 struct RowsToAdd {
-    int64_t first, second;
+    int64_t of_a, of_b;
 };
-
-// Row r of the sum is
-//   residual_add()   first[r] + second[r], the residual stream and a branch; tokens is null
-//   embed()          first[tokens[r]] + second[r % T], the embedding and the positions
 __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* tokens, int64_t T) {
-    RowsToAdd from{.first = row, .second = row};
+    RowsToAdd add{.of_a = row, .of_b = row};
     if (tokens) {
-        if (row < rows) from.first = tokens[row];
-        from.second = static_cast<uint32_t>(row) % static_cast<uint32_t>(T);
+        if (row < rows) add.of_a = tokens[row];
+        add.of_b = static_cast<uint32_t>(row) % static_cast<uint32_t>(T);
     }
-    return from;
+    return add;
 }
 
-// The kernel of residual_add() and of embed() (gpu/norm.h): sum = first + second, (N, C), by rows_to_add().
-// `second` may be no tensor. The sum is written to x_out, if that is a tensor, and to norm_input, the memory
-// of next_norm.in. For that norm, the kernel computes the row statistics and, if norm_output_amax_out is not
-// null, the amax of the norm's output.
+// The kernel of residual_add() and of embed() (gpu/norm.h). It adds a and b, by rows_to_add(); b may be no
+// tensor. It writes the sum (N, C) to sum_out, if that is a tensor, and to norm_input, the memory of
+// next_norm.in. For that norm, it computes the row statistics and, if norm_output_amax_out is not null, the
+// amax of the norm's output.
 template <class StoredView, class Element = typename StoredView::ComputeElement>
-__global__ void __launch_bounds__(32 * ROW_WARPS)
-    residual_add_kernel(PlainView<Element> first, PlainView<Element> second, const int32_t* tokens, int64_t T,
-                        PlainView<Element> x_out, StoredView norm_input, const Norm next_norm,
+__global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
+    residual_add_kernel(PlainView<Element> a, PlainView<Element> b, const int32_t* tokens, int64_t T,
+                        PlainView<Element> sum_out, StoredView norm_input, const Norm next_norm,
                         float* norm_output_amax_out) {
     using LoadedChunk = typename PlainView<Element>::LoadedChunk;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next_norm.in.rows, C = next_norm.in.cols;
     auto live = [&](int c) { return row < rows && first_column(c) < C; };
-    const RowsToAdd from = rows_to_add(row, rows, tokens, T);
-    // `first` and `second` are tensors, from.first and from.second the rows of them that are added.
-    LoadedChunk loaded_first[ROW_CHUNKS] = {}, loaded_second[ROW_CHUNKS] = {};
-    for (int c = 0; c < ROW_CHUNKS; c++) {
+    const RowsToAdd add = rows_to_add(row, rows, tokens, T);
+    LoadedChunk loaded_a[MAX_CHUNKS_PER_THREAD] = {}, loaded_b[MAX_CHUNKS_PER_THREAD] = {};
+    for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         if (!live(c)) continue;
-        loaded_first[c] = first.load(from.first * C + first_column(c));
-        if (second.data) loaded_second[c] = second.load(from.second * C + first_column(c));
+        loaded_a[c] = a.load(add.of_a * C + first_column(c));
+        if (b.data) loaded_b[c] = b.load(add.of_b * C + first_column(c));
     }
-    ChunkValues for_norm[ROW_CHUNKS] = {};  // the sum, as it is saved: the norm reads it
+    ChunkValues for_norm[MAX_CHUNKS_PER_THREAD] = {};  // the sum, as it is saved: the norm reads it
 #pragma unroll
-    for (int c = 0; c < ROW_CHUNKS; c++) {
+    for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         const int64_t i = row * C + first_column(c);
-        ChunkValues addend, for_next_sum;
-        first.unpack(loaded_first[c], for_next_sum);
-        second.unpack(loaded_second[c], addend);
-        if (second.data)
-            for (int j = 0; j < CHUNK; j++) for_next_sum[j] = __fadd_rn(for_next_sum[j], addend[j]);
+        ChunkValues b_values, for_next_sum;
+        a.unpack(loaded_a[c], for_next_sum);
+        b.unpack(loaded_b[c], b_values);
+        if (b.data)
+            for (int j = 0; j < CHUNK; j++) for_next_sum[j] = __fadd_rn(for_next_sum[j], b_values[j]);
         // The sum is needed twice, because each of the two stores rounds its copy in place.
         for (int j = 0; j < CHUNK; j++) for_norm[c][j] = for_next_sum[j];
-        if (x_out.data) x_out.round_in_place_and_store(i, for_next_sum, live(c));
+        if (sum_out.data) sum_out.round_in_place_and_store(i, for_next_sum, live(c));
         norm_input.round_in_place_and_store(i, for_norm[c], live(c));
     }
     RowSum sum_over_row;
@@ -88,16 +85,15 @@ __global__ void __launch_bounds__(32 * ROW_WARPS)
 }
 
 // Launches residual_add_kernel(); the two operators below say what it does.
-void launch_residual_add(const char* what, const TensorRef& first, const TensorRef& second,
-                         const int32_t* tokens, int64_t T, const ResidualSumOutputs& out,
-                         cudaStream_t stream) {
+void launch_residual_add(const char* what, const TensorRef& a, const TensorRef& b, const int32_t* tokens,
+                         int64_t T, const ResidualSumOutputs& out, cudaStream_t stream) {
     const Norm& next_norm = out.next_norm;
     const dim3 block = block_shape(next_norm.in.cols);
     with_view(next_norm.in, [&](auto in) {
         using Element = typename decltype(in)::ComputeElement;
         launch(what, residual_add_kernel<decltype(in)>, block_count(next_norm.in.rows, block.y), block,
-               /*shared_bytes=*/0, stream, plain_view<Element>(first.data), plain_view<Element>(second.data),
-               tokens, T, plain_view<Element>(out.x_out.data), in, next_norm, out.norm_output_amax_out);
+               /*shared_bytes=*/0, stream, plain_view<Element>(a.data), plain_view<Element>(b.data), tokens,
+               T, plain_view<Element>(out.sum_out.data), in, next_norm, out.norm_output_amax_out);
     });
 }
 

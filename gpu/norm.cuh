@@ -1,22 +1,23 @@
 // gpu/norm.cuh - what the kernels of norms share: how threads share out rows, sums over a row, and the
 // statistics of a row.
 //
-// How threads share out rows. A team, one warp or several, holds a row in registers. A block has one team or
-// several: threadIdx.y is the number of a team in its block, threadIdx.x the number of a thread in its team.
+// How threads share out rows. A team, one warp or several, holds a row in registers. A thread block has one
+// team or several: threadIdx.y is the number of a team in its block, threadIdx.x that of a thread in its
+// team.
 #pragma once
 #include "lazy_tensor.cuh"
 #include "norm.h"
 
 namespace coat::gpu {
 
-constexpr int ROW_CHUNKS = 4;  // the most chunks that a thread has of a row
-constexpr int ROW_WARPS = 16;  // the most warps of a team
+constexpr int MAX_CHUNKS_PER_THREAD = 4;  // of a row
+constexpr int MAX_WARPS_PER_TEAM = 16;
 
-// The shape of a block for rows of C columns. A team has as few warps as can hold a row. (ROW_WARPS of them
-// hold 2^14 columns; require_supported() in common/known_models.h allows no more.) A block has four teams of
-// one warp, or two of two warps, or one larger team.
+// The shape of a thread block for rows of C columns. A team has as few warps as can hold a row.
+// (MAX_WARPS_PER_TEAM of them hold 2^14 columns; require_supported() in common/known_models.h allows no
+// more.) A block has four teams of one warp, or two of two warps, or one larger team.
 inline dim3 block_shape(int64_t C) {
-    const int64_t warps = ceil_div(C, 32 * CHUNK * ROW_CHUNKS);
+    const int64_t warps = ceil_div(C, 32 * CHUNK * MAX_CHUNKS_PER_THREAD);
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
 }
 // The first column of chunk 0, 1, 2 or 3 of this thread. Neighbouring threads have neighbouring chunks.
@@ -33,8 +34,8 @@ struct RowSum {
     // threads get the same bits. All threads of the block call it, because it synchronizes them. (The
     // compiler makes two buffers for each COUNT.)
     template <int COUNT> __device__ void operator()(float (&x)[COUNT]) {
-        __shared__ float buffers[2][COUNT][ROW_WARPS];
-        float(&parts)[COUNT][ROW_WARPS] = buffers[buffer];
+        __shared__ float buffers[2][COUNT][MAX_WARPS_PER_TEAM];
+        float(&parts)[COUNT][MAX_WARPS_PER_TEAM] = buffers[buffer];
         buffer ^= 1;
         for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
         const int warps = blockDim.x / 32, first_warp = threadIdx.y * warps;
@@ -60,15 +61,14 @@ inline __device__ float inverse_root(float squares, int64_t C, float eps) {
 
 // The statistics of a row. x: the thread's chunks of the row; a chunk past the end of the row is zeros.
 //
-// Backward needs the same bits as forward: wgrad quantizes the norm's output once more, with the amax that
-// forward has found (the comment above norm_backward_kernel() says more). The backward pass of LayerNorm
-// calls this function, too. That of RMSNorm takes the sum of squares together with another sum, but adds in
-// the same order.
-inline __device__ RowStatistics row_statistics(const ChunkValues (&x)[ROW_CHUNKS], int64_t C, bool rms,
-                                               float eps, RowSum& sum_over_row) {
+// The backward pass of LayerNorm calls this function, too. That of RMSNorm takes the sum of squares together
+// with another sum, but adds in the same order. So backward has the same bits as forward. (The comment above
+// norm_backward_kernel() says why it needs them.)
+inline __device__ RowStatistics row_statistics(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], int64_t C,
+                                               bool rms, float eps, RowSum& sum_over_row) {
     float sum[1] = {0};
     if (!rms) {
-        for (int c = 0; c < ROW_CHUNKS; c++)
+        for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
             for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
         sum_over_row(sum);
     } else {
@@ -76,7 +76,7 @@ inline __device__ RowStatistics row_statistics(const ChunkValues (&x)[ROW_CHUNKS
     }
     const float mean = __fdiv_rn(sum[0], static_cast<float>(C));
     float square[1] = {0};
-    for (int c = 0; c < ROW_CHUNKS; c++)
+    for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
         for (int j = 0; j < CHUNK; j++) {
             const float deviation = first_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             square[0] = __fmaf_rn(deviation, deviation, square[0]);

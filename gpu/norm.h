@@ -15,12 +15,12 @@ namespace coat::gpu {
 // the amax of its output, are computed from what is stored there. What is written:
 //
 //   field                      norms 1 and 2 in coat           final norm; in bf16, all norms
-//   x_out                      the sum, in BF16                null: next_norm.in has the same values
+//   sum_out                    the sum, in BF16                null: next_norm.in has the same values
 //   next_norm.in               the sum, in groups              the sum, in BF16
 //   next_norm.row_statistics   written                         written
 //   norm_output_amax_out       the amax of the norm's output   null: the output is not quantized
 struct ResidualSumOutputs {
-    TensorRef x_out;              // (N, C) the sum, rounded. It may be the memory of an operand of the sum
+    TensorRef sum_out;            // (N, C) the sum, rounded. It may be the memory of an operand of the sum
     Norm next_norm;               // the norm that reads the sum
     float* norm_output_amax_out;  // the amax of the norm's output
 };
@@ -52,7 +52,7 @@ struct NormBackwardTensors {
 //
 // The function also writes the row statistics of the norm again. Afterwards lazy_norm(n) may be read, until
 // another norm writes its row statistics to the same memory or n.in is overwritten.
-void norm_backward(const Norm& n, const NormBackwardTensors& g, float* workspace, cudaStream_t stream);
+void norm_backward(const Norm& n, const NormBackwardTensors& tensors, float* workspace, cudaStream_t stream);
 int64_t norm_backward_workspace_floats(int64_t C);
 
 }  // namespace coat::gpu

@@ -46,20 +46,20 @@ __device__ void write_partials(const float4* sums_of_teams, int C, float* partia
 // A thread's chunks of a row, as they are stored: of the norm's input, of dy, and of dresidual_in.
 template <class StoredView> struct LoadedRow {
     using LoadedGradient = typename PlainView<typename StoredView::ComputeElement>::LoadedChunk;
-    typename StoredView::LoadedChunk x[ROW_CHUNKS];
-    LoadedGradient dy[ROW_CHUNKS], dresidual[ROW_CHUNKS];
+    typename StoredView::LoadedChunk x[MAX_CHUNKS_PER_THREAD];
+    LoadedGradient dy[MAX_CHUNKS_PER_THREAD], dresidual[MAX_CHUNKS_PER_THREAD];
 };
 
 // A row as dx needs it: the thread's chunks of xhat, and three numbers of the whole row.
 struct NormedRow {
-    ChunkValues xhat[ROW_CHUNKS];
+    ChunkValues xhat[MAX_CHUNKS_PER_THREAD];
     RowStatistics statistics;
     float mean_d;  // RMSNorm: 0
     float mean_d_xhat;
 
     // Computes xhat from x, once the statistics are known.
-    __device__ void set_xhat(const ChunkValues (&x)[ROW_CHUNKS]) {
-        for (int c = 0; c < ROW_CHUNKS; c++)
+    __device__ void set_xhat(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD]) {
+        for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
             for (int j = 0; j < CHUNK; j++) xhat[c][j] = (x[c][j] - statistics.mean) * statistics.rstd;
     }
 };
@@ -85,7 +85,7 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
         LoadedRow<StoredView> loaded{};
         if (row >= norm.in.rows) return loaded;
         const int64_t row_begin = row * norm.in.cols;
-        for (int c = 0; c < ROW_CHUNKS; c++) {
+        for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
             if (!inside_row(c)) continue;
             loaded.x[c] = input.starting_at(row_begin).load(first_column(c));
             loaded.dy[c] = dy_in.starting_at(row_begin).load(first_column(c));
@@ -105,7 +105,7 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
 
     // Calls f(c, j, d) for each element that the thread has of the row: element j of chunk c, d = dy weight.
     template <class F> __device__ void for_each_d(const LoadedRow<StoredView>& loaded, F f) const {
-        for (int c = 0; c < ROW_CHUNKS; c++) {
+        for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
             if (!inside_row(c)) continue;
             ChunkValues dy, weight;
             get_dy_and_weight(loaded, c, dy, weight);
@@ -115,15 +115,15 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
 
     // All threads of the block call it, because it takes sums along rows.
     __device__ NormedRow normalize(const LoadedRow<StoredView>& loaded, RowSum& sum_over_row) const {
-        ChunkValues x[ROW_CHUNKS];
-        for (int c = 0; c < ROW_CHUNKS; c++) input.unpack(loaded.x[c], x[c]);
+        ChunkValues x[MAX_CHUNKS_PER_THREAD];
+        for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) input.unpack(loaded.x[c], x[c]);
         if constexpr (RMS) return normalize_by_rms(loaded, x, sum_over_row);
         else return normalize_by_mean_and_std(loaded, x, sum_over_row);
     }
 
     // LayerNorm: the statistics come first, and then the means, which need xhat.
     __device__ NormedRow normalize_by_mean_and_std(const LoadedRow<StoredView>& loaded,
-                                                   const ChunkValues (&x)[ROW_CHUNKS],
+                                                   const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD],
                                                    RowSum& sum_over_row) const {
         NormedRow row;
         row.statistics = row_statistics(x, norm.in.cols, /*rms=*/false, norm.eps, sum_over_row);
@@ -142,7 +142,8 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
 
     // RMSNorm: mean(d xhat) is mean(d x) / rms. So both sums are of x, and are taken together.
     __device__ NormedRow normalize_by_rms(const LoadedRow<StoredView>& loaded,
-                                          const ChunkValues (&x)[ROW_CHUNKS], RowSum& sum_over_row) const {
+                                          const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD],
+                                          RowSum& sum_over_row) const {
         float sum[2] = {0, 0};  // of x^2, and of d x
         for_each_d(loaded, [&](int c, int j, float d) {
             sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
@@ -164,7 +165,7 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
                                     float4* dweight, float4* dbias, float& largest) const {
         if (row >= norm.in.rows) return;
         const uint32_t C = static_cast<uint32_t>(norm.in.cols);
-        for (int c = 0; c < ROW_CHUNKS; c++) {
+        for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
             if (!inside_row(c)) continue;
             const ChunkValues& xhat = normed.xhat[c];
             ChunkValues dy, weight, dresidual, dweight_of_row;
@@ -190,7 +191,7 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
 // overwritten those of forward. Their bits must be those of forward: wgrad computes the norm's output from
 // them and quantizes it with the amax from forward, and a larger value would saturate.
 template <class StoredView, bool RMS, int CHUNKS>
-__global__ void __launch_bounds__(32 * ROW_WARPS)
+__global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     norm_backward_kernel(const NormBackward<StoredView, RMS, CHUNKS> backward, float* dresidual_amax_out,
                          float* partials) {
     const int64_t rows = backward.norm.in.rows;
@@ -225,45 +226,45 @@ constexpr int NORM_BLOCKS_PER_SM = 4;
 int most_norm_blocks() { return multiprocessors() * NORM_BLOCKS_PER_SM; }
 
 template <class StoredView, bool RMS, int CHUNKS>
-void launch_norm_backward(const Norm& n, StoredView in, const NormBackwardTensors& g, float* workspace,
+void launch_norm_backward(const Norm& n, StoredView in, const NormBackwardTensors& tensors, float* workspace,
                           unsigned blocks, cudaStream_t stream) {
     using Element = typename StoredView::ComputeElement;
     const dim3 block = block_shape(n.in.cols);
     const NormBackward<StoredView, RMS, CHUNKS> backward{
         .norm = n,
         .input = in,
-        .dy_in = plain_view<Element>(g.dy.data),
-        .dresidual_in = plain_view<Element>(g.dresidual_in.data),
-        .dresidual_out = plain_view<Element>(g.dresidual_out.data)};
+        .dy_in = plain_view<Element>(tensors.dy.data),
+        .dresidual_in = plain_view<Element>(tensors.dresidual_in.data),
+        .dresidual_out = plain_view<Element>(tensors.dresidual_out.data)};
     const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
     launch("norm_backward", norm_backward_kernel<StoredView, RMS, CHUNKS>, blocks, block, shared_bytes,
-           stream, backward, g.dresidual_amax_out, workspace);
+           stream, backward, tensors.dresidual_amax_out, workspace);
 }
 
 // At the usual widths a thread has 3 chunks (768 columns), or 4 (multiples of 1024). A round is one chunk for
 // each thread of a team.
 template <class StoredView, bool RMS>
-void launch_for_width(const Norm& n, StoredView in, const NormBackwardTensors& g, float* workspace,
+void launch_for_width(const Norm& n, StoredView in, const NormBackwardTensors& tensors, float* workspace,
                       unsigned blocks, cudaStream_t stream) {
     const int64_t C = n.in.cols, columns_per_round = block_shape(C).x * CHUNK;
     auto* launch_variant = launch_norm_backward<StoredView, RMS, /*CHUNKS=*/0>;
     if (C == 3 * columns_per_round) launch_variant = launch_norm_backward<StoredView, RMS, 3>;
     if (C == 4 * columns_per_round) launch_variant = launch_norm_backward<StoredView, RMS, 4>;
-    launch_variant(n, in, g, workspace, blocks, stream);
+    launch_variant(n, in, tensors, workspace, blocks, stream);
 }
 
 }  // namespace
 
 int64_t norm_backward_workspace_floats(int64_t C) { return 2 * most_norm_blocks() * C; }
 
-void norm_backward(const Norm& n, const NormBackwardTensors& g, float* workspace, cudaStream_t stream) {
+void norm_backward(const Norm& n, const NormBackwardTensors& tensors, float* workspace, cudaStream_t stream) {
     const unsigned blocks =
         std::min(block_count(n.in.rows, block_shape(n.in.cols).y), static_cast<unsigned>(most_norm_blocks()));
     with_view(n.in, [&](auto in) {
-        if (n.rms) launch_for_width<decltype(in), /*RMS=*/true>(n, in, g, workspace, blocks, stream);
-        else launch_for_width<decltype(in), /*RMS=*/false>(n, in, g, workspace, blocks, stream);
+        if (n.rms) launch_for_width<decltype(in), /*RMS=*/true>(n, in, tensors, workspace, blocks, stream);
+        else launch_for_width<decltype(in), /*RMS=*/false>(n, in, tensors, workspace, blocks, stream);
     });
-    reduce_partials(workspace, blocks, g.dweight, stream, n.rms ? TensorRef{} : g.dbias);
+    reduce_partials(workspace, blocks, tensors.dweight, stream, n.rms ? TensorRef{} : tensors.dbias);
 }
 
 }  // namespace coat::gpu

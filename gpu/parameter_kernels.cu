@@ -8,33 +8,7 @@ namespace coat::gpu {
 constexpr int THREADS = 256;  // threads of a block
 
 // ===========================================================================================================
-// 1. First values
-
-// Writes the first values of the elements of a parameter that this rank owns. Thread i writes number i of
-// them, which is element rank_offset + i of the rank's order. The weight is the master, rounded to nearest.
-// Ties go away from zero, so that the remainder fits into 16 bits.
-static __global__ void initialize_kernel(Weights w, int64_t rank_offset, Range owned, int64_t padded,
-                                         float init_std, bool ones, int64_t used, uint64_t seed,
-                                         uint64_t param_index) {
-    const int64_t i = thread_of_grid(), to = rank_offset + i;
-    if (i >= padded) return;
-    const float value =
-        i < owned.count ? initial_value(init_std, ones, used, seed, param_index, owned.first + i) : 0.0f;
-    const uint32_t bits = __float_as_uint(value);
-    if (w.format == Format::FP32) static_cast<float*>(w.values)[to] = value;
-    else static_cast<uint16_t*>(w.values)[to] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-    if (w.remainders) w.remainders[to] = static_cast<int16_t>(bits & 0xFFFFu);
-}
-
-void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& a,
-                cudaStream_t stream) {
-    const int64_t n = padded_count(a.owned);
-    launch("initialize", initialize_kernel, block_count(n, THREADS), THREADS, /*shared_bytes=*/0, stream, w,
-           rank_offset, a.owned, n, p.init_std, p.role.starts_at_one, a.used, a.seed, a.param_index);
-}
-
-// ===========================================================================================================
-// 2. The norm of all gradients, clipping, and steps that are skipped
+// 1. The norm of all gradients, clipping, and steps that are skipped
 
 // The sum of squares of a chunk. It is computed in FP32 if it lies between 2^-80 and 2^80, else in double,
 // because squares in FP32 could overflow or vanish.
@@ -93,15 +67,16 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-void compute_gradient_squares(const ShardsToUpdate& g, const Range& shard_units, const double* loss,
+void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units, const double* loss,
                               double* sums, cudaStream_t stream) {
     // Shard units that other ranks sum stay 0 here.
     clear_async(sums, (1 + shard_units.count) * static_cast<int64_t>(sizeof(double)), stream);
     const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
     const unsigned useful = block_count(32 * shard_units.count + 32, THREADS);
     launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful, at_once), THREADS,
-           /*shared_bytes=*/0, stream, g.shards, g.count, bf16_or_fp32(g.gradients, g.format),
-           g.elements.first, shard_units.first, loss, sums);
+           /*shared_bytes=*/0, stream, shards.shards, shards.count,
+           bf16_or_fp32(shards.gradients, shards.format), shards.elements.first, shard_units.first, loss,
+           sums);
 }
 
 // Adds the squares of the shard units to the state (adamw.h, GradientState). There is one block.
@@ -152,6 +127,32 @@ void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss,
                        cudaStream_t stream) {
     launch("write_loss_or_nan", write_loss_or_nan_kernel, 1, THREADS, /*shared_bytes=*/0, stream, amaxes, n,
            loss, loss_or_nan);
+}
+
+// ===========================================================================================================
+// 2. First values (this can wait)
+
+// Writes the first values of the elements of a parameter that this rank owns. Thread i writes number i of
+// them, which is element rank_offset + i of the rank's order. The weight is the master, rounded to nearest.
+// Ties go away from zero, so that the remainder fits into 16 bits.
+static __global__ void initialize_kernel(Weights w, int64_t rank_offset, Range owned, int64_t padded,
+                                         float init_std, bool ones, int64_t used, uint64_t seed,
+                                         uint64_t param_index) {
+    const int64_t i = thread_of_grid(), to = rank_offset + i;
+    if (i >= padded) return;
+    const float value =
+        i < owned.count ? initial_value(init_std, ones, used, seed, param_index, owned.first + i) : 0.0f;
+    const uint32_t bits = __float_as_uint(value);
+    if (w.format == Format::FP32) static_cast<float*>(w.values)[to] = value;
+    else static_cast<uint16_t*>(w.values)[to] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
+    if (w.remainders) w.remainders[to] = static_cast<int16_t>(bits & 0xFFFFu);
+}
+
+void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& a,
+                cudaStream_t stream) {
+    const int64_t n = padded_count(a.owned);
+    launch("initialize", initialize_kernel, block_count(n, THREADS), THREADS, /*shared_bytes=*/0, stream, w,
+           rank_offset, a.owned, n, p.init_std, p.role.starts_at_one, a.used, a.seed, a.param_index);
 }
 
 }  // namespace coat::gpu

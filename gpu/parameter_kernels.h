@@ -1,8 +1,8 @@
 // gpu/parameter_kernels.h - what a step does with parameters besides AdamW (the class ParameterState of
 // gpu/parameter_state.h calls these):
 //
-//   1. the first values of parameters
-//   2. the norm of all gradients, and steps that are skipped
+//   1. the norm of all gradients, and steps that are skipped
+//   2. the first values of parameters
 //
 // The rules and the words of gpu/tensors.h and adamw.h hold here, too.
 #pragma once
@@ -11,29 +11,14 @@
 namespace coat::gpu {
 
 // ===========================================================================================================
-// 1. First values
-
-// What initial_value() (common/random.h) needs besides a Param.
-struct InitializeArguments {
-    Range owned;           // the elements of the parameter that this rank owns
-    uint64_t param_index;  // the number of the parameter
-    int64_t used;          // used_elements() of common/architecture.h
-    uint64_t seed;
-};
-// Writes the initial values of this rank's shard of the parameter p to w, from element rank_offset of the
-// rank's order on.
-void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& a,
-                cudaStream_t stream);
-
-// ===========================================================================================================
-// 2. The norm of all gradients, and steps that are skipped
+// 1. The norm of all gradients, and steps that are skipped
 
 // Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (common/ranks.h). Their
 // sum, in a fixed order, is the same for any number of ranks. sums (1 + shard_units.count):
 //   sums[0]       *loss, or 0 if loss is null
 //   sums[1 + u]   the sum of squares of the shard unit shard_units.first + u, or 0 if another rank owns it
 // The loss is among the sums, so that a loss that is not finite on one rank skips the step on all ranks.
-void compute_gradient_squares(const ShardsToUpdate& g, const Range& shard_units, const double* loss,
+void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units, const double* loss,
                               double* sums, cudaStream_t stream);
 // Completes the state from the sums of all ranks, (ranks, 1 + shard_units): adds up the squares, and
 // computes the norm, the factor that clips it, and whether the step is skipped. clip_limit is the largest
@@ -47,8 +32,8 @@ void compute_gradient_squares(const ShardsToUpdate& g, const Range& shard_units,
 // How the sums of several ranks are added. A shard unit of a matrix has its sum on the rank that owns it, and
 // 0 on the others. A shard unit of a vector has the same sum on all ranks. Either way the largest of the
 // ranks' numbers is the sum. For example, of three shard units rank 0 owns the first, rank 1 owns the second,
-// and the third is a vector. Rank 0 has the sums (5, 0, 2), rank 1 has (0, 3, 2), and the result is
-// 5 + 3 + 2.
+// and the third is a vector. Rank 0 has the sums (5, 0, 2), rank 1 has (0, 3, 2), and the result is 5 + 3 +
+// 2.
 void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip_limit,
                            GradientState* state, cudaStream_t stream);
 
@@ -56,5 +41,20 @@ void update_gradient_state(const double* sums, int64_t shard_units, int64_t rank
 // Once *loss_or_nan is NaN, it stays NaN for the rest of the step.
 void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream);
+
+// ===========================================================================================================
+// 2. First values (this can wait)
+
+// What initial_value() (common/random.h) needs besides a Param.
+struct InitializeArguments {
+    Range owned;           // the elements of the parameter that this rank owns
+    uint64_t param_index;  // the number of the parameter
+    int64_t used;          // used_elements() of common/architecture.h
+    uint64_t seed;
+};
+// Writes the initial values of this rank's shard of the parameter p to w, from element rank_offset of the
+// rank's order on.
+void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& a,
+                cudaStream_t stream);
 
 }  // namespace coat::gpu

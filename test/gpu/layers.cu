@@ -77,19 +77,19 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
             for (Shape s : all) {
                 INFO(s.cols, rms ? " RMSNorm" : " LayerNorm");
                 const TensorFormat compute{f.compute};
-                const Tensor x(heavy(rng, f.compute, s.n()), s, compute), x_out(s, compute),
+                const Tensor x(heavy(rng, f.compute, s.n()), s, compute), sum_out(s, compute),
                     branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_PER_TENSOR),
                     values(s, PLAIN_FP32);
                 const NormCase c(rng, f, rms, s);
                 gpu::residual_add(x.ref(), branch.ref(),
-                                  {.x_out = x_out.ref(),
+                                  {.sum_out = sum_out.ref(),
                                    .next_norm = c.norm(c.in.ref()),
                                    .norm_output_amax_out = y.amax_out()},
                                   0);
                 Floats sum = x.values();
                 const Floats added = branch.values();
                 for (int64_t i = 0; i < s.n(); i++) sum[i] += added[i];
-                check_quantized(x_out, sum);
+                check_quantized(sum_out, sum);
                 check_quantized(c.in, sum);
                 const LazyTensor norm = gpu::lazy_norm(c.norm(c.in.ref()));
                 check_lazy(norm, f.compute, c.forward<double>(c.in), c.forward<float>(c.in));
@@ -153,7 +153,7 @@ GPU_TEST_CASE("embed and embedding_backward: tokens and positions") {
                 device_g(g, {N, C}, compute), x({N, C}, compute);
             const NormCase c(rng, f, true, {N, C});
             gpu::embed(device_e.ref(), positions ? device_p.ref() : TensorRef{}, device_tokens.get(), T,
-                       {.x_out = x.ref(), .next_norm = c.norm(c.in.ref()), .norm_output_amax_out = nullptr},
+                       {.sum_out = x.ref(), .next_norm = c.norm(c.in.ref()), .norm_output_amax_out = nullptr},
                        0);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++)
