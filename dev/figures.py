@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draws the figures of the course and of a ladder, each for a light and for a dark page, with matplotlib: `make figures`.
+"""Draws the figures of the course and of a ladder with matplotlib: `make figures`.
 
     python3 dev/figures.py TRAIN [FOLDER]
 
@@ -20,15 +20,16 @@ from matplotlib.patches import FancyBboxPatch
 
 import coat
 import lessons
+import plot
 import small_run
 
-LIGHT = {"ground": "#ffffff", "text": "#1f2328", "soft": "#59636e", "line": "#d1d9e0", "blue": "#0b6bcb", "red": "#c73a4e",
-         "green": "#23784a", "gold": "#96600c", "violet": "#5d3a8e", "grey": "#8a94a6", "pale": "#eef3f9", "map": "viridis"}
+# The colours, and those in their places on a dark page.
+theme = {"ground": "#ffffff", "text": "#1f2328", "soft": "#59636e", "line": "#d1d9e0", "blue": "#0b6bcb", "red": "#c73a4e",
+         "green": "#23784a", "gold": "#96600c", "violet": "#5d3a8e", "grey": "#8a94a6", "pale": "#eef3f9"}
 DARK = {"ground": "#0d1117", "text": "#e6edf3", "soft": "#9aa4af", "line": "#3a4452", "blue": "#6cb2f7", "red": "#f0808f",
-        "green": "#66c48f", "gold": "#e0ab5a", "violet": "#b39df5", "grey": "#7d8794", "pale": "#17202b", "map": "viridis"}
-theme = LIGHT
+        "green": "#66c48f", "gold": "#e0ab5a", "violet": "#b39df5", "grey": "#7d8794", "pale": "#17202b"}
+WHITE = "#fefefe"  # on a map of colours, which a dark page does not change
 PAGE = 5.2  # inches. A phone shows a figure 400 pixels wide; letters of 10 points are then 11 pixels high.
-DEPTH_ERRORS = []  # what depth() has computed
 
 
 def style():
@@ -173,10 +174,9 @@ def staircase():
 def depth():
     """The noise of FP8 in the gradients of the first layer, and that of a batch, against the number of layers."""
     layers = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24])
-    if not DEPTH_ERRORS:  # once for both themes: it takes a minute
-        DEPTH_ERRORS.extend(100 * lessons.errors_of_depth(n)[1:] for n in layers)
+    errors = [100 * lessons.errors_of_depth(n)[1:] for n in layers]  # this takes a minute
     _, ax = plt.subplots(figsize=(PAGE, 3.2))
-    for noise, color, name in zip(np.transpose(DEPTH_ERRORS), (theme["blue"], theme["soft"]), ("of FP8", "of a batch")):
+    for noise, color, name in zip(np.transpose(errors), (theme["blue"], theme["soft"]), ("of FP8", "of a batch")):
         ax.plot(layers, noise, "o-", color=color)
         ax.text(24.6, noise[-1], name, va="center", color=color)
     ax.set(xlim=(0, 30), ylim=(0, 105), xlabel="layers of model B", ylabel="% of the gradient",
@@ -567,11 +567,11 @@ def granularity(x):
     ways = {"one scale for the tensor": coat.gemm_operand(coat.E4M3, x),
             "one scale for each token": coat.dequantize_groups(*coat.quantize_groups(x, x.shape[1])),
             "one scale for each 1x16": coat.dequantize_groups(*coat.quantize_groups(x))}
-    magnitude = axes[0].imshow(np.log2(np.abs(x) + 2.0**-30), cmap=theme["map"], aspect="auto", vmin=-12, vmax=12,
+    magnitude = axes[0].imshow(np.log2(np.abs(x) + 2.0**-30), cmap="viridis", aspect="auto", vmin=-12, vmax=12,
                                interpolation="none")
     axes[0].set(title="|x|: feature 39 is an outlier")
-    axes[0].annotate("smallest outlier\non top, largest\nat the bottom", (39, 24), (2, 24), color="#ffffff", fontsize=9.5, va="center",
-                     arrowprops={"arrowstyle": "->", "color": "#ffffff"})
+    axes[0].annotate("smallest outlier\non top, largest\nat the bottom", (39, 24), (2, 24), color=WHITE, fontsize=9.5, va="center",
+                     arrowprops={"arrowstyle": "->", "color": WHITE})
     for ax, (name, decoded) in zip(axes[1:], ways.items()):
         error = np.abs(decoded - x) / np.maximum(np.abs(x), 2.0**-30)
         image = ax.imshow(100 * error, cmap="magma", aspect="auto", vmin=0, vmax=25, interpolation="none")
@@ -931,15 +931,13 @@ def rung7():
 
 
 def draw(folder, name, function, *values):
-    global theme
-    for theme, suffix in ((LIGHT, ""), (DARK, "-dark")):
-        style()
-        function(*values)
-        path = folder / f"{name}{suffix}.svg"
-        plt.savefig(path, metadata={"Date": None, "Creator": None})
-        plt.close()
-        svg = re.sub(r">[^<]*<|(\.\d\d)\d+", lambda found: found[1] or found[0], path.read_text())  # hundredths of a point
-        path.write_text(svg)
+    style()
+    function(*values)
+    path = folder / f"{name}.svg"
+    plt.savefig(path, metadata={"Date": None, "Creator": None})
+    plt.close()
+    svg = re.sub(r">[^<]*<|(\.\d\d)\d+", lambda found: found[1] or found[0], path.read_text())  # hundredths of a point
+    path.write_text(plot.with_dark_colors(svg, {theme[color]: DARK[color] for color in theme}))
     print(f"{name}: {len(svg) / 1000:.0f} kB")
 
 

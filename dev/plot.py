@@ -27,7 +27,8 @@ def picture(width, height, parts):
     """The whole SVG file, on a white ground."""
     head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height:.0f}" width="{width}" '
             f'height="{height:.0f}" font-family="Helvetica, Arial, sans-serif">')
-    return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>"])
+    svg = "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *parts, "</svg>"])
+    return with_dark_colors(svg, ON_DARK)
 
 
 # The colours of a picture on a dark page, by those on a light one.
@@ -38,9 +39,13 @@ ON_DARK = {"#ffffff": "#0d1117", DARK: "#f0f6fc", TEXT: "#c9d1d9", LIGHT: "#9aa4
            "#cdc2ec": "#3a3160", "#b3dcc3": "#1d4431", "#ecd3a4": "#4c3a19", "#f2bcc4": "#53252d"}
 
 
-def on_dark(svg):
-    """The same picture for a dark page."""
-    return re.sub(r"#[0-9a-f]{6}", lambda color: ON_DARK.get(color[0], color[0]), svg)
+def with_dark_colors(svg, on_dark):
+    """The same picture with a style sheet that changes its colours where the system's theme is dark. A colour stands in
+    an attribute (fill="#ffffff") or, as matplotlib writes it, in a style (style="fill: #ffffff")."""
+    rules = [f'[{part}="{color}"], [style*="{part}: {color}"] {{ {part}: {on_dark[color]} !important }}'
+             for color in sorted(on_dark) for part in ("fill", "stroke") if re.search(f'{part}(="|: ){color}', svg)]
+    style = "\n".join(["<style>", "@media (prefers-color-scheme: dark) {", *rules, "}", "</style>"])
+    return re.sub("<svg[^>]*>", lambda tag: f"{tag[0]}\n{style}", svg, count=1)
 
 
 def text(x, y, words, size=12.0, anchor="start", color=TEXT, weight="normal"):

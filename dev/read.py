@@ -319,7 +319,7 @@ def link(match):
     return f'<a href="{target.as_uri()}{"#" + place if place else ""}">{words}</a>'
 
 def picture(path):
-    """An <img> of an SVG file that is written into the page."""
+    """The address of an SVG file that is written into the page."""
     svg = re.sub(r"<\?xml.*?\?>|<!DOCTYPE.*?>|<metadata>.*?</metadata>|<!--.*?-->", "",
                  (ROOT / "dev" / path).read_text(), flags=re.S)
     return "data:image/svg+xml;base64," + base64.b64encode(svg.strip().encode()).decode()
@@ -345,8 +345,8 @@ def block(lines, places):
         return equation(lines)
     if lines[0].startswith("|"):
         return table(lines, places)
-    if lines[0].startswith("<"):  # <picture>, <details>, </details>
-        return re.sub(r'(src|srcset)="([^"]*\.svg)"', lambda m: f'{m[1]}="{picture(m[2])}"', text)
+    if lines[0].startswith("<"):  # <img>, <details>, </details>
+        return re.sub(r'src="([^"]*\.svg)"', lambda m: f'src="{picture(m[1])}"', text)
     if re.match(r"(- |\d+\. )", lines[0]):
         items = re.split(r"^(?:- |\d+\. )", text, flags=re.M)[1:]
         kind = "ul" if lines[0][0] == "-" else "ol"
@@ -470,8 +470,7 @@ def spoken(words, page):
         elif lines[0].startswith("  "):
             out.append(pre("quoted", "\n".join(line[2:] for line in lines)))
         elif found := re.match(r"Picture: dev/(\S+)\.svg \| (.*)", joined):
-            out.append(f'<picture><source media="(prefers-color-scheme: dark)" srcset="{picture(found[1] + "-dark.svg")}">'
-                       f'<img alt="{html.escape(found[2])}" src="{picture(found[1] + ".svg")}"></picture>'
+            out.append(f'<img alt="{html.escape(found[2])}" src="{picture(found[1] + ".svg")}">'
                        f"<p><em>{page.words(found[2])}</em></p>")
         elif re.match(r"\d+\. ", lines[0]):  # hints, each of which is opened by itself
             for number, hint in enumerate(re.split(r"(?:^| )\d\. ", joined)[1:], 1):

@@ -460,9 +460,8 @@ def renew_page():
                 sys.exit(f"results.py: results.json has a run that no command makes: {group}: {name}. Take it out; "
                          "if it is to be kept, write it into the text of RESULTS.md, with its commit.")
     for name, svg in plot.figures(results).items():
-        for suffix, picture in (("", svg), ("-dark", plot.on_dark(svg))):
-            with open(os.path.join(DEV, "results", f"{name}{suffix}.svg"), "w", encoding="utf-8") as file:
-                file.write(picture + "\n")
+        with open(os.path.join(DEV, "results", f"{name}.svg"), "w", encoding="utf-8") as file:
+            file.write(svg + "\n")
     path = os.path.join(DEV, "RESULTS.md")
     with open(path, encoding="utf-8") as file:
         page = file.read()

@@ -162,9 +162,10 @@ def is_same(a, b):  # the same words; coordinates may differ by a rounding to te
     return words_a == words_b and parts_a[::2] == parts_b[::2] and close
 
 for name, svg in plot.figures(json.loads((DEV / "results.json").read_text())).items():
-    for suffix, picture in (("", svg), ("-dark", plot.on_dark(svg))):
-        if not is_same((DEV / "results" / f"{name}{suffix}.svg").read_text(), picture):
-            print(name + suffix, "is old: python3 dev/results.py page")
+    if not is_same((DEV / "results" / f"{name}.svg").read_text(), svg):
+        print(name, "is old: python3 dev/results.py page")
+    for color in set(re.findall("#[0-9a-f]{6}", svg.split("</style>")[1])) - set(plot.ON_DARK):
+        print(name, "has no colour in the place of", color, "on a dark page")
 seeds = [[0.0, 0.02], [0.01, -0.01], [0.005, 0.005]]
 panel = plot.spread_panel(0, "#ffffff", "a", seeds, (-0.1, 0.1))
 band = next(part for part in panel.parts if "polygon" in part)
