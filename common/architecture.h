@@ -134,7 +134,7 @@ struct Param {
     std::string name;  // "layers.3.qkv", "layers.3.qkv.bias", "embedding", ...
     Role role;
     int64_t rows, cols;  // a vector of n elements is (1, n)
-    // Unless role.starts_at_one: the standard deviation of the random initial values. If it is 0, they are 0.
+    // The standard deviation of the random initial values; 0: they are 0, or 1 if role.starts_at_one.
     float init_std;
     int64_t layer;  // the number of its layer, counted from 0; -1: it belongs to no layer
     // flat_offset and bucket can wait. The flat order has the elements of all parameters one after the other,
