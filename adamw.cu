@@ -10,41 +10,11 @@
 //   4. the kernel
 //   5. the launch
 //
-// Parts 1 and 2 need only what adamw.h says. The rest of this comment is for parts 3 and 4.
-//
-// Words for parts of a parameter, from small to large:
-//   span     128 consecutive elements. Their first moments are one moment group, and their second moments
-//            another. So a span has two moment scalings, which are four fields: max and k of m, and max and k
-//            of v
-//   pair     two neighbouring spans: what a warp updates at a time
-//   bundle   eight neighbouring spans, which are four pairs and have 32 fields: what a warp owns
-//   shard    on one GPU, the whole parameter (adamw.h). The rank's order is then the order of all parameters
-//
-// Who owns what. A warp updates the pairs of its bundle one after the other. Half a warp (16 lanes) has one
-// span of the pair, and a thread eight consecutive elements of this span:
-//
-//   pair p      span 2 p of the bundle               span 2 p + 1
-//   lane        0       1        ...   15            16      17       ...   31
-//   elements    0 - 7   8 - 15         120 - 127     0 - 7   8 - 15         120 - 127
-//
-// Each lane keeps one of the 32 fields of the bundle. It loads and stores this field alone, and passes it to
-// other lanes by shuffles. Lanes 0 - 15 keep the fields of the even spans, which they update. Lanes 16 - 31
-// keep those of the odd spans:
-//
-//   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
-//   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
-//   span        0      0      0      0      2       4       6         1        3        5        7
-//
 // Which bytes move. An update moves 14.25 bytes for each element:
 //   2 x 6.125   read and written: the BF16 weight (2), the remainder of its FP32 master (2), m (1), v (1),
-//               and the element's part of the fields of its span (0.125)
+//               and its part of two moment scalings (16 bytes for 128 elements: 0.125)
 //   2           only read: the gradient in BF16
 // An H200 moves these bytes at 87% of its copy bandwidth.
-//
-// Why there are bundles, and loads ahead of their use (part 4). With bundles a lane moves one field for eight
-// spans by one load and one store. Loads ahead of their use hide the time that memory takes to answer.
-// Together they save 15%: on an H200 this kernel updates Llama-2-7B in 26.0 ms, and the best kernel without
-// them in 30.6 ms.
 //
 // If this is too steep, dev/ladders/adamw.cu builds up the ideas of this kernel one by one, in kernels that
 // have fewer cases.
@@ -52,21 +22,6 @@
 
 namespace coat::gpu {
 namespace {
-
-constexpr int LANES_PER_SPAN = MOMENT_GROUP_SIZE / CHUNK;  // 16: half a warp
-constexpr int SPANS_PER_PAIR = 32 / LANES_PER_SPAN;        // 2: one for each half of the warp
-constexpr int PAIRS_PER_BUNDLE = 4;
-constexpr int SPANS_PER_BUNDLE = PAIRS_PER_BUNDLE * SPANS_PER_PAIR;  // 8
-constexpr int FIELDS_PER_SPAN = 4;                                   // m.max, m.k, v.max, v.k, in this order
-static_assert(SPANS_PER_BUNDLE * FIELDS_PER_SPAN == 32, "each lane keeps one field of a bundle");
-
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
-
-// Loads with ld.global, the instruction for global memory. The compiler cannot know that a pointer which was
-// read from a table points to global memory, so it would use the slower generic instruction.
-template <class Value> __device__ Value load_global(const void* from) {
-    return __ldca(static_cast<const Value*>(from));
-}
 
 // ===========================================================================================================
 // 1. Dynamic range expansion of one element of a moment (paper, section 4.2)
@@ -199,8 +154,8 @@ __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight: byte j % 
 }
 
 // Tables in shared memory, one for the codes of m and one for those of v. The entry for a code of the value
-// y, without its sign, is log2(y / FMAX). (Without expansion it is y.) The tables save a thread 16 logarithms
-// for each span.
+// y, without its sign, is log2(y / FMAX). (Without expansion it is y.) The tables save a thread the 16
+// logarithms of its 8 + 8 elements.
 constexpr int CODES_WITHOUT_SIGN = 128;  // a code has 8 bits, one of them the sign
 struct Tables {
     float m[CODES_WITHOUT_SIGN], v[CODES_WITHOUT_SIGN];
@@ -239,10 +194,12 @@ __device__ FactoredMoments decode_moments(const MomentScaling& scaling, uint2 co
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Both moments of a span. First the fast path computes both, without a branch. Then the careful path replaces
-// what needs care.
+// Both moments. First the fast path computes both, without a branch. Then the careful path replaces what
+// needs care.
 
-struct SpanFields {  // the four fields of a span
+// A span is 128 consecutive elements. Their first moments are one moment group, and their second moments
+// another. So a span has two moment scalings, which are four fields: max and k of m, and max and k of v.
+struct SpanFields {
     MomentScaling m, v;
 };
 struct Codes {  // of the thread's eight elements of m, and of its eight of v
@@ -275,6 +232,47 @@ __device__ Codes encode_both(const SpanFields& fields, const NewMoments& moments
 
 // ===========================================================================================================
 // 3. New moment scalings, and how a warp keeps the fields of a bundle
+//
+// Words for parts of a parameter, from small to large:
+//   span     128 consecutive elements, which have four fields
+//   pair     two neighbouring spans: what a warp updates at a time
+//   bundle   eight neighbouring spans, which are four pairs and have 32 fields: what a warp owns
+//   shard    on one GPU, the whole parameter (adamw.h). The rank's order is then the order of all parameters
+//
+// Who owns what. A warp updates the pairs of its bundle one after the other. Half a warp (16 lanes) has one
+// span of the pair, and a thread eight consecutive elements of this span:
+//
+//   pair p      span 2 p of the bundle               span 2 p + 1
+//   lane        0       1        ...   15            16      17       ...   31
+//   elements    0 - 7   8 - 15         120 - 127     0 - 7   8 - 15         120 - 127
+//
+// Each lane keeps one of the 32 fields of the bundle. It loads and stores this field alone, and passes it to
+// other lanes by shuffles. Lanes 0 - 15 keep the fields of the even spans, which they update. Lanes 16 - 31
+// keep those of the odd spans:
+//
+//   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
+//   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
+//   span        0      0      0      0      2       4       6         1        3        5        7
+//
+// Why there are bundles, and in part 4 loads ahead of their use. With bundles a lane moves one field for
+// eight spans by one load and one store. Loads ahead of their use hide the time that memory takes to answer.
+// Together they save 15%: on an H200 this kernel updates Llama-2-7B in 26.0 ms, and the best kernel without
+// them in 30.6 ms.
+
+constexpr int LANES_PER_SPAN = MOMENT_GROUP_SIZE / CHUNK;  // 16: half a warp
+constexpr int SPANS_PER_PAIR = 32 / LANES_PER_SPAN;        // 2: one for each half of the warp
+constexpr int PAIRS_PER_BUNDLE = 4;
+constexpr int SPANS_PER_BUNDLE = PAIRS_PER_BUNDLE * SPANS_PER_PAIR;  // 8
+constexpr int FIELDS_PER_SPAN = 4;                                   // m.max, m.k, v.max, v.k, in this order
+static_assert(SPANS_PER_BUNDLE * FIELDS_PER_SPAN == 32, "each lane keeps one field of a bundle");
+
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
+
+// Loads with ld.global, the instruction for global memory. The compiler cannot know that a pointer which was
+// read from a table points to global memory, so it would use the slower generic instruction.
+template <class Value> __device__ Value load_global(const void* from) {
+    return __ldca(static_cast<const Value*>(from));
+}
 
 // The moment scaling of a moment group, from its new elements x in 16 lanes. Magnitudes are compared by their
 // bits, which have the same order as integers. For a zero, bits - 1 is the largest integer, so the minimum
@@ -297,9 +295,9 @@ template <class Traits> __device__ MomentScaling scaling_of_new_moments(const Ch
             .k = Traits::EXPANDS ? expansion_exponent<Traits>(max_magnitude, min_magnitude) : 1.0f};
 }
 
-// Which field of a bundle this lane keeps (the drawing of lanes, fields and spans at the top of this file),
-// and where this field is in memory. Spans are numbered from the beginning of the shard. bundle_begin is the
-// number of a bundle's first span.
+// Which field of a bundle this lane keeps (the drawing of lanes, fields and spans above), and where this
+// field is in memory. Spans are numbered from the beginning of the shard. bundle_begin is the number of a
+// bundle's first span.
 struct FieldOfLane {
     bool is_of_v, is_k;
     int pair_in_bundle;      // the number of the field's pair, 0 to 3

@@ -1,4 +1,5 @@
-// gpu/column_sums.cuh - column sums, and other ways to combine what the threads of a block have of a column.
+// gpu/column_sums.cuh - what the threads of a block have of a column is combined: to column sums, and (in
+// gpu/other_scaling.cu) to maxima.
 #pragma once
 #include "column_sums.h"
 #include "lazy_tensor.cuh"
@@ -25,8 +26,8 @@ __device__ void combine_columns(const Producer& producer, const TilePlace& place
     }
 }
 
-// Column sums. Each 128 columns have COLUMN_PARTIALS = 128 blocks; block y adds up the tiles y, y + 128, y +
-// 256, and so on down these columns. A thread adds up its own rows of these tiles: `mine`. Then
+// Column sums. Each 128 columns have COLUMN_PARTIALS = 128 thread blocks. Block y adds up tile y of these
+// columns, tile y + 128, and so on. A thread adds up its own rows of these tiles: `mine`. Then
 // store_column_sums() adds the threads' sums and writes row y of partials (COLUMN_PARTIALS, PLANES * width).
 // A multiprocessor has three such blocks, not four: the sums need registers, too.
 constexpr int COLUMN_BLOCKS_PER_SM = 3;

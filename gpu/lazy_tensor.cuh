@@ -82,8 +82,8 @@ inline __device__ void gated_silu_backward(float gate, float up, float d, float&
     dup = __fmul_rn(d, silu);
 }
 
-// GELU, the activation function of GPT-2. In its tanh form it is u / 2 (1 + tanh(z)) = u sigmoid(2z),
-// where z = A (u + B u^3), A = sqrt(2 / pi) and B = 0.044715.
+// GELU, the activation function of GPT-2. In its tanh form it is u / 2 (1 + tanh(z)) = u sigmoid(2z), where z
+// = A (u + B u^3), A = sqrt(2 / pi) and B = 0.044715.
 constexpr float GELU_2A = 2 * 0.7978845608028654f, GELU_2AB = 2 * 0.7978845608028654f * 0.044715f;
 inline __device__ float gelu_sigmoid(float u) {
     const float uu = __fmul_rn(u, u);

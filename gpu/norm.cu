@@ -1,10 +1,9 @@
-// gpu/norm.cu - residual add, RMSNorm and LayerNorm on the GPU, forward, with what section 5 of the paper
-// needs of them.
+// gpu/norm.cu - the residual sum, RMSNorm and LayerNorm on the GPU, forward (interface: gpu/norm.h).
 //
 // One kernel adds a branch, the output of half a layer, to the residual stream. It has whole rows in
-// registers, so it also does what the norm of the sum needs: it saves the norm's input, and computes the row
-// statistics and the amax of the norm's output. It does not store the norm's output: the kernel that makes
-// the next GEMM's operand computes that again (coat.cu).
+// registers, so it also does what the norm of the sum needs: it saves the norm's input, in coat in 1x16
+// groups, and computes the row statistics and the amax of the norm's output. It does not store this output:
+// the kernel that makes the next GEMM's operand computes it again (coat.cu).
 #include "norm.cuh"
 
 namespace coat::gpu {

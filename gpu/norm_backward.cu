@@ -7,9 +7,10 @@
 //   both       dweight += dy xhat, dbias += dy
 //
 // A team goes through many rows. In shared memory it has sums of its own, dweight (C) and dbias (C), over the
-// rows that it has had so far. At its end the block adds the sums of its teams and writes the result to
-// memory. Then the sums of all blocks are added. The number of blocks depends only on the rows and on the
-// GPU's multiprocessors. So the order of additions is always the same on GPUs of one kind.
+// rows that it has had so far. At its end the thread block adds the sums of its teams and writes the result
+// to memory. Then reduce_partials() adds the sums of all blocks (gpu/column_sums.cu). The number of blocks
+// depends only on the rows and on the GPU's multiprocessors. So the order of additions is always the same on
+// GPUs of one kind.
 #include "column_sums.h"
 #include "norm.cuh"
 

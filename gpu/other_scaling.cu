@@ -28,9 +28,9 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
     float* const scales = transposed ? out.transposed_block_scales : out.block_scales;
     const int64_t N = transposed ? t.cols : t.rows, K = transposed ? t.rows : t.cols;
     const bool square = g == PER_128x128;
-    // N and K are the sides of the codes, K being the one along which the GEMM reduces. For each: log2 of the
-    // length of a scale block, and the distance from the scale of one block to that of the next. With one
-    // scale per row, every column lies in block 0 of its row.
+    // N and K are the sides of the codes, K being the one along which the GEMM sums. For each: log2 of the
+    // length of a scale block, and the distance from the scale of a scale block to that of the next. With one
+    // scale per row, every column lies in scale block 0 of its row.
     const int shift_n = square ? LOG_128 : 0, shift_k = g == PER_ROW ? ALL : LOG_128;
     const int64_t step_n = square ? round_up(t.format.cols_of_scales(K), 4) : 1, step_k = square ? 1 : N;
     // The rows of the tensor are counted along N, or (transposed) along K.

@@ -10,8 +10,9 @@ namespace coat::gpu {
 struct ScaleGrid {
     float* scales;             // null if the operand has no such codes
     int row_shift, col_shift;  // log2 of the rows and of the columns of a scale block
-    int64_t down, across;  // the distance from a block's scale to that of the block below, or to the right
-    int64_t count;         // how many scales there are
+    // The distance from the scale of a scale block to that of the one below it, or to the right of it.
+    int64_t down, across;
+    int64_t count;  // how many scales there are
     __device__ float* address(int64_t row, int64_t col) const {
         return scales + (row >> row_shift) * down + (col >> col_shift) * across;
     }
