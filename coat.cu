@@ -54,8 +54,8 @@ namespace coat::gpu {
 //   code    x / scale, rounded to E4M3; what is larger than 448 becomes 448
 //   value   code * scale. Forward and backward both compute with it
 //
-// The code is in gpu/device.cuh: GroupsView::group_scale(), and GroupsView::round_in_place_and_store().
-//
+// The code is in gpu/device.cuh: GroupsView::group_scale(), and GroupsView::round_in_place_and_store(). Two
+// remarks:
 //   - Rounding the scale may make it smaller. Then amax / scale is larger than 448, at most 448 (1 + 2^-8) =
 //     449.75. It becomes 448: an error of less than 2, where any value above 256 may have an error of 16.
 //   - A group with NaN or infinity gets the scale NaN, because its codes would hide what is not finite.
@@ -77,7 +77,7 @@ static __device__ float amax_of_activation(float largest, const ChunkValues (&v)
     return largest;
 }
 
-// What the kernel does besides quantizing x, while it has the values of x at hand.
+// What quantize_groups_kernel() does besides quantizing x, while it has the values of x at hand.
 enum class ExtraTask : uint8_t {
     Nothing,
     WriteBack,       // writes to x what the groups hold, rounded to BF16: for --attention groups
@@ -90,8 +90,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     constexpr int PLANES = Producer::PLANES;
     const TilePlace place;
     // A thread outside the tensor ends here. Nobody would use its values, but reading what another thread
-    // writes back would be a race. The lanes that are still running can do what follows without it:
-    //   - The two owners of a group end together.
+    // writes back would be a race (the rule at for_each_row()). The other lanes of its warp do not need it:
+    //   - The two lanes that have a group end together.
     //   - Shuffles and maxima name all 32 lanes in their mask. CUDA allows this where lanes have exited.
     //   - Lane 0 updates the amax for its warp. It has the warp's lowest row and column, so it is inside the
     //     tensor if any lane is.

@@ -3,7 +3,7 @@
 //
 //   1. launching a kernel
 //   2. values in registers: the largest magnitude, sums, FP8 codes and scales, fast functions
-//   3. layouts: how a thread loads and stores eight neighbouring elements
+//   3. views: how a thread loads and stores eight neighbouring elements of a tensor
 //
 // A thread handles a chunk of 8 consecutive elements of a row at a time, as FP32 values. As BF16 a chunk is
 // 16 bytes: one instruction loads or stores it.
