@@ -27,12 +27,14 @@ TEST_CASE(
     require_success(shell(folder, run + " | head -n 1 > first"));  // ends when both have ended
     CHECK(last_step(folder) == 24);
     const Ended log = shell(folder, "ulimit -f 1; train" + TINY + "--steps 24 --out '' --log log >/dev/null");
-    CHECK((log.code == 0 && std::count(log.error.begin(), log.error.end(), '\n') == 1));
+    CHECK(log.code == 0);
+    CHECK(std::count(log.error.begin(), log.error.end(), '\n') == 1);
     CHECK(contains(log.error, "train: --log log cannot be written any more"));
     const Ended hangup = shell(folder, "trap '' HUP; train" + TINY + R"(--steps 60 --out '' > printed & pid=$!
 await "grep -q 'step  2/' printed"
 kill -HUP $pid; wait $pid)");
-    CHECK((hangup.code == 0 && contains(read_file(folder / "printed"), "Done: 60 steps")));
+    CHECK(hangup.code == 0);
+    CHECK(contains(read_file(folder / "printed"), "Done: 60 steps"));
 }
 
 TEST_CASE("train: a standard descriptor that is closed is not the log's or a checkpoint's") {
@@ -46,7 +48,8 @@ TEST_CASE("train: a standard descriptor that is closed is not the log's or a che
                 CHECK(nlohmann::json::accept(line));
             CHECK(logged(folder, "step").size() == 4);
             const Ended failed = shell(folder, "train" + TINY + "--log log2 --data nowhere " + closed);
-            CHECK((failed.code == 1 && read_file(folder.path / "log2").empty()));
+            CHECK(failed.code == 1);
+            CHECK(read_file(folder.path / "log2").empty());
             check_resumes(folder, contains(ranks, "2") ? " --accumulate 2" : "");
         }
 }
@@ -80,9 +83,11 @@ TEST_CASE("train: a run that diverges ends or is interrupted; its last good chec
                                  "--lr 1000 --weight-decay 1000 --warmup 0 --eval-every 0 --steps 20 "
                                  "--save-every 2 --keep 1 --out out");
         const size_t bad = ended.out.find("skipped: not finite"), last = ended.out.rfind("saved | step ");
-        REQUIRE((bad != std::string::npos && contains(ended.out.substr(bad), "step 20/20")));
+        REQUIRE(bad != std::string::npos);
+        REQUIRE(contains(ended.out.substr(bad), "step 20/20"));
         const std::string checkpoint = last_checkpoint(folder);
-        CHECK((last < bad && ended.out.find(checkpoint, last) < bad));
+        CHECK(last < bad);
+        CHECK(ended.out.find(checkpoint, last) < bad);
         check_one_sentence(ended, "not finite after step 20", checkpoint);
     }
     RunFolder folder;
@@ -177,7 +182,8 @@ TEST_CASE("train: a full disk in between is reported and training goes on; the l
         CHECK(contains(errors, "Step " + last + " is lost: no other folder") == (code != 0));
         CHECK(contains(ended.out, "step " + last + "/" + last));
         CHECK(contains(ended.out, "saved | step 6 | ") == (code == 0));
-        CHECK((!fs::exists(folder.path / "tmp") && folders_of(folder, "coat-").empty()));
+        CHECK(!fs::exists(folder.path / "tmp"));
+        CHECK(folders_of(folder, "coat-").empty());
         if (code && contains(flags, "--resume")) CHECK(folder.files() == before);
     }
     CHECK(find_checkpoint(folder / "several").empty());
@@ -188,7 +194,8 @@ TEST_CASE("train: a full disk in between is reported and training goes on; the l
                             "prlimit --fsize=30000: --pid $pid; kill -INT $pid; " + UNTIL_A_SAVE_HAS_FAILED +
                                 room + "kill -INT $pid");
         fs::remove(folder.path / "errors");
-        CHECK((twice.code == 130 && (last_step(folder) == 6) == room.empty()));
+        CHECK(twice.code == 130);
+        CHECK((last_step(folder) == 6) == room.empty());
     }
     check_resumes(folder);
 }
@@ -307,7 +314,8 @@ TEST_CASE("ranks: a rank that is killed ends all; a signal to any stops all afte
         if (code == 1) check_one_sentence(ended, "Rank 1 has ended unexpectedly", last_checkpoint(folder));
         if (code == 137) CHECK(contains(ended.error, "Rank 0 has ended"));
         if (code == 130) CHECK((ended.error.empty() && contains(ended.out, "--resume out")));
-        CHECK((last_step(folder) >= 4 && last_step(folder) < 3000));
+        CHECK(last_step(folder) >= 4);
+        CHECK(last_step(folder) < 3000);
         check_resumes(folder, " --accumulate 3");
     }
 }

@@ -15,14 +15,23 @@ static Flags parsed(const std::vector<std::string>& arguments) {
 
 TEST_CASE("Flags: each kind of value is read; only flags on the command line are given") {
     const Flags flags = parsed({"--model", "gpt2", "--batch=4", "--lr", "1e-2", "--plan", "--out", ""});
-    CHECK((flags.model == "gpt2" && flags.batch == 4 && flags.lr == 1e-2 && flags.plan && flags.out.empty()));
-    CHECK((flags.given("model") && flags.given("batch") && flags.given("plan") && flags.given("out")));
-    CHECK((!flags.given("seq") && flags.seq == Flags().seq));
+    CHECK(flags.model == "gpt2");
+    CHECK(flags.batch == 4);
+    CHECK(flags.lr == 1e-2);
+    CHECK(flags.plan);
+    CHECK(flags.out.empty());
+    CHECK(flags.given("model"));
+    CHECK(flags.given("batch"));
+    CHECK(flags.given("plan"));
+    CHECK(flags.given("out"));
+    CHECK(!flags.given("seq"));
+    CHECK(flags.seq == Flags().seq);
     CHECK(parsed({"--batch", "4", "--batch=5"}).batch == 5);
     CHECK(parsed({"--out=a=b"}).out == "a=b");
     CHECK(parsed({"--out", "--plan"}).out == "--plan");  // the value of a flag is whatever follows it
     const Flags help = parsed({"--batch", "4", "-h", "--no-such-flag"});
-    CHECK((help.help && help.batch == 4));
+    CHECK(help.help);
+    CHECK(help.batch == 4);
     CHECK(parsed({"--version", "text"}).version);
 }
 
@@ -51,7 +60,10 @@ TEST_CASE("Flags: the numbers at their limits") {
 TEST_CASE("Flags: a given value stays; else a GPU's default comes before the standard one") {
     Flags flags = parsed({"--batch", "3"});
     flags.take_gpu_defaults();
-    CHECK((flags.batch == 3 && flags.seq == 1024 && flags.model == "llama-30m" && flags.keep == 2));
+    CHECK(flags.batch == 3);
+    CHECK(flags.seq == 1024);
+    CHECK(flags.model == "llama-30m");
+    CHECK(flags.keep == 2);
 }
 
 TEST_CASE("default_learning_rate: ours for small models and GPT-3's rates for models of GPT-3's sizes") {
@@ -95,7 +107,10 @@ TEST_CASE("Flags: a checkpoint gives the values that are not given and refuses w
         CHECK(!saved.contains(of_this_start));
     Flags flags;
     CHECK(flags.take_checkpoint(saved).empty());
-    CHECK((flags.recipe == "te" && flags.lr == 0.5 && flags.steps == 9 && flags.keep == 7));
+    CHECK(flags.recipe == "te");
+    CHECK(flags.lr == 0.5);
+    CHECK(flags.steps == 9);
+    CHECK(flags.keep == 7);
     CHECK(flags.saved_as_json() == saved);
 
     Flags same = parsed({"--recipe", "te", "--lr", "5e-1", "--keep", "1"});  // --keep changes no step
@@ -103,7 +118,8 @@ TEST_CASE("Flags: a checkpoint gives the values that are not given and refuses w
     CHECK(same.keep == 1);
     Flags changed = parsed({"--steps", "20", "--lr", "0.25"});
     CHECK(changed.take_checkpoint(saved) == "--steps 20 (before: 9), --lr 0.25 (before: 0.5)");
-    CHECK((changed.steps == 20 && changed.lr == 0.25));
+    CHECK(changed.steps == 20);
+    CHECK(changed.lr == 0.25);
     Flags other = parsed({"--recipe", "coat"});
     check_error([&] { other.take_checkpoint(saved); },
                 "--recipe \"coat\" differs from the checkpoint's \"te\"");

@@ -96,16 +96,19 @@ TEST_CASE("train: --plan and --help and --steps 0 write nothing") {
     // On a CPU nothing of a GPU is in the table. On a GPU it is, or the figure is said to be incomplete.
     const std::string cpu = train(folder, "--plan --device cpu --model llama-2-7b --batch 8 --seq 2048").out;
     const std::string gpu = train(folder, "--plan --device gpu --model llama-2-7b --batch 8 --seq 2048").out;
-    CHECK((!contains(cpu, "CUDA") && contains(gpu, "CUDA context")));
+    CHECK(!contains(cpu, "CUDA"));
+    CHECK(contains(gpu, "CUDA context"));
     CHECK(!contains(gpu, concat(GPU_CONTEXT)));  // a GB figure alone: it is not bytes of an item
     const bool complete = built_with_cuda();
     CHECK(contains(cpu, "total without working memory"));
     CHECK(contains(gpu, "total without working memory") == !complete);
-    CHECK((contains(cpu, "\nNot in this table: the FP32 copies") && !contains(gpu, "FP32 copies")));
+    CHECK(contains(cpu, "\nNot in this table: the FP32 copies"));
+    CHECK(!contains(gpu, "FP32 copies"));
     for (const std::string& out : {cpu, gpu}) {
         CHECK(contains(out, "\nOn a GPU: "));
         CHECK(contains(out, complete ? "Fits: " : "more than "));
-        CHECK((contains(out, " a GB is 10^9 bytes") && !contains(out, "MiB")));
+        CHECK(contains(out, " a GB is 10^9 bytes"));
+        CHECK(!contains(out, "MiB"));
     }
     const Ended help = train(folder, "--help");
     require_success(help);
@@ -135,9 +138,12 @@ TEST_CASE("train: a value follows its flag or an equals sign; -h and --version p
     CHECK((contains(out, "Done: 1 step ") && !contains(out, "saved | ")));
     const Ended help = train(folder, "--help");
     const Ended h = train(folder, "--steps 4 -h");
-    CHECK((h.code == 0 && h.out == help.out && contains(h.out, "--steps=9")));
+    CHECK(h.code == 0);
+    CHECK(h.out == help.out);
+    CHECK(contains(h.out, "--steps=9"));
     const Ended version = train(folder, "--version");
-    CHECK((version.code == 0 && version.error.empty()));
+    CHECK(version.code == 0);
+    CHECK(version.error.empty());
     CHECK(contains(version.out, "COAT " + std::string(VERSION)));
     CHECK(contains(read_file("CITATION.cff"), concat("\nversion: ", VERSION, "\n")));
 }
@@ -184,7 +190,9 @@ TEST_CASE("train: without --warmup a short run warms up for a tenth of its steps
     const Ended ended = tiny(folder, flags + "--steps 120 --save-every 20 --keep 9");
     require_success(ended);
     CHECK(contains(ended.out, "\nlearning rate: 0.003; 12 steps of warm-up\n"));
-    CHECK((rate(1) == double(float(3e-3 / 12)) && rate(12) == double(float(3e-3)) && rate(14) < rate(13)));
+    CHECK(rate(1) == double(float(3e-3 / 12)));
+    CHECK(rate(12) == double(float(3e-3)));
+    CHECK(rate(14) < rate(13));
     // A run that is made longer does not warm up again.
     const Ended longer = train(folder, "--device cpu --plan --resume out/step-000020 --steps 400");
     CHECK(contains(longer.out, "; 12 steps of warm-up\n"));
@@ -222,8 +230,10 @@ TEST_CASE("train: a run says only what is so: no empty line or table and singula
     const Ended two = tiny(folder, "--recipe fp32 --steps 2 --out '' --log log --ranks 2 --accumulate 2");
     require_success(two);
     const Ended one = tiny(folder, "--recipe fp32 --steps 1 --out ''");
-    CHECK((contains(one.out, "Done: 1 step in ") && !contains(one.out, "without validation")));
-    CHECK((contains(fp32.out, "Done: 2 steps in ") && contains(fp32.out, "\nStep 2 took ")));
+    CHECK(contains(one.out, "Done: 1 step in "));
+    CHECK(!contains(one.out, "without validation"));
+    CHECK(contains(fp32.out, "Done: 2 steps in "));
+    CHECK(contains(fp32.out, "\nStep 2 took "));
     CHECK(contains(two.out, "batch: 128 tokens, 4 micro-batches of 2 x 16 on 2 ranks\n"));
     const double flops = flops_per_token(small_config(), 16);
     for (const auto& line : logged(folder, "step"))
@@ -349,11 +359,15 @@ TEST_CASE("train: the log has times and its run; --resume continues it; a file m
     require_success(tiny(folder, flags + "--steps 4 --out out --log log"));
     auto settings = [&] { return logged(folder, "settings").back(); };
     const std::string first = settings().at("run_started"), date = settings().at("date");
-    CHECK((first.size() == 24 && date >= first && date.substr(0, 2) == "20" && date.back() == 'Z'));
+    CHECK(first.size() == 24);
+    CHECK(date >= first);
+    CHECK(date.substr(0, 2) == "20");
+    CHECK(date.back() == 'Z');
     double before = 0;
     for (const std::string& line : lines_of(read_file(folder.path / "log"))) {
         const double seconds = nlohmann::json::parse(line).at("seconds");
-        CHECK((seconds >= before && seconds < 300));
+        CHECK(seconds >= before);
+        CHECK(seconds < 300);
         before = seconds;
     }
     // A resumed run continues its log also where the last line was cut off, but no evaluation does.
@@ -367,18 +381,22 @@ TEST_CASE("train: the log has times and its run; --resume continues it; a file m
         broken += !nlohmann::json::accept(line);
         steps += contains(line, "\"kind\":\"step\"");
     }
-    CHECK((broken == 1 && steps == 6));
+    CHECK(broken == 1);
+    CHECK(steps == 6);
     write_file(folder.path / "log",
                read_file(folder / "log").substr(read_file(folder / "log").rfind("{\"kind\":\"set")));
-    CHECK((settings().at("run_started") == first && settings().at("date") > date &&
-           settings().at("step") == 4));
+    CHECK(settings().at("run_started") == first);
+    CHECK(settings().at("date") > date);
+    CHECK(settings().at("step") == 4);
     // Another run writes after it, and says that it is another.
     require_success(tiny(folder, flags + "--steps 1 --out '' --log log"));
-    CHECK((logged(folder, "settings").size() == 2 && settings().at("run_started") > first));
+    CHECK(logged(folder, "settings").size() == 2);
+    CHECK(settings().at("run_started") > first);
     fs::remove(folder.path / "log");
     CHECK(contains(train(folder, "--device cpu --resume out --steps 7").out,
                    "log: log; the file of the checkpoint's"));
-    CHECK((logged(folder, "step").size() == 1 && settings().at("run_started") == first));
+    CHECK(logged(folder, "step").size() == 1);
+    CHECK(settings().at("run_started") == first);
     require_success(train(folder, "--device cpu --resume out --steps 8 --log ''"));
     CHECK(logged(folder, "step").size() == 1);
 }
@@ -390,7 +408,8 @@ TEST_CASE("train: to continue a run that is complete says so and how and changes
     for (const std::string flags : {"", "--steps 3", "--steps 2 --ranks 2", "--out other"}) {
         CAPTURE(flags);
         const Ended ended = train(folder, "--device cpu --resume out " + flags);
-        CHECK((ended.code == 0 && ended.error.empty()));
+        CHECK(ended.code == 0);
+        CHECK(ended.error.empty());
         CHECK(
             contains(ended.out, "The run is complete: out/step-000003 is its step 3. To continue it, give "));
         CHECK(folder.files() == before);
@@ -409,7 +428,8 @@ TEST_CASE("train: several ranks print and validate and log the numbers of one ra
         const Ended ended =
             train(folder, concat(flags, "--log log --ranks ", ranks, " --accumulate ", 6 / ranks));
         require_success(ended);
-        CHECK((ended.error.empty() && numbers_in(ended.out) == expected));
+        CHECK(ended.error.empty());
+        CHECK(numbers_in(ended.out) == expected);
         CHECK(logged(folder, "settings").at(0).at("ranks") == ranks);
         for (const auto& line : logged(folder, "step"))
             CHECK(line.at("tokens_per_second").get<double>() * line.at("ms").get<double>() / 1e3 ==
@@ -501,7 +521,8 @@ TEST_CASE("train: samples continue the held-out text by seed and step to 256 tok
     folder.write("tokens/tokenizer.bin", tokenizer_file(bytes, 'b'));
     require_success(train(folder, flags + "--steps 1 --data tokens"));
     const Tokens ended = logged(folder, "sample").back().at("tokens");
-    CHECK((ended.back() == 'b' && ended.size() < 256));
+    CHECK(ended.back() == 'b');
+    CHECK(ended.size() < 256);
     CHECK(std::find(ended.begin() + 16, ended.end(), 'b') == ended.end() - 1);
     // A sequence that has no room for more than the prompt gives no sample.
     CHECK(!contains(tiny(folder, "--steps 1 --sample-every 1 --out ''").out, "sample |"));
@@ -513,7 +534,8 @@ TEST_CASE("train: token files say the vocabulary of a model without one; packed 
     folder.write("tokens/tokenizer.bin", tokenizer_file(std::vector<std::string>(11, "x")));
     const Ended ended = train(folder, "--device cpu --data tokens --batch 2 --steps 0 --out ''");
     require_success(ended);
-    CHECK((contains(ended.out, "vocabulary 11; ") && contains(ended.out, "1 micro-batch of 2 x 32\n")));
+    CHECK(contains(ended.out, "vocabulary 11; "));
+    CHECK(contains(ended.out, "1 micro-batch of 2 x 32\n"));
     check_rejected(folder, "--device cpu --data tokens --seq 16", "give --seq 32");
 }
 
@@ -580,8 +602,10 @@ TEST_CASE("train: a run takes the steps of its model bit for bit and validates o
         const StepResult result = model->step(x.data(), y.data(), adamw);
         state.step++;
         state.updates += !result.skipped;
-        CHECK((line.at("loss") == result.loss && line.at("skipped") == result.skipped));
-        CHECK((line.at("lr") == double(adamw.lr) && line.at("grad_norm") == result.grad_norm));
+        CHECK(line.at("loss") == result.loss);
+        CHECK(line.at("skipped") == result.skipped);
+        CHECK(line.at("lr") == double(adamw.lr));
+        CHECK(line.at("grad_norm") == result.grad_norm);
         in_a_row = result.skipped ? in_a_row + 1 : 0;
         most = std::max(most, in_a_row);
     }

@@ -81,7 +81,8 @@ struct HuggingFace {
                     wrong += (bits_of(exact) & bits) != bits_of(model.master(p, next++));
                 }
             const int64_t used = used_elements(model.settings().config, p);
-            CHECK((wrong == 0 && next == used));
+            CHECK(wrong == 0);
+            CHECK(next == used);
             for (; next < p.size(); next++) wrong += model.master(p, next) != 0;
             CHECK(wrong == 0);
         }
@@ -119,7 +120,8 @@ static HuggingFace hugging_face_llama(const std::string& type = "llama") {
 static HuggingFace hugging_face_gpt2(const std::string& prefix = "transformer.") {
     HuggingFace f{
         {{"embedding", prefix + "wte.weight", 50, 32}, {"positions", prefix + "wpe.weight", 16, 32}},
-        ordered_json::parse(R"({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "n_inner": null,
+        ordered_json::parse(
+            R"({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "n_inner": null,
         "vocab_size": 50, "n_positions": 16, "activation_function": "gelu_new", "resid_pdrop": 0.1})")};
     const std::string l = "layers.0.", h = prefix + "h.0.";
     for (const auto& [ours, theirs, in, out] : {std::tuple{l + "qkv", h + "attn.c_attn", 32, 96},
@@ -152,7 +154,9 @@ static MemoryModel model_of(const std::string& folder, bool master = true) {
     return MemoryModel(settings, 9);
 }
 
-static ordered_json config_in(const std::string& folder) { return ordered_json::parse(read_file(folder + "/config.json")); }
+static ordered_json config_in(const std::string& folder) {
+    return ordered_json::parse(read_file(folder + "/config.json"));
+}
 
 // The config.json that is saved of a model without a folder: every field is this program's.
 static ordered_json saved_config(const RunSettings& settings) {
@@ -179,7 +183,8 @@ static void check_fields(const ordered_json& found, const std::string& text) {
     }
 }
 
-const ordered_json LLAMA3 = ordered_json::parse(R"({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.5,
+const ordered_json LLAMA3 =
+    ordered_json::parse(R"({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.5,
     "high_freq_factor": 4.5, "original_max_position_embeddings": 8192})");
 
 TEST_CASE("save_model_folder: config.json has the documented fields of transformers") {
@@ -214,12 +219,18 @@ TEST_CASE("read_model_config: defaults of missing fields and all spellings of sc
                               "tie_word_embeddings", "max_position_embeddings"})
         config.erase(field);
     ModelConfig c = read_config(config);
-    CHECK((c.NKV == 4 && c.norm_eps == 1e-6f && c.rope_theta == 10000.0f && !c.tied && c.max_T == 2048));
+    CHECK(c.NKV == 4);
+    CHECK(c.norm_eps == 1e-6f);
+    CHECK(c.rope_theta == 10000.0f);
+    CHECK(!c.tied);
+    CHECK(c.max_T == 2048);
     config.update({{"rope_parameters", {{"rope_type", "default"}, {"rope_theta", 500000.0}}},
                    {"rope_scaling", {{"type", "default"}, {"rope_theta", 7}}},
                    {"head_dim", 16}});
     c = read_config(config);
-    CHECK((c.rope_theta == 7 && c.HS() == 16 && c.rope_scaling.type == RopeScaling::Default));
+    CHECK(c.rope_theta == 7);
+    CHECK(c.HS() == 16);
+    CHECK(c.rope_scaling.type == RopeScaling::Default);
     config["rope_scaling"] = nullptr;
     CHECK(read_config(config).rope_theta == 500000.0f);
     ordered_json theta = LLAMA3;
@@ -233,8 +244,12 @@ TEST_CASE("read_model_config: defaults of missing fields and all spellings of sc
         CAPTURE(fields.dump());
         const ModelConfig read = read_fields(hugging_face_llama(), fields);
         const RopeScaling& s = read.rope_scaling;
-        CHECK((read.rope_theta == expected && s.type == RopeScaling::Llama3 && s.factor == 32));
-        CHECK((s.low_freq_factor == 1.5f && s.high_freq_factor == 4.5f && s.original_positions == 8192));
+        CHECK(read.rope_theta == expected);
+        CHECK(s.type == RopeScaling::Llama3);
+        CHECK(s.factor == 32);
+        CHECK(s.low_freq_factor == 1.5f);
+        CHECK(s.high_freq_factor == 4.5f);
+        CHECK(s.original_positions == 8192);
     }
 }
 
@@ -263,14 +278,16 @@ TEST_CASE("read_model_config: a sliding window limits --seq in models and layers
         f.config.erase("sliding_window");
         f.config["max_position_embeddings"] = 100000;
         const ModelConfig c = read_fields(f, ordered_json::parse(fields));
-        CHECK((c.sliding_window == expected && c.longest_sequence() == (expected ? expected : 100000)));
+        CHECK(c.sliding_window == expected);
+        CHECK((c.longest_sequence() == (expected ? expected : 100000)));
     }
 }
 
 TEST_CASE("read_model_config: an unsupported config.json is rejected by the name of its field") {
     Folder folder;
     const std::string path = folder / "config.json";
-    auto rejected = [&](ordered_json config, const std::string& field, const ordered_json& value, const std::string& says) {
+    auto rejected = [&](ordered_json config, const std::string& field, const ordered_json& value,
+                        const std::string& says) {
         config[field] = value;
         INFO(field, " ", value.dump());
         write_file(path, config.dump());
@@ -302,7 +319,8 @@ scale_attn_by_inverse_layer_idx true; n_embd 32768 | hidden size)"}})
         ordered_json rope = LLAMA3;
         rope.erase(field);
         if (field != "rope_type") rejected(hugging_face_llama().config, "rope_scaling", rope, field);
-        rope[field] = field == "high_freq_factor" ? ordered_json(1.5) : ordered_json("8");  // 1.5 would divide by zero
+        rope[field] =
+            field == "high_freq_factor" ? ordered_json(1.5) : ordered_json("8");  // 1.5 would divide by zero
         rejected(hugging_face_llama().config, "rope_parameters", rope, field);
     }
     for (const char* text : {"", "[]", "{"}) {
@@ -336,8 +354,8 @@ TEST_CASE("load_weights: reads Hugging Face folders of every architecture and dt
                 for (const auto& [name, t] : saved.tensors()) {
                     const size_t prefix = all.tensors().count(name) ? 0 : name.find('.') + 1;
                     const HfTensor& from = all.find_tensor(name.substr(prefix), t.shape, dtype);
-                    CHECK((t.dtype == "BF16" &&
-                           (dtype != t.dtype || !std::memcmp(t.data, from.data, t.bytes))));
+                    CHECK(t.dtype == "BF16");
+                    CHECK((dtype != t.dtype || !std::memcmp(t.data, from.data, t.bytes)));
                 }
                 CHECK(saved.tensors().size() + (f.pieces.back().ours.empty() ? 2 : 0) == f.pieces.size());
                 load_weights(folder, lean);  // --master none: rounded to the nearest BF16
@@ -473,7 +491,7 @@ TEST_CASE("train: config.json and the tokenizer's files go from the model folder
                      {"unknown", {{"deep", {1, nullptr, "text"}}}}});
     f.write(folder / "model");
     ordered_json config = f.config;  // as it must be saved
-    config.erase("dtype");   // what transformers 5 calls torch_dtype
+    config.erase("dtype");           // what transformers 5 calls torch_dtype
     config["torch_dtype"] = "bfloat16";
     std::map<std::string, std::string> expected;
     for (const std::string name :
@@ -563,6 +581,7 @@ TEST_CASE("train: bytes of text are no tokens of a model that has a tokenizer of
     large.write(folder / "large");
     const Ended ended = tiny(folder, "--model large --steps 0");
     require_success(ended);
-    CHECK(contains(ended.out, "tokens: the bytes of the text, 256 of the vocabulary's 300, since large "
-                              "has no tokenizer\n"));
+    CHECK(contains(ended.out,
+                   "tokens: the bytes of the text, 256 of the vocabulary's 300, since large "
+                   "has no tokenizer\n"));
 }

@@ -98,7 +98,8 @@ TEST_CASE("TokenStream: the hash depends on tokens and their order and what coun
     Folder folder;
     const std::string path = folder.write("x.bin", token_file(Shorts(100, 7)));
     Corpus corpus = load_corpus(path);
-    CHECK((corpus.train_summary.largest == 7 && tokens_of(corpus.train) == Tokens(90, 7)));
+    CHECK(corpus.train_summary.largest == 7);
+    CHECK(tokens_of(corpus.train) == Tokens(90, 7));
     std::fstream(path, std::ios::in | std::ios::out | std::ios::binary).seekp(1024 + 89 * 2) << '\x08';
     check_error([&] { tokens_of(corpus.train); }, "--data was changed", "token 8");
 }
@@ -131,7 +132,8 @@ TEST_CASE("load_corpus: of files the last tenth is held out; of a folder every 2
     for (const auto& [name, text] : files) expected[index++ % 20 == 10] += text;
     for (const char* spelled : {"in", "in/"}) {
         const Corpus corpus = load_corpus(folder / spelled);
-        CHECK((text_of(corpus) == expected[0] && held_out(corpus) == expected[1]));
+        CHECK(text_of(corpus) == expected[0]);
+        CHECK(held_out(corpus) == expected[1]);
     }
 }
 
@@ -146,26 +148,32 @@ TEST_CASE("load_corpus: what --val names is held out and all other data are trai
     folder.write("in/copy", "This is text number 25.\n");
     for (const std::string& data : {folder / "in", folder / "in/25" + "," + folder / "in"}) {
         const Corpus corpus = load_corpus(data, {.val = folder / "in/25"});
-        CHECK((text_of(corpus) == all && held_out(corpus) == "This is text number 25.\n"));
+        CHECK(text_of(corpus) == all);
+        CHECK(held_out(corpus) == "This is text number 25.\n");
         CHECK(corpus.held_out_rule == "--val " + folder / "in/25");
         REQUIRE(corpus.left_out.size() == 1);  // else its text would be trained on
         CHECK(corpus.left_out[0].path == folder / "in/copy");
-        CHECK((corpus.files.size() == 30 && corpus.files[0].path == folder / "in/25"));
+        CHECK(corpus.files.size() == 30);
+        CHECK(corpus.files[0].path == folder / "in/25");
     }
     const Corpus nothing = load_corpus(folder / "in/25", {.val = folder / "in"});
-    CHECK((nothing.train.size() == 0 && nothing.validation.size() == 30 * 24));
+    CHECK(nothing.train.size() == 0);
+    CHECK(nothing.validation.size() == 30 * 24);
 
     const std::string train = folder.write("tokens/train.bin", token_file(Shorts{1, 2, 3})),
                       val = folder.write("tokens/val.bin", token_file(Shorts{4, 5})),
                       other = folder.write("tokens/other.bin", token_file(Shorts{6}));
     const Corpus corpus = load_corpus(folder / "tokens", {.val = other});
-    CHECK((tokens_of(corpus.train) == Tokens{1, 2, 3, 4, 5} && tokens_of(corpus.validation) == Tokens{6}));
+    CHECK(tokens_of(corpus.train) == Tokens{1, 2, 3, 4, 5});
+    CHECK(tokens_of(corpus.validation) == Tokens{6});
     CHECK(tokens_of(load_corpus(train, {.val = other + "," + val}).validation) == Tokens{6, 4, 5});
     constexpr int32_t T = 7;
     const std::string packed = folder.write("packed.bin", token_file(counting(3 * T + 1), T)),
                       more = folder.write("more.bin", token_file(counting(2 * T + 1), T));
     const Corpus windows = load_corpus(packed, {.val = more});
-    CHECK((windows.train.size() == 3 * T + 1 && windows.validation.size() == 2 * T + 1 && windows.seq == T));
+    CHECK(windows.train.size() == 3 * T + 1);
+    CHECK(windows.validation.size() == 2 * T + 1);
+    CHECK(windows.seq == T);
 
     folder.write("empty", "");
     for (const auto& [data, held, who] :
@@ -188,20 +196,23 @@ TEST_CASE("load_corpus: what is no text is left out and named; so is what a run 
     folder.write("in/empty", "");
     folder.write("in/f", "\xFF\xFEt\x01");
     const Corpus corpus = load_corpus(folder / "in");
-    CHECK((text_of(corpus) + held_out(corpus) == "first second" && corpus.tokens_are_bytes));
+    CHECK(text_of(corpus) + held_out(corpus) == "first second");
+    CHECK(corpus.tokens_are_bytes);
     std::string named;
     for (const LeftOut& file : corpus.left_out) named += fs::path(file.path).filename().string();
     CHECK(named == "bcfd");  // copies come last
     CHECK(contains(corpus.left_out.back().reason, "has the same text as " + folder / "in/a"));
     REQUIRE(corpus.files.size() == 2);
-    CHECK((corpus.files[1].path == folder / "in/e" && corpus.files[1].bytes == 9));
+    CHECK(corpus.files[1].path == folder / "in/e");
+    CHECK(corpus.files[1].bytes == 9);
     check_error([&] { load_corpus(folder / "in/b"); }, folder / "in/b", "has a NUL byte");
     check_error([&] { load_corpus(folder / "in/f"); }, folder / "in/f", "is UTF-16");
     folder.write("in/0", "new");
     folder.write("in/z", "new, too");
     const Corpus again = load_corpus(folder / "in", {.files_of_resumed_run = corpus.files});
     CHECK(text_of(again) + held_out(again) == "first second");
-    CHECK((again.left_out[0].path == folder / "in/0" && contains(again.left_out[0].reason, "is new")));
+    CHECK(again.left_out[0].path == folder / "in/0");
+    CHECK(contains(again.left_out[0].reason, "is new"));
     for (const LeftOut& file : again.left_out)  // the run never had the copy, so it is not new
         if (file.path == folder / "in/d") CHECK(contains(file.reason, "has the same text as "));
     for (const char* name : {"a", "b"})
@@ -209,7 +220,8 @@ TEST_CASE("load_corpus: what is no text is left out and named; so is what a run 
     const Corpus tokens = load_corpus(folder / "tokens");
     folder.write("tokens/c.bin", token_file(counting(100)));
     const Corpus resumed = load_corpus(folder / "tokens", {.files_of_resumed_run = tokens.files});
-    CHECK((resumed.train.size() + resumed.validation.size() == 200 && resumed.left_out.size() == 1));
+    CHECK(resumed.train.size() + resumed.validation.size() == 200);
+    CHECK(resumed.left_out.size() == 1);
 }
 
 TEST_CASE("load_corpus: text that is not copied into memory is the same text; a file of it may be replaced") {
@@ -221,14 +233,16 @@ TEST_CASE("load_corpus: text that is not copied into memory is the same text; a 
     Corpus copied = load_corpus(folder / "in"), part = load_corpus(folder / "in", {.copied_bytes = 100}),
            mapped = load_corpus(folder / "in", {.copied_bytes = 0});
     for (Corpus* other : {&part, &mapped}) {
-        CHECK((text_of(*other) == text_of(copied) && held_out(*other) == held_out(copied)));
+        CHECK(text_of(*other) == text_of(copied));
+        CHECK(held_out(*other) == held_out(copied));
         CHECK(other->train_summary.hash == copied.train_summary.hash);
     }
     const std::string text = text_of(copied);
     write_file(folder / "new", "short");
     fs::rename(folder / "new", paths[0]);  // as editors save
     fs::remove(paths[1]);
-    CHECK((text_of(copied) == text && text_of(mapped) == text));
+    CHECK(text_of(copied) == text);
+    CHECK(text_of(mapped) == text);
     std::ofstream(paths[2], std::ios::trunc) << "short";
     CHECK(text_of(copied) == text);
     check_error([&] { text_of(mapped); }, paths[2], "became shorter");
@@ -277,14 +291,16 @@ TEST_CASE("load_corpus: llm.c's token files of both widths are read back and nam
                       more = folder.write("other.bin", token_file(Shorts{1, 2, 3}));
     for (const std::string& data : {train + "," + val, val + "," + train, val + "," + train + "," + val}) {
         const Corpus corpus = load_corpus(data);
-        CHECK((tokens_of(corpus.train) == narrow_tokens && tokens_of(corpus.validation) == wide_tokens));
+        CHECK(tokens_of(corpus.train) == narrow_tokens);
+        CHECK(tokens_of(corpus.validation) == wide_tokens);
     }
     CHECK(tokens_of(load_corpus(more + "," + val).train) == Tokens{1, 2, 3});
     // The only file is split; named twice, it is read once. llm.c's files of 4-byte tokens have version 7.
     const std::string seven = folder.write("wide.bin", token_file(wide, 0, 7));
     for (const std::string& data : {val, val + "," + val, seven}) {
         Corpus one = load_corpus(data);
-        CHECK((one.validation.size() == 101 && one.vocabulary.pieces.empty()));
+        CHECK(one.validation.size() == 101);
+        CHECK(one.vocabulary.pieces.empty());
         one.train.append(one.validation);
         CHECK(tokens_of(one.train) == wide_tokens);
     }
@@ -328,7 +344,8 @@ TEST_CASE("load_corpus: windows of packed files stay windows in several files an
             for (int64_t i = 0; i < loader.windows(); i++) {
                 int32_t tokens[T], targets[T];
                 loader.read(i, tokens, targets);
-                CHECK((tokens[0] % 1000 % T == 0 && tokens[T - 1] == tokens[0] + T - 1));
+                CHECK(tokens[0] % 1000 % T == 0);
+                CHECK(tokens[T - 1] == tokens[0] + T - 1);
             }
         }
     }
