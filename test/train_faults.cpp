@@ -169,7 +169,7 @@ TEST_CASE("train: a full disk in between is reported and training goes on; the l
     for (const auto& [flags, action, code, first, last] : rows) {
         CAPTURE(flags);
         const Ended ended =
-            shell(folder, "mkdir tmp; ulimit -S -f 30; TMPDIR=tmp COAT_MINUTE=0.1 train " + flags +
+            shell(folder, "mkdir tmp; ulimit -S -f 30; TMPDIR=tmp COAT_MINUTE=0.3 train " + flags +
                               " 2> errors & pid=$!\n"
                               "await '[ $(grep -c \"tries again\" errors) -ge 2 ]'\n" +
                               action + "; wait $pid; code=$?; rmdir tmp; exit $code");
