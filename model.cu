@@ -73,7 +73,8 @@ using namespace gpu;
 //      for the run is allocated at the beginning. What a step needs besides is allocated where it is used,
 //      and given back when the Arena::Scope around it ends. A Scope with the name until_x holds what is
 //      needed until x is computed; where that is in the middle of a function, end() ends it. What must
-//      outlive a Scope is allocated before the Scope begins.
+//      outlive a Scope is allocated before the Scope begins. A function whose name begins with allocate_ or
+//      make_ takes the memory of its result from the Scope of its caller.
 //   2. saved_per_layer() in common/architecture.h lists what is saved for backward. Outputs of norms and of
 //      activation functions are not saved, and exist only as operands of GEMMs. A LazyTensor (gpu/tensors.h)
 //      says what such an output is computed from. The kernel that makes the operand computes it.
@@ -163,13 +164,13 @@ class Network {
     const cudaStream_t stream_ = context_.stream;
     Arena& arena_ = context_.arena;
     const MemoryMap& memory_;          // where everything is that lasts for the run
-    AmaxTable& amax_table_;            // the amaxes and scales of operands
+    ScaleTable& scale_table_;          // the amaxes and scales of operands
     ParameterState& parameter_state_;  // weights, gradients, moments of this rank
     // The interface to the other GPUs. With one GPU its functions do nothing, or return what this GPU has:
     // see the class Unsharded in gpu/sharding.h.
     Sharding& sharding_;
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
-    LinearContext linear_context_;  // what the linear layers share
+    SharedByLinearLayers shared_by_linear_layers_;  // what the linear layers share
     std::vector<Layer> layers_;
 
     // Weights, as indices into ParameterState::params. A tied head has the index of the embedding.
@@ -181,6 +182,8 @@ class Network {
     const bool rotary_ = config_.arch.rope;        // RoPE; GPT-2 has learned positions
     const bool gated_ = config_.arch.gated;        // SiLU(gate) x up; GPT-2 has GELU
     const bool qk_norms_ = config_.arch.qk_norms;  // norms of the heads of q and k; only Qwen3
+    // --attention groups: q, k, v and the output of attention are saved in FP8 groups.
+    const bool saves_attention_in_groups_ = recipe_.saved_attention.is_fp8();
 
     // Two tensors of backward may take the place of a layer's saved gate and up (rule 3 above).
     //
@@ -190,9 +193,9 @@ class Network {
     //   - dgate_up has one scale per tensor, or none. Scales of rows or blocks would lie right after the
     //     codes (gpu/linear.cpp). There they would overwrite the scales of the groups of gate and up, which
     //     the kernel still reads.
-    const bool dgate_up_in_place_ = format_info(linear_context_.formats.g.element_format).bytes ==
+    const bool dgate_up_in_place_ = format_info(shared_by_linear_layers_.formats.g.element_format).bytes ==
                                         format_info(recipe_.saved_inputs.element_format).bytes &&
-                                    linear_context_.formats.g.granularity == PER_TENSOR;
+                                    shared_by_linear_layers_.formats.g.granularity == PER_TENSOR;
     // dqkv_in_place_: whether dqkv does, later in backward: if a row of dqkv fits into the bytes of a row of
     // gate and up, codes and scales together. (In Llama-2-7B a row of dqkv has 24,576 bytes. A row of gate
     // and up has 22,016 bytes of codes and 2,752 bytes of scales.)
@@ -204,15 +207,15 @@ class Network {
     bool cached_weights_are_valid_ = false;  // if weights are cached
 
 public:
-    Network(GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table,
+    Network(GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table,
             ParameterState& parameter_state, Sharding& sharding, bool cache_weights)
-        : context_(context), memory_(memory), amax_table_(amax_table), parameter_state_(parameter_state),
-          sharding_(sharding), linear_context_{.gpu_context = context,
-                                               .parameter_state = parameter_state,
-                                               .amax_table = amax_table,
-                                               .sharding = sharding,
-                                               .gemms = gemms_,
-                                               .caches_weights = cache_weights} {
+        : context_(context), memory_(memory), scale_table_(scale_table), parameter_state_(parameter_state),
+          sharding_(sharding), shared_by_linear_layers_{.context = context,
+                                                        .parameter_state = parameter_state,
+                                                        .scale_table = scale_table,
+                                                        .sharding = sharding,
+                                                        .gemms = gemms_,
+                                                        .caches_weights = cache_weights} {
         layers_.reserve(static_cast<size_t>(config_.L));
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l));
         if (rotary_) fill_rope_table(config_, settings_.T, memory_.rope_table, stream_);
@@ -242,7 +245,9 @@ public:
         auto index = [&](const char* param) {
             return parameter_state_.index(concat("layers.", l, ".", param));
         };
-        auto linear_layer = [&](const char* weight) { return LinearLayer(linear_context_, index(weight)); };
+        auto linear_layer = [&](const char* weight) {
+            return LinearLayer(shared_by_linear_layers_, index(weight));
+        };
         Layer layer{.norm1_weight_index = index("norm1.weight"),
                     .norm2_weight_index = index("norm2.weight"),
                     .qk_norms_weight_index = {},
@@ -350,7 +355,7 @@ public:
         ResidualStream residual{};
         if (recipe_.saved_inputs.is_fp8()) residual.buffer = allocate_tensor(micro_batch.N, config_.C);
         // Each micro-batch has its own amaxes. (Delayed scaling: begin_delayed_scaling() clears them)
-        if (!amax_table_.delayed()) amax_table_.clear_operand_amaxes();
+        if (!scale_table_.delayed()) scale_table_.clear_operand_amaxes();
         embed_and_save(micro_batch, residual, norm1_of(micro_batch, layers_[0]));
         for (int64_t l = 0; l < config_.L; l++) {
             const bool last = l + 1 == config_.L;
@@ -378,7 +383,7 @@ public:
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). lazy_norm() computes nothing yet:
         // fprop() computes x while it makes the codes of x
         const LazyTensor x = lazy_norm(norm1.norm);
-        const TensorRef qkv = allocate_buffer_if_needed(saved_tensor(micro_batch, layer, SavedKind::Qkv));
+        const TensorRef qkv = allocate_buffer_if_in_groups(saved_tensor(micro_batch, layer, SavedKind::Qkv));
         layer.qkv_proj.fprop(x, qkv);
         // attention with rotary positions -> (N, q_cols)
         core_attention_forward(micro_batch, layer, qkv);
@@ -392,20 +397,16 @@ public:
     // Attention, causal, within each sequence of T tokens. Saves q, k and v, and the output of attention
     // (N, q_cols), whose amax it finds.
     //
-    // In most runs only rope() and attention_forward() do something. The other calls are for Qwen3 and for
-    // --attention groups. Without these they do nothing, or return the tensor that they are given: see the
-    // section "q, k, v and the output of attention", which can wait.
+    // qkv is the tensor that is saved. (Qwen3 and --attention groups have a function of their own, which can
+    // wait.)
     void core_attention_forward(const MicroBatch& micro_batch, const Layer& layer, const TensorRef& qkv) {
-        const TensorRef saved_output = saved_tensor(micro_batch, layer, SavedKind::Attended);
-        const TensorRef output = allocate_buffer_if_needed(saved_output);
-        if (rope_at_projection())
-            rope(rope_args(micro_batch), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
-        save_and_reload(qkv, saved_tensor(micro_batch, layer, SavedKind::Qkv));
-        const TensorRef attention_qkv = make_attention_input(micro_batch, layer, qkv);
-        attention_forward(attention_shape_args(micro_batch), attention_qkv.data, output.data,
-                          saved_log_sum_exp(micro_batch, layer), place_for_attended_amax(layer, saved_output),
+        if (qk_norms_ || saves_attention_in_groups_)
+            return other_core_attention_forward(micro_batch, layer, qkv);
+        if (rotary_) rope(rope_args(micro_batch), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
+        attention_forward(attention_shape_args(micro_batch), qkv.data,
+                          saved_tensor(micro_batch, layer, SavedKind::Attended).data,
+                          saved_log_sum_exp(micro_batch, layer), layer.attention_out_proj.place_for_x_amax(),
                           stream_);
-        save_attended(layer, output, saved_output);
     }
 
     // The second half of a layer (table of its kernels: at the top of this file). next: the norm that reads
@@ -455,7 +456,7 @@ public:
     // and finish_bucket() usually does nothing.
 
     // To be called before the first kernel that adds to the gradients of a bucket. (Only the GEMMs of the
-    // head run earlier: begin_head_gradient().)
+    // head run earlier: make_head_gradient_sum().)
     void begin_bucket(const MicroBatch& micro_batch, int64_t bucket) {
         sharding_.wait_for_gradient_buffer(bucket);
         if (micro_batch.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
@@ -497,52 +498,55 @@ public:
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
     void head_forward_and_backward(const MicroBatch& micro_batch) {
         const Arena::Scope scope(arena_);
-        const TensorRef dy = allocate_tensor(micro_batch.N, config_.C);  // y: the final norm's output
+        const TensorRef dnorm_output = allocate_tensor(micro_batch.N, config_.C);
         // With several ranks: gathers the head, and begins to gather the last layer, where backward goes next
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Backward);
-        const TensorRef dweight = begin_head_gradient(micro_batch);
+        const TensorRef dweight = make_head_gradient_sum(micro_batch);
         for (int64_t first = 0; first < micro_batch.N; first += HEAD_SLICE_TOKENS)
-            head_slice_forward_and_backward(micro_batch, first, dy, dweight);
+            head_slice_forward_and_backward(micro_batch, first, dnorm_output, dweight);
         add_up_losses(micro_batch);
-        finish_head_gradient(dweight);
+        store_head_gradient_sum(dweight);
         // final norm: the gradient of the residual stream begins here. An untied head is in the final norm's
         // bucket, too, and its gradient is complete
         const int64_t bucket = parameter_state_.params[final_norm_weight_index_].bucket;
         begin_bucket(micro_batch, bucket);
-        residual_norm_backward(micro_batch, final_norm(micro_batch), dy, /*dresidual_in=*/TensorRef{},
-                               layers_.back().down_proj.place_for_g_amax());
+        residual_norm_backward(micro_batch, final_norm(micro_batch), dnorm_output,
+                               /*dresidual_in=*/TensorRef{}, layers_.back().down_proj.place_for_g_amax());
         finish_bucket(micro_batch, bucket);
     }
-    // For the tokens of a slice, from number `first` on: computes the losses and dy, and adds to dweight, the
-    // gradient of the head's weight. (If gradients are overwritten, the first slice overwrites dweight.)
-    void head_slice_forward_and_backward(const MicroBatch& micro_batch, int64_t first, const TensorRef& dy,
-                                         const TensorRef& dweight) {
+    // For the tokens of a slice, from number `first` on: computes the losses and their rows of dnorm_output,
+    // and adds to dweight, the gradient of the head's weight. (If gradients are overwritten, the first slice
+    // overwrites dweight.)
+    void head_slice_forward_and_backward(const MicroBatch& micro_batch, int64_t first,
+                                         const TensorRef& dnorm_output, const TensorRef& dweight) {
         const Arena::Scope scope(arena_);
-        const auto [y, logits] = compute_logits(micro_batch, first, slice_tokens(micro_batch, first));
+        const auto [norm_output, logits] = make_logits(micro_batch, first, slice_tokens(micro_batch, first));
         cross_entropy_forward_and_backward(logits, config_.V, memory_.targets + first,
                                            &memory_.step_exchange->loss_weight, memory_.losses + first,
                                            stream_);
         const TensorRef& dlogits = logits;  // the gradients have taken the place of the logits
         const bool overwrites = micro_batch.overwrites_gradients && first == 0;
-        gemms_.run(GemmKind::Wgrad, {dlogits}, {y}, dweight, stream_, {.overwrite = overwrites});
-        gemms_.run(GemmKind::Dgrad, {dlogits}, {weight(head_index_)}, row_slice(dy, first, y.rows), stream_);
+        // The head is not quantized: the operands of its GEMMs are the tensors themselves
+        const Operand g{dlogits}, w{weight(head_index_)}, x{norm_output};
+        gemms_.run(GemmKind::Wgrad, g, x, dweight, stream_, {.overwrite = overwrites});
+        gemms_.run(GemmKind::Dgrad, g, w, row_slice(dnorm_output, first, norm_output.rows), stream_);
     }
 
     struct HeadOutput {
-        TensorRef y;       // (n, C) the final norm's output
-        TensorRef logits;  // (n, padded_V)
+        TensorRef norm_output;  // (n, C) of the final norm
+        TensorRef logits;       // (n, padded_V)
     };
-    // Computes the output of the final norm and the logits of n tokens, from number `first` on, in memory of
-    // the caller's scope.
-    HeadOutput compute_logits(const MicroBatch& micro_batch, int64_t first, int64_t n) {
-        const HeadOutput out{.y = allocate_tensor(n, config_.C),
+    // Computes the output of the final norm and the logits of n tokens, from number `first` on.
+    HeadOutput make_logits(const MicroBatch& micro_batch, int64_t first, int64_t n) {
+        const HeadOutput out{.norm_output = allocate_tensor(n, config_.C),
                              .logits = allocate_tensor(n, config_.padded_V())};
         Norm norm_of_slice = final_norm(micro_batch).norm;
         norm_of_slice.in = row_slice(norm_of_slice.in, first, n);
         norm_of_slice.row_statistics += first;
-        // y is in the compute format: no recipe quantizes the head
-        store_values(lazy_norm(norm_of_slice), out.y, stream_);
-        gemms_.run(GemmKind::Fprop, {out.y}, {weight(head_index_)}, out.logits, stream_);
+        // In the compute format: no recipe quantizes the head
+        store_values(lazy_norm(norm_of_slice), out.norm_output, stream_);
+        const Operand x{out.norm_output}, w{weight(head_index_)};
+        gemms_.run(GemmKind::Fprop, x, w, out.logits, stream_);
         return out;
     }
     int64_t slice_tokens(const MicroBatch& micro_batch, int64_t first) const {
@@ -556,9 +560,9 @@ public:
     }
 
     // Returns where the slices add up the gradient of the head's weight. This is the place of the gradient.
-    // But if a gradient in BF16 would be rounded too often (head_sum_in_fp32()), it is an FP32 sum in memory
-    // of the caller's scope.
-    TensorRef begin_head_gradient(const MicroBatch& micro_batch) {
+    // But if a gradient in BF16 would be rounded too often (head_sum_in_fp32()), it is an FP32 sum, for which
+    // memory is allocated.
+    TensorRef make_head_gradient_sum(const MicroBatch& micro_batch) {
         const TensorRef dweight = gradient(head_index_);
         // With several ranks: the bucket of the head begins here, because the GEMMs of the slices write to it
         sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
@@ -571,8 +575,8 @@ public:
         if (!micro_batch.overwrites_gradients) store_values(lazy_stored(dweight), fp32_sum, stream_);
         return fp32_sum;
     }
-    // Rounds an FP32 sum, and stores it at the place of the gradient.
-    void finish_head_gradient(const TensorRef& sum) {
+    // Rounds an FP32 sum, and stores it at the place of the gradient. (Other sums are there already.)
+    void store_head_gradient_sum(const TensorRef& sum) {
         if (head_sum_in_fp32(settings_)) store_values(lazy_stored(sum), gradient(head_index_), stream_);
     }
 
@@ -602,8 +606,8 @@ public:
     //   dgate_up_operand | g_operand of down_proj | [x_operand]          wgrad of down_proj
     //   dgate_up_operand | g_operand of down_proj | dact | [w_operand]   dgrad of down_proj: dact
     //   dgate_up_operand | g_operand of down_proj | dact                 activation: dgate_up_operand
-    //   dgate_up_operand | dy | [w_operand]                              dgrad of gate_up_proj: dy
-    //   dgate_up_operand | dy                                            norm 2: dresidual()
+    //   dgate_up_operand | dnorm_output | [w_operand]                    dgrad of gate_up_proj: dnorm_output
+    //   dgate_up_operand | dnorm_output                                  norm 2: dresidual()
     //   dgate_up_operand | [x_operand]                                   wgrad of gate_up_proj
     void mlp_half_backward(const MicroBatch& micro_batch, Layer& layer) {
         const Arena::Scope scope(arena_);
@@ -615,7 +619,7 @@ public:
             layer.gate_up_proj.allocate_g_operand(micro_batch.N, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
-        const TensorRef dact = down_proj_backward(micro_batch, layer, gate_up);
+        const TensorRef dact = make_dact(micro_batch, layer, gate_up);
         // activation
         begin_bucket(micro_batch, layer.gate_up_proj.bucket());
         layer.gate_up_proj.write_g_operand_and_add_dbias(lazy_activation_backward(gated_, gate_up, dact),
@@ -626,8 +630,8 @@ public:
                                  layer.attention_out_proj.place_for_g_amax());
         finish_bucket(micro_batch, layer.gate_up_proj.bucket());
     }
-    // Returns dact, in memory of the caller's scope.
-    TensorRef down_proj_backward(const MicroBatch& micro_batch, Layer& layer, const TensorRef& gate_up) {
+    // The backward pass of the down projection. Its g_operand, too, is in the Scope of the caller.
+    TensorRef make_dact(const MicroBatch& micro_batch, Layer& layer, const TensorRef& gate_up) {
         begin_bucket(micro_batch, layer.down_proj.bucket());
         const Operand g_operand = layer.down_proj.make_g_operand_and_add_dbias(
             lazy_stored(dresidual(micro_batch)), LinearLayer::AmaxFrom::EarlierKernel);
@@ -677,9 +681,12 @@ public:
     // dqkv. (Qwen3: without the amax, because the backward pass of qk_norms follows, which changes dqkv.)
     void core_attention_backward(const MicroBatch& micro_batch, Layer& layer, const TensorRef& dattended,
                                  const TensorRef& dqkv) {
-        const TensorRef qkv = allocate_and_load_if_needed(saved_tensor(micro_batch, layer, SavedKind::Qkv));
+        const Arena::Scope scope(arena_);
+        // The saved tensors themselves, except with --attention groups
+        const TensorRef qkv =
+            make_loaded_buffer_if_in_groups(saved_tensor(micro_batch, layer, SavedKind::Qkv));
         const TensorRef attended =
-            allocate_and_load_if_needed(saved_tensor(micro_batch, layer, SavedKind::Attended));
+            make_loaded_buffer_if_in_groups(saved_tensor(micro_batch, layer, SavedKind::Attended));
         void* const workspace =
             arena_.allocate(static_cast<int64_t>(attention_workspace(attention_shape_args(micro_batch))));
         const TensorRef attention_qkv = make_attention_input(micro_batch, layer, qkv);
@@ -696,14 +703,14 @@ public:
         if (qk_norms_) qk_norms_backward(layer, qkv, dqkv);
     }
 
-    // A norm and the linear layer that reads its output. dgrad computes dy, the gradient of the norm's
-    // output; the norm's backward pass reads dy; wgrad reads the norm's output.
+    // A norm and the linear layer that reads its output. dgrad computes the gradient of the norm's output;
+    // the norm's backward pass reads this gradient; wgrad reads the norm's output.
     void linear_and_norm_backward(const MicroBatch& micro_batch, const ResidualNorm& n,
                                   const Operand& g_operand, float* dresidual_amax_out) {
-        Arena::Scope until_dresidual(arena_);  // for dy
-        const TensorRef dy = allocate_tensor(micro_batch.N, config_.C);
-        n.reader->dgrad(g_operand, dy);
-        residual_norm_backward(micro_batch, n, dy, /*dresidual_in=*/dresidual(micro_batch),
+        Arena::Scope until_dresidual(arena_);  // for dnorm_output
+        const TensorRef dnorm_output = allocate_tensor(micro_batch.N, config_.C);
+        n.reader->dgrad(g_operand, dnorm_output);
+        residual_norm_backward(micro_batch, n, dnorm_output, /*dresidual_in=*/dresidual(micro_batch),
                                dresidual_amax_out);
         until_dresidual.end();
         // lazy_norm() reads the row statistics that the norm's backward pass has just written
@@ -711,16 +718,17 @@ public:
     }
     // The backward pass of a norm of the residual stream: dresidual() = dresidual_in + the gradient of the
     // norm's input.
-    //   dy             the gradient of the norm's output
+    //   dnorm_output   the gradient of the norm's output
     //   dresidual_in   dresidual(); no tensor at the head, where the residual stream ends
-    void residual_norm_backward(const MicroBatch& micro_batch, const ResidualNorm& n, const TensorRef& dy,
-                                const TensorRef& dresidual_in, float* dresidual_amax_out) {
+    void residual_norm_backward(const MicroBatch& micro_batch, const ResidualNorm& n,
+                                const TensorRef& dnorm_output, const TensorRef& dresidual_in,
+                                float* dresidual_amax_out) {
         const TensorRef dweight = gradient(n.weight_index);
         TensorRef dbias{};
         if (const std::optional<size_t> bias_index = parameter_state_.bias_index(n.weight_index))
             dbias = gradient(*bias_index);
         norm_backward(n.norm,
-                      {.dy = dy,
+                      {.dy = dnorm_output,
                        .dresidual_in = dresidual_in,
                        .dresidual_out = dresidual(micro_batch),
                        .dresidual_amax_out = dresidual_amax_out,
@@ -755,49 +763,55 @@ public:
     // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step writes it to
     // memory_.outcome()->loss_or_nan. If it is NaN, ParameterState::update() updates no weight.
     void write_loss_or_nan(double* loss_or_nan) {
-        gpu::write_loss_or_nan(amax_table_.all(), amax_table_.count(), &memory_.outcome()->loss, loss_or_nan,
-                               stream_);
+        gpu::write_loss_or_nan(scale_table_.all(), scale_table_.count(), &memory_.outcome()->loss,
+                               loss_or_nan, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
     // The rest of this class can wait. q, k, v and the output of attention: --attention groups, and Qwen3
 
     // In most runs q, k, v and the output are saved in the compute format, and attention reads and writes the
-    // saved tensors themselves. Most functions of this section then have nothing to do, or return what they
-    // are given.
+    // saved tensors themselves.
     //
-    // With --attention groups q, k, v and the output are saved in groups, and attention has a buffer for
-    // each. Before attention reads a buffer, save_and_reload() writes to it what the groups hold. So forward
+    // With --attention groups they are saved in groups, and attention has a buffer for q, k, v and one for
+    // its output. After a buffer was saved, save_and_reload() writes to it what the groups hold. So forward
     // reads what backward will read, and the saved log-sum-exp fits both.
-    //
-    // What a function of this section allocates lies in memory of the caller's scope.
-    TensorRef allocate_buffer_if_needed(const TensorRef& saved) {
-        return saved.format.is_fp8() ? allocate_tensor(saved.rows, saved.cols) : saved;
+    TensorRef allocate_buffer_if_in_groups(const TensorRef& saved) {
+        return saves_attention_in_groups_ ? allocate_tensor(saved.rows, saved.cols) : saved;
     }
-    // Saves what is in a buffer, and reloads the buffer. (Without a buffer there is nothing to do.)
+    // The buffer, with what the groups hold.
+    TensorRef make_loaded_buffer_if_in_groups(const TensorRef& saved) {
+        const TensorRef buffer = allocate_buffer_if_in_groups(saved);
+        if (saves_attention_in_groups_) store_values(lazy_stored(saved), buffer, stream_);
+        return buffer;
+    }
     void save_and_reload(const TensorRef& buffer, const TensorRef& saved) {
-        if (!saved.format.is_fp8()) return;
         quantize_groups(buffer, saved, /*write_back=*/true, context_.quant_stats_of(ReportKind::Attention),
                         stream_);
     }
-    TensorRef allocate_and_load_if_needed(const TensorRef& saved) {
-        const TensorRef buffer = allocate_buffer_if_needed(saved);
-        if (saved.format.is_fp8()) store_values(lazy_stored(saved), buffer, stream_);
-        return buffer;
-    }
-    // The output of attention is the x of attention_out_proj. Its amax comes from attention_forward(). With
-    // --attention groups x is what the groups hold, and its amax takes a pass of its own.
-    float* place_for_attended_amax(const Layer& layer, const TensorRef& saved) const {
-        return saved.format.is_fp8() ? nullptr : layer.attention_out_proj.place_for_x_amax();
-    }
-    void save_attended(const Layer& layer, const TensorRef& buffer, const TensorRef& saved) {
-        save_and_reload(buffer, saved);
-        if (saved.format.is_fp8()) layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved));
+    // core_attention_forward() of Qwen3, or with --attention groups. qkv: the buffer, or the tensor that is
+    // saved. What is allocated here is given back at the end of the caller's Scope.
+    void other_core_attention_forward(const MicroBatch& micro_batch, const Layer& layer,
+                                      const TensorRef& qkv) {
+        const TensorRef saved_output = saved_tensor(micro_batch, layer, SavedKind::Attended);
+        const TensorRef output = allocate_buffer_if_in_groups(saved_output);
+        if (rotary_ && !qk_norms_)
+            rope(rope_args(micro_batch), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
+        if (saves_attention_in_groups_)
+            save_and_reload(qkv, saved_tensor(micro_batch, layer, SavedKind::Qkv));
+        const TensorRef attention_qkv = make_attention_input(micro_batch, layer, qkv);
+        float* const output_amax_out =
+            saves_attention_in_groups_ ? nullptr : layer.attention_out_proj.place_for_x_amax();
+        attention_forward(attention_shape_args(micro_batch), attention_qkv.data, output.data,
+                          saved_log_sum_exp(micro_batch, layer), output_amax_out, stream_);
+        if (!saves_attention_in_groups_) return;
+        save_and_reload(output, saved_output);
+        // The x of attention_out_proj is what the groups hold, so its amax takes a pass of its own
+        layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved_output));
     }
 
     // q, k, v as attention reads them: as they are saved, because forward applies RoPE right after the q, k,
-    // v projection. (In reference/network.h this is qkv_for_attention(), and rope_at_projection() belongs to
-    // qkv_to_save().)
+    // v projection. (In reference/network.h this is qkv_for_attention().)
     //
     // Qwen3: before RoPE come qk_norms, norms of the heads of q and k. Their backward pass needs their
     // inputs, so q, k, v are saved as the projection writes them. qk_norms and RoPE follow here, in forward
@@ -808,7 +822,6 @@ public:
         qk_norms_and_rope(qk_norms_args(layer), rope_args(micro_batch), qkv, normed_and_rotated, stream_);
         return normed_and_rotated;
     }
-    bool rope_at_projection() const { return rotary_ && !qk_norms_; }
     // Qwen3: dqkv, on entry the gradient of the outputs of qk_norms, becomes that of their inputs.
     void qk_norms_backward(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
         const QkNorms norms = qk_norms_args(layer);
@@ -859,8 +872,7 @@ public:
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Forward);
         for (int64_t first = 0; first < micro_batch.N; first += HEAD_SLICE_TOKENS) {
             const Arena::Scope slice_scope(arena_);
-            const TensorRef logits =
-                compute_logits(micro_batch, first, slice_tokens(micro_batch, first)).logits;
+            const TensorRef logits = make_logits(micro_batch, first, slice_tokens(micro_batch, first)).logits;
             cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
                                   stream_);
         }
@@ -871,7 +883,7 @@ public:
     const float* last_logits(const MicroBatch& micro_batch) {
         const Arena::Scope scope(arena_);
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Forward);
-        const TensorRef logits = compute_logits(micro_batch, /*first=*/micro_batch.N - 1, /*n=*/1).logits;
+        const TensorRef logits = make_logits(micro_batch, /*first=*/micro_batch.N - 1, /*n=*/1).logits;
         const TensorRef fp32_logits{
             .data = gemms_.scratch, .rows = 1, .cols = logits.cols, .format = PLAIN_FP32};
         store_values(lazy_stored(logits), fp32_logits, stream_);
@@ -884,7 +896,7 @@ public:
     // If weights are cached: makes the FP8 codes of all weights, unless they are up to date. While
     // quantization is measured, the codes are made in any case, because making them measures their errors.
     void write_cached_weights() {
-        if (!linear_context_.caches_weights) return;
+        if (!shared_by_linear_layers_.caches_weights) return;
         if (cached_weights_are_valid_ && !context_.quant_stats) return;
         for (Layer& layer : layers_)
             for (LinearLayer* linear_layer :
@@ -899,15 +911,15 @@ public:
 // 2. A step, and what else one asks of a model
 
 class GpuModel final : public Model {
-    // What these are is said at the members of Network with the same names.
+    // Network says what the members are that it has, too.
     GpuContext context_;
     const RunSettings& settings_ = context_.settings;
     const cudaStream_t stream_ = context_.stream;
     const MemoryMap memory_ = allocate_memory(context_);
-    AmaxTable amax_table_{context_, memory_};
-    ParameterState parameter_state_{context_, memory_, amax_table_};
+    ScaleTable scale_table_{context_, memory_};
+    ParameterState parameter_state_{context_, memory_, scale_table_};
     // The tensors of all these members by name, for checkpoints.
-    NamedMemory named_memory_{context_, memory_, parameter_state_, amax_table_};
+    NamedMemory named_memory_{context_, memory_, parameter_state_, scale_table_};
     const std::unique_ptr<Sharding> sharding_;
     Network network_;
 
@@ -923,8 +935,8 @@ public:
     // bytes: of the allocation; 0: a dry run, whose addresses are never used.
     GpuModel(const RunSettings& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : context_(s, bytes),
-          sharding_(make_sharding(context_, memory_, parameter_state_, amax_table_, std::move(transport))),
-          network_(context_, memory_, amax_table_, parameter_state_, *sharding_, cache_weights) {
+          sharding_(make_sharding(context_, memory_, parameter_state_, scale_table_, std::move(transport))),
+          network_(context_, memory_, scale_table_, parameter_state_, *sharding_, cache_weights) {
         clear_async(memory_.step_exchange, sizeof(StepExchange), stream_);
         after_weight_change();
     }
@@ -964,7 +976,7 @@ public:
         clear_async(memory_.outcome(), sizeof(StepOutcome), stream_);
         context_.quant_report = report;
         context_.quant_stats = report ? memory_.step_exchange->quant_stats : nullptr;
-        if (amax_table_.delayed()) begin_delayed_scaling();
+        if (scale_table_.delayed()) begin_delayed_scaling();
         network_.write_cached_weights();
     }
 
@@ -994,7 +1006,7 @@ public:
             parameter_state_.update(options, 0, static_cast<int64_t>(parameter_state_.buckets.size()),
                                     *sharding_);
         after_weight_change();
-        amax_table_.update_histories(memory_.outcome());  // for delayed scaling
+        scale_table_.update_histories(memory_.outcome());  // for delayed scaling
     }
     // What was made of the old weights is not valid any more.
     void after_weight_change() {
@@ -1007,7 +1019,7 @@ public:
     StepResult fetch_result(int64_t target_count) {
         const StepOutcome outcome = fetch_outcome();
         const bool skipped = outcome.gradient_state.skip != 0;
-        if (!skipped && outcome.empty_histories == 0) amax_table_.any_empty_history = false;
+        if (!skipped && outcome.empty_histories == 0) scale_table_.any_empty_history = false;
         first_step_done_ = true;
         return {.loss = sum_over_ranks(outcome.loss),
                 .grad_norm = outcome.gradient_state.norm,
@@ -1033,11 +1045,11 @@ public:
         // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
         if (sharding_->sends_gradients() || micro_batch.options_of_update_in_backward) return false;
         // Delayed scaling: as long as a history may be empty, amaxes are computed that are not needed later
-        return !amax_table_.any_empty_history;
+        return !scale_table_.any_empty_history;
     }
     // Delayed scaling (te): this step collects the amaxes of all operands for the histories.
     void begin_delayed_scaling() {
-        amax_table_.clear_operand_amaxes();
+        scale_table_.clear_operand_amaxes();
         network_.forget_cached_weights();      // they are made again, which computes their amaxes
         sharding_->forget_gathered_weights();  // these are FP8 codes, whose scales change
     }

@@ -1,4 +1,4 @@
-// gpu/context.h - this rank's GPU, as everything that runs on it sees it.
+// gpu/context.h - what all GPU code of the host is given: settings, parameters, stream and arena.
 #pragma once
 #include "../common/model.h"
 #include "arena.h"

@@ -210,10 +210,10 @@ constexpr int CANDIDATES = 16;
 constexpr uint32_t PREFERRED_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_128x160,
                                         CUBLASLT_MATMUL_TILE_176x128};
 // An output is large from this many elements on: at least 2.8 tiles of 176x128 for each multiprocessor.
-constexpr int64_t LARGE = 1 << 23;
+constexpr int64_t LARGE_OUTPUT_ELEMENTS = 1 << 23;
 
 static bool should_prefer_tiles(GemmKind kind, bool fast_or_bf16, const TensorRef& out) {
-    return fast_or_bf16 && kind != GemmKind::Wgrad && out.rows * out.cols >= LARGE &&
+    return fast_or_bf16 && kind != GemmKind::Wgrad && out.rows * out.cols >= LARGE_OUTPUT_ELEMENTS &&
            device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
 

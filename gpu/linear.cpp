@@ -7,16 +7,16 @@
 
 namespace coat::gpu {
 
-LinearLayer::LinearLayer(LinearContext& context, size_t weight_index)
-    : context_(context), weight_index_(weight_index),
-      bias_index_(context_.parameter_state.bias_index(weight_index)),
-      out_(context_.parameter_state.params[weight_index].rows),
-      in_(context_.parameter_state.params[weight_index].cols),
-      linear_layer_index_(context_.parameter_state.linear_layer_index(weight_index)),
-      x_tensor_scale_(context_.amax_table.of_operand(OperandKind::X, linear_layer_index_)),
-      w_tensor_scale_(context_.amax_table.of_weight(weight_index, linear_layer_index_)),
-      g_tensor_scale_(context_.amax_table.of_operand(OperandKind::G, linear_layer_index_)) {
-    if (context_.caches_weights) cached_w_operand_ = allocate_operand(OperandKind::W, out_, Form::Both);
+LinearLayer::LinearLayer(SharedByLinearLayers& shared, size_t weight_index)
+    : shared_(shared), weight_index_(weight_index),
+      bias_index_(shared_.parameter_state.bias_index(weight_index)),
+      out_(shared_.parameter_state.params[weight_index].rows),
+      in_(shared_.parameter_state.params[weight_index].cols),
+      linear_layer_index_(shared_.parameter_state.linear_layer_index(weight_index)),
+      x_tensor_scale_(shared_.scale_table.of_operand(OperandKind::X, linear_layer_index_)),
+      w_tensor_scale_(shared_.scale_table.of_weight(weight_index, linear_layer_index_)),
+      g_tensor_scale_(shared_.scale_table.of_operand(OperandKind::G, linear_layer_index_)) {
+    if (shared_.caches_weights) cached_w_operand_ = allocate_operand(OperandKind::W, out_, Form::Both);
 }
 
 // The rows of the operand of x, and of y: a multiple of 16 for an FP8 GEMM. A micro-batch has a multiple of
@@ -33,24 +33,24 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
     const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Fprop);
     const Operand w_operand = get_or_make_w_operand(GemmKind::Fprop);
-    const void* const bias = bias_index_ ? context_.sharding.weight(*bias_index_).data : nullptr;
+    const void* const bias = bias_index_ ? shared_.sharding.weight(*bias_index_).data : nullptr;
     TensorRef padded_y = y;
-    padded_y.rows = rows_of_gemm(context_.formats.x, y.rows);
-    context_.gemms.run(GemmKind::Fprop, x_operand, w_operand, padded_y, stream(), {.bias = bias});
+    padded_y.rows = rows_of_gemm(shared_.formats.x, y.rows);
+    shared_.gemms.run(GemmKind::Fprop, x_operand, w_operand, padded_y, stream(), {.bias = bias});
 }
 
 void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
     const Arena::Scope scope(arena());
     const Operand w_operand = get_or_make_w_operand(GemmKind::Dgrad);
-    context_.gemms.run(GemmKind::Dgrad, g_operand, w_operand, dx, stream());
+    shared_.gemms.run(GemmKind::Dgrad, g_operand, w_operand, dx, stream());
 }
 
 void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite) {
     const Arena::Scope scope(arena());
     // x has the same values as in forward, so the amax from forward is that of this x.
     const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Wgrad);
-    const TensorRef dw = context_.sharding.gradient_to_write(weight_index_);
-    context_.gemms.run(GemmKind::Wgrad, g_operand, x_operand, dw, stream(), {.overwrite = overwrite});
+    const TensorRef dw = shared_.sharding.gradient_to_write(weight_index_);
+    shared_.gemms.run(GemmKind::Wgrad, g_operand, x_operand, dw, stream(), {.overwrite = overwrite});
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed);  //
 // needed_rows: the operand's rows, before they are rounded up for an FP8 GEMM. codes: where the row-major
 // codes go; if null, memory is allocated for them, too.
 Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, Form form, void* codes) const {
-    const TensorFormat& format = format_of(context_.formats, kind);
+    const TensorFormat& format = format_of(shared_.formats, kind);
     const int64_t rows = rows_of_gemm(format, needed_rows);
     const int64_t cols = kind == OperandKind::G ? out_ : in_;
     if (!codes && form != Form::Transposed) codes = arena().allocate(operand_bytes(format, rows, cols));
@@ -79,13 +79,13 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
     // In FP8 both forms have the one scale of the tensor. BF16 and FP32, whose granularity counts as
     // PER_TENSOR, too, have no scale and no second form.
     if (format.granularity == PER_TENSOR)
-        return {.tensor = tensor, .transposed = transposed, .delayed = context_.amax_table.delayed()};
+        return {.tensor = tensor, .transposed = transposed, .delayed = shared_.scale_table.delayed()};
     return with_block_scales(tensor, transposed);
 }
 
 // The operand of x or of w in the form that `gemm` reads: FP8 codes row-major for fprop, else transposed.
 Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const {
-    const bool fp8 = format_of(context_.formats, kind).is_fp8();
+    const bool fp8 = format_of(shared_.formats, kind).is_fp8();
     if (!fp8 && is_stored_plain(source)) return {source.input};
     const Form form = fp8 && gemm != GemmKind::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = allocate_operand(kind, source.rows, form);
@@ -97,22 +97,22 @@ Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, Ge
 // from the weight.
 Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     // With one GPU this does nothing
-    context_.sharding.gather_weights(Sharding::gather_unit_of(linear_layer_index_),
-                                     gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);
-    if (context_.caches_weights) return cached_w_operand_;
-    const TensorRef w = context_.sharding.weight(weight_index_);
+    shared_.sharding.gather_weights(Sharding::gather_unit_of(linear_layer_index_),
+                                    gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);
+    if (shared_.caches_weights) return cached_w_operand_;
+    const TensorRef w = shared_.sharding.weight(weight_index_);
     if (w.format.is_fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
     compute_w_amax_if_needed();                                 // only with delayed scaling
     return make_operand(OperandKind::W, lazy_stored(w), gemm);
 }
 
 Operand LinearLayer::allocate_g_operand(int64_t N, void* codes) const {
-    const Form form = context_.formats.g.is_fp8() ? Form::Both : Form::RowMajor;
+    const Form form = shared_.formats.g.is_fp8() ? Form::Both : Form::RowMajor;
     return allocate_operand(OperandKind::G, N, form, codes);
 }
 
 Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from) {
-    if (!context_.formats.g.is_fp8() && is_stored_plain(g)) {  // g is its own operand
+    if (!shared_.formats.g.is_fp8() && is_stored_plain(g)) {  // g is its own operand
         if (bias_index_) add_dbias(g, /*g_amax_out=*/nullptr);
         return {g.input};
     }
@@ -126,7 +126,7 @@ Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom 
 void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from,
                                                 const Operand& g_operand) {
     float* const missing_amax = g_amax_from == AmaxFrom::OwnPass ? place_for_g_amax() : nullptr;
-    if (bias_index_) return write_g_operand_with_dbias(g, missing_amax, g_operand);
+    if (bias_index_) return write_g_operand_of_biased_layer(g, missing_amax, g_operand);
     if (missing_amax) compute_amax(g, missing_amax, stream());
     write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
 }
@@ -151,10 +151,10 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 // In BF16 the operand is made first, and then dbias, as the sum of the values that were stored.
 //
 // missing_amax: where the amax of g goes, if it is to be computed; else null.
-void LinearLayer::write_g_operand_with_dbias(const LazyTensor& g, float* missing_amax,
-                                             const Operand& g_operand) {
+void LinearLayer::write_g_operand_of_biased_layer(const LazyTensor& g, float* missing_amax,
+                                                  const Operand& g_operand) {
     QuantStats* const quant_stats = quant_stats_of(OperandKind::G);
-    if (!context_.formats.g.is_fp8()) {
+    if (!shared_.formats.g.is_fp8()) {
         write_operand(g, g_operand, quant_stats, stream());
         add_dbias(lazy_stored(g_operand.tensor), /*g_amax_out=*/nullptr);
     } else if (missing_amax) {
@@ -163,7 +163,7 @@ void LinearLayer::write_g_operand_with_dbias(const LazyTensor& g, float* missing
     } else {
         const Arena::Scope scope(arena());
         float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-        write_operand_and_add_column_sums(g, g_operand, context_.sharding.gradient_to_write(*bias_index_),
+        write_operand_and_add_column_sums(g, g_operand, shared_.sharding.gradient_to_write(*bias_index_),
                                           workspace, quant_stats, stream());
     }
 }
@@ -172,7 +172,7 @@ void LinearLayer::write_g_operand_with_dbias(const LazyTensor& g, float* missing
 void LinearLayer::add_dbias(const LazyTensor& g, float* g_amax_out) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-    add_column_sums(g, context_.sharding.gradient_to_write(*bias_index_), workspace, g_amax_out, stream());
+    add_column_sums(g, shared_.sharding.gradient_to_write(*bias_index_), workspace, g_amax_out, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -195,13 +195,13 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
 // the parameter. With delayed scaling the operand w has an entry of its own. As long as some history of
 // amaxes is empty, this amax is computed here.
 void LinearLayer::compute_w_amax_if_needed() const {
-    if (context_.amax_table.delayed() && context_.needs_amax_before_codes())
-        compute_amax(lazy_stored(context_.sharding.weight(weight_index_)), &w_tensor_scale_->amax, stream());
+    if (shared_.scale_table.delayed() && shared_.needs_amax_before_codes())
+        compute_amax(lazy_stored(shared_.sharding.weight(weight_index_)), &w_tensor_scale_->amax, stream());
 }
 
 void LinearLayer::write_cached_w_operand() {
     compute_w_amax_if_needed();
-    write_operand(lazy_stored(context_.sharding.weight(weight_index_)), cached_w_operand_,
+    write_operand(lazy_stored(shared_.sharding.weight(weight_index_)), cached_w_operand_,
                   quant_stats_of(OperandKind::W), stream());
 }
 

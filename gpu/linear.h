@@ -41,7 +41,7 @@
 //     params                the list of all parameters; a weight is known by its index in it
 //     bias_index()          the index of the bias that belongs to a weight, if there is one
 //     linear_layer_index()  the number of a linear layer in the order of forward
-//   AmaxTable               an amax and a scale for each operand (gpu/amax_table.h)
+//   ScaleTable               an amax and a scale for each operand (gpu/scale_table.h)
 //   quant_stats_of()        null, unless quantization is measured
 //   FP8_GEMM_MULTIPLE       16 rows (gpu/memory_layout.h)
 //   Sharding                weights and gradients. With one GPU they are those of ParameterState: see the
@@ -55,29 +55,29 @@
 namespace coat::gpu {
 
 // What the linear layers of a model share.
-struct LinearContext {
-    GpuContext& gpu_context;
+struct SharedByLinearLayers {
+    GpuContext& context;
     const ParameterState& parameter_state;
-    const AmaxTable& amax_table;
+    const ScaleTable& scale_table;
     Sharding& sharding;
     CublasGemms& gemms;
     // Whether the FP8 codes of all weights are made once per step, in both forms.
     const bool caches_weights;
-    const LinearFormats formats = linear_formats(gpu_context.settings);
+    const LinearFormats formats = linear_formats(context.settings);
 
     // Whether the amax of an operand must be known before its codes are made: in FP8 with one scale per
     // tensor. In every recipe either x, w and g are all stored so, or none of them is. (With delayed scaling
     // the answer is yes only as long as some history of amaxes is empty.)
     bool needs_amax_before_codes() const {
         const bool per_tensor = formats.x.is_fp8() && formats.x.granularity == PER_TENSOR;
-        return per_tensor && (!amax_table.delayed() || amax_table.any_empty_history);
+        return per_tensor && (!scale_table.delayed() || scale_table.any_empty_history);
     }
 };
 
 class LinearLayer {
 public:
     // weight_index: the index of w in ParameterState::params.
-    LinearLayer(LinearContext& context, size_t weight_index);
+    LinearLayer(SharedByLinearLayers& shared, size_t weight_index);
 
     // --- The three GEMMs
     // y = x w^T + bias. An FP8 GEMM writes a multiple of 16 rows: y must have memory for these.
@@ -104,17 +104,17 @@ public:
     // --- Amaxes
     // Where a kernel that has the values of x or of g leaves their amax. Null if none is needed.
     float* place_for_x_amax() const {
-        return context_.needs_amax_before_codes() ? &x_tensor_scale_->amax : nullptr;
+        return shared_.needs_amax_before_codes() ? &x_tensor_scale_->amax : nullptr;
     }
     float* place_for_g_amax() const {
-        return context_.needs_amax_before_codes() ? &g_tensor_scale_->amax : nullptr;
+        return shared_.needs_amax_before_codes() ? &g_tensor_scale_->amax : nullptr;
     }
     // Computes the amax of x by a pass over x, if the amax is needed: for an x that no earlier kernel had at
     // hand.
     void compute_x_amax_if_needed(const LazyTensor& x) const;
 
     // The bucket (adamw.h) to which the gradients of w and of the bias belong.
-    int64_t bucket() const { return context_.parameter_state.params[weight_index_].bucket; }
+    int64_t bucket() const { return shared_.parameter_state.params[weight_index_].bucket; }
 
     // Makes the operand of w, if weights are cached (this can wait).
     void write_cached_w_operand();
@@ -122,7 +122,7 @@ public:
 private:
     enum class Form : uint8_t { RowMajor, Transposed, Both };  // the forms of an operand that are made
 
-    LinearContext& context_;
+    SharedByLinearLayers& shared_;
     const size_t weight_index_;               // the index of w (out, in) in ParameterState::params
     const std::optional<size_t> bias_index_;  // the index of the bias (out), if there is one
     const int64_t out_, in_;
@@ -134,12 +134,12 @@ private:
     TensorScale* const g_tensor_scale_;
     Operand cached_w_operand_{};  // null data if weights are not cached
 
-    Arena& arena() const { return context_.gpu_context.arena; }
-    cudaStream_t stream() const { return context_.gpu_context.stream; }
+    Arena& arena() const { return shared_.context.arena; }
+    cudaStream_t stream() const { return shared_.context.stream; }
 
     // Where the errors of quantizing an operand are added up; null if they are not measured.
     QuantStats* quant_stats_of(OperandKind kind) const {
-        return context_.gpu_context.quant_stats_of(report_kind(kind));
+        return shared_.context.quant_stats_of(report_kind(kind));
     }
 
     Operand allocate_operand(OperandKind kind, int64_t rows, Form form, void* codes = nullptr) const;
@@ -147,7 +147,7 @@ private:
     Operand get_or_make_w_operand(GemmKind gemm) const;
 
     // These serve layers with a bias, delayed scaling, and several ranks (they can wait).
-    void write_g_operand_with_dbias(const LazyTensor& g, float* missing_amax, const Operand& g_operand);
+    void write_g_operand_of_biased_layer(const LazyTensor& g, float* missing_amax, const Operand& g_operand);
     void add_dbias(const LazyTensor& g, float* g_amax_out) const;
     void compute_w_amax_if_needed() const;
     Operand w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const;

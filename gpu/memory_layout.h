@@ -58,9 +58,9 @@ inline bool head_sum_in_fp32(const RunSettings& s) {
 // -----------------------------------------------------------------------------------------------------------
 // Other runs (this can wait): --gradients none and several GPUs
 
-// The sizes of the buffers of gradients, which both have (gpu/memory_map.cpp). The bucket of a tied
-// embedding has a buffer of its own, because the head adds to this gradient at the beginning of backward,
-// and the embedding at the end.
+// The sizes of the buffers of gradients. Runs with --gradients none and runs with several GPUs have such
+// buffers (gpu/memory_map.cpp). The bucket of a tied embedding has a buffer of its own, because the head adds
+// to this gradient at the beginning of backward, and the embedding at the end.
 struct GradientBufferSizes {
     int64_t largest = 0;    // elements of the largest of the other buckets
     int64_t embedding = 0;  // elements of the bucket of a tied embedding; 0 if nothing is tied

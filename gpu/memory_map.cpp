@@ -97,7 +97,7 @@ MemoryMap allocate_memory(GpuContext& context) {
 
     // The order of these statements is the order in memory
     MemoryMap map{};
-    map.amax_count = param_count + OPERAND_COUNT * linear_layers;
+    map.scale_table_size = param_count + OPERAND_COUNT * linear_layers;
     map.step_exchange = arena.allocate<StepExchange>(1);
     map.gemm_scratch = arena.allocate(CublasGemms::SCRATCH);
 
@@ -106,14 +106,14 @@ MemoryMap allocate_memory(GpuContext& context) {
     map.received.flags = arena.allocate<uint32_t>(several ? 2 * s.ranks : 0);
     map.received.gradients = arena.allocate(received.gradients);
     for (uint8_t*& buffer : map.received.weights) buffer = arena.allocate(received.weights);
-    map.received.amaxes = arena.allocate<TensorScale>(several ? s.ranks * map.amax_count : 0);
+    map.received.scale_tables = arena.allocate<TensorScale>(several ? s.ranks * map.scale_table_size : 0);
 
     map.weights.values = arena.allocate(owned_elements * compute_bytes);
     map.weights.format = s.recipe.compute_format;
     if (s.keep_masters && s.recipe.compute_format != Format::FP32)
         map.weights.remainders = arena.allocate<int16_t>(owned_elements);
     map.shards = arena.allocate<Shard>(param_count);
-    map.amax_table = arena.allocate<TensorScale>(map.amax_count);
+    map.scale_table = arena.allocate<TensorScale>(map.scale_table_size);
     map.histories =
         arena.allocate<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history_steps : 0);
     allocate_moments(map, context, places);

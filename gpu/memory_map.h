@@ -39,7 +39,7 @@ struct StepExchange {
 // brackets only in some runs):
 //
 //   step_exchange | cuBLASLt's scratch | sums of squares and [what else other ranks write] |
-//   weights | remainders of masters | AdamW's table | amax table | [histories of amaxes] | moments |
+//   weights | remainders of masters | AdamW's table | table of scales | [histories of amaxes] | moments |
 //   saved activations and gradients | tokens, targets, token order | end of the residual stream |
 //   memory of norms | losses | cos, sin | [FP8 weights, if they are cached]
 //
@@ -72,8 +72,8 @@ struct MemoryMap {
     void* moments_begin;    // where all moments and their moment scalings begin
     int64_t moments_bytes;  // how many bytes they take together
 
-    TensorScale* amax_table;  // (amax_count): see AmaxTable
-    int64_t amax_count;
+    TensorScale* scale_table;  // (scale_table_size): see ScaleTable
+    int64_t scale_table_size;
 
     uint8_t* saved_activations;                 // L layers of saved_layer_bytes() each
     std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
@@ -96,15 +96,15 @@ struct MemoryMap {
     // the sums of squares of what the rank owns.
     double* loss_and_squares;
 
-    // The rest can wait. Delayed scaling (see AmaxTable): (operands, linear layers, Recipe::history_steps)
+    // The rest can wait. Delayed scaling (see ScaleTable): (operands, linear layers, Recipe::history_steps)
     float* histories;
     // What else other ranks write here, if there are several. (They find these places and loss_and_squares,
     // because on all ranks they are equally far from the beginning of the allocation.)
     struct Received {
-        uint32_t* flags;      // two for each rank (gpu/transport.h)
-        uint8_t* gradients;   // the other ranks' gradients of the part of a bucket that this rank owns
-        uint8_t* weights[2];  // the matrices of an even gather unit, and of an odd one
-        TensorScale* amaxes;  // (ranks, amax_count): the tables of all ranks
+        uint32_t* flags;            // two for each rank (gpu/transport.h)
+        uint8_t* gradients;         // the other ranks' gradients of the part of a bucket that this rank owns
+        uint8_t* weights[2];        // the matrices of an even gather unit, and of an odd one
+        TensorScale* scale_tables;  // (ranks, scale_table_size): the tables of all ranks
     } received;
 };
 

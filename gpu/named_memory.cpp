@@ -8,8 +8,8 @@
 namespace coat::gpu {
 
 NamedMemory::NamedMemory(const GpuContext& context, const MemoryMap& memory,
-                         const ParameterState& parameter_state, AmaxTable& amax_table)
-    : context_(context), parameter_state_(parameter_state), amax_table_(amax_table) {
+                         const ParameterState& parameter_state, ScaleTable& scale_table)
+    : context_(context), parameter_state_(parameter_state), scale_table_(scale_table) {
     list_tensors(memory);
 }
 
@@ -40,7 +40,7 @@ void NamedMemory::list_tensors(const MemoryMap& memory) {
         };
         list_moment(p.name + ".m", memory.first_moments[i]);
         list_moment(p.name + ".v", memory.second_moments[i]);
-        if (amax_table_.delayed() && p.role.is_linear_weight) list_delayed_scales(i);
+        if (scale_table_.delayed() && p.role.is_linear_weight) list_delayed_scales(i);
     }
 }
 void NamedMemory::list_delayed_scales(size_t i) {
@@ -48,8 +48,8 @@ void NamedMemory::list_delayed_scales(size_t i) {
     for (OperandKind o : LINEAR_OPERANDS) {
         const std::string of = parameter_state_.params[i].name + suffix_of(o);
         const int64_t history_bytes = context_.settings.recipe.history_steps * 4;
-        entries_[of + ".history"] = {i, amax_table_.history(o, layer), history_bytes};
-        entries_[of + ".scale"] = {i, &amax_table_.of_operand(o, layer)->delayed_scale, 4};
+        entries_[of + ".history"] = {i, scale_table_.history(o, layer), history_bytes};
+        entries_[of + ".scale"] = {i, &scale_table_.of_operand(o, layer)->delayed_scale, 4};
     }
 }
 
@@ -72,7 +72,7 @@ void NamedMemory::write(const std::string& name, const void* in) {
     const Entry& entry = find(name);
     if (entry.half == HalfOfMaster::None) context_.wait_then_start_copy_to_gpu(entry.data, in, entry.bytes);
     else write_half_of_masters(entry, static_cast<const uint16_t*>(in));
-    amax_table_.expect_empty_histories();
+    scale_table_.expect_empty_histories();
     parameter_state_.compute_weight_amax(entry.param_index);
     context_.wait("Writing a tensor failed");
 }

@@ -10,7 +10,7 @@ namespace coat::gpu {
 class NamedMemory {
 public:
     NamedMemory(const GpuContext& context, const MemoryMap& memory, const ParameterState& parameter_state,
-                AmaxTable& amax_table);
+                ScaleTable& scale_table);
 
     // These are for Model::read() and write(). They copy what this rank owns of the tensor with this name to
     // the host, or from it. read() also copies gradients, whose names end with ".gradient". write() also
@@ -33,7 +33,7 @@ private:
     };
     const GpuContext& context_;
     const ParameterState& parameter_state_;
-    AmaxTable& amax_table_;
+    ScaleTable& scale_table_;
     std::map<std::string, Entry> entries_;  // by name
 
     void list_tensors(const MemoryMap& memory);

@@ -47,15 +47,15 @@ static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t of
 constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
     compute_gradient_squares_kernel(const Shard* shards, int shard_count, Bf16OrFp32 gradients, int64_t first,
-                                    int64_t first_shard_unit, const double* loss, double* sums) {
+                                    int64_t first_shard_unit, const double* loss, double* loss_and_squares) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
-    if (warp == 0 && lane == 0) sums[0] = loss ? *loss : 0;
+    if (warp == 0 && lane == 0) loss_and_squares[0] = loss ? *loss : 0;
     int64_t units_of_earlier_shards = 0;
     for (int i = 0; i < shard_count; i++) {
         const int64_t offset = shards[i].rank_offset - first, size = shards[i].size;
         const int64_t units = ceil_div(size, SHARD_UNIT);
-        double* const sums_of_shard = sums + 1 + shards[i].units_before_shard - first_shard_unit;
+        double* const sums_of_shard = loss_and_squares + 1 + shards[i].units_before_shard - first_shard_unit;
         // Unit u of this shard is for the warp with the number (units_of_earlier_shards + u) % warps.
         const int64_t first_unit = (warp + warps - units_of_earlier_shards % warps) % warps;
         units_of_earlier_shards += units;
@@ -68,22 +68,22 @@ static __global__ void __launch_bounds__(THREADS)
 }
 
 void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units, const double* loss,
-                              double* sums, cudaStream_t stream) {
+                              double* loss_and_squares, cudaStream_t stream) {
     // Shard units that other ranks sum stay 0 here.
-    clear_async(sums, (1 + shard_units.count) * static_cast<int64_t>(sizeof(double)), stream);
+    clear_async(loss_and_squares, (1 + shard_units.count) * static_cast<int64_t>(sizeof(double)), stream);
     const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
     const unsigned useful = block_count(32 * shard_units.count + 32, THREADS);
     launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful, at_once), THREADS,
            /*shared_bytes=*/0, stream, shards.shards, shards.count,
            bf16_or_fp32(shards.gradients, shards.format), shards.elements.first, shard_units.first, loss,
-           sums);
+           loss_and_squares);
 }
 
 // Adds the squares of the shard units to the state (adamw.h, GradientState). There is one block.
 constexpr int STATE_THREADS = 1024;
 static __global__ void __launch_bounds__(STATE_THREADS)
-    update_gradient_state_kernel(const double* sums, int64_t shard_units, int64_t ranks, float clip_limit,
-                                 GradientState* state) {
+    update_gradient_state_kernel(const double* loss_and_squares, int64_t shard_units, int64_t ranks,
+                                 float clip_limit, GradientState* state) {
     double mine = 0;
     for (int64_t unit = threadIdx.x; unit < shard_units; unit += STATE_THREADS) {
         // If one rank owns the unit, the other ranks have 0. If it is part of a vector, all ranks have the
@@ -91,7 +91,7 @@ static __global__ void __launch_bounds__(STATE_THREADS)
         // number.
         double sum = 0;
         for (int64_t r = 0; r < ranks; r++) {
-            const double theirs = sums[r * (1 + shard_units) + 1 + unit];
+            const double theirs = loss_and_squares[r * (1 + shard_units) + 1 + unit];
             if (theirs > sum || isnan(theirs)) sum = theirs;
         }
         mine += sum;
@@ -105,14 +105,14 @@ static __global__ void __launch_bounds__(STATE_THREADS)
     // Below 2^62, squares are below 2^124, which every format of a second moment represents. NaN fails too.
     bool usable = sqrt(squares) * state->clip_factor < 0x1p62;
     for (int64_t r = 0; r < ranks; r++)  // the losses
-        usable = usable && isfinite(sums[r * (1 + shard_units)]);
+        usable = usable && isfinite(loss_and_squares[r * (1 + shard_units)]);
     state->skip |= !usable;
 }
 
-void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip_limit,
-                           GradientState* state, cudaStream_t stream) {
+void update_gradient_state(const double* loss_and_squares, int64_t shard_units, int64_t ranks,
+                           float clip_limit, GradientState* state, cudaStream_t stream) {
     launch("update_gradient_state", update_gradient_state_kernel, 1, STATE_THREADS, /*shared_bytes=*/0,
-           stream, sums, shard_units, ranks, clip_limit, state);
+           stream, loss_and_squares, shard_units, ranks, clip_limit, state);
 }
 
 static __global__ void __launch_bounds__(THREADS)

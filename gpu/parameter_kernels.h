@@ -13,29 +13,30 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. The norm of all gradients, and steps that are skipped
 
-// Computes sums of squares by shard unit, which is SHARD_UNIT elements of a parameter (common/ranks.h). Their
-// sum, in a fixed order, is the same for any number of ranks. sums (1 + shard_units.count):
-//   sums[0]       *loss, or 0 if loss is null
-//   sums[1 + u]   the sum of squares of the shard unit shard_units.first + u, or 0 if another rank owns it
-// The loss is among the sums, so that a loss that is not finite on one rank skips the step on all ranks.
+// Computes the sums of squares of the gradients. A sum is over SHARD_UNIT elements of a parameter, which are
+// called a shard unit (common/ranks.h). What is written, loss_and_squares (1 + shard_units.count), begins
+// with the loss, because a loss that is not finite skips the step:
+//   loss_and_squares[0]       *loss, or 0 if loss is null
+//   loss_and_squares[1 + u]   the sum of squares of the shard unit shard_units.first + u
 void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units, const double* loss,
-                              double* sums, cudaStream_t stream);
-// Completes the state from the sums of all ranks, (ranks, 1 + shard_units): adds up the squares, and
-// computes the norm, the factor that clips it, and whether the step is skipped. clip_limit is the largest
-// norm that is not clipped; 0 means that nothing is clipped. The step is skipped if
-//   - the loss of a rank is not finite, or
+                              double* loss_and_squares, cudaStream_t stream);
+// Completes the state: adds up the squares, and computes the norm, the factor that clips it, and whether the
+// step is skipped. A step makes one call, for all its gradients. (With --gradients none it makes one for each
+// bucket, adamw.h, and state->norm is of all gradients so far.) clip_limit is the largest norm that is not
+// clipped; 0 means that nothing is clipped. The step is skipped if
+//   - the loss is not finite, or
 //   - the norm is not finite, or
 //   - the norm of the gradients of this call is 2^62 or more after clipping: their squares might be too
 //     large for a second moment.
-// A step makes one call, for all its gradients; with --gradients none, it makes one for each bucket.
 //
-// How the sums of several ranks are added. A shard unit of a matrix has its sum on the rank that owns it, and
-// 0 on the others. A shard unit of a vector has the same sum on all ranks. Either way the largest of the
-// ranks' numbers is the sum. For example, of three shard units rank 0 owns the first, rank 1 owns the second,
-// and the third is a vector. Rank 0 has the sums (5, 0, 2), rank 1 has (0, 3, 2), and the result is 5 + 3 +
-// 2.
-void update_gradient_state(const double* sums, int64_t shard_units, int64_t ranks, float clip_limit,
-                           GradientState* state, cudaStream_t stream);
+// loss_and_squares (ranks, 1 + shard_units) has one row with one GPU. The rest can wait: how several ranks
+// add their rows. A shard unit of a matrix has its sum on the rank that owns it, and 0 on the others. A shard
+// unit of a vector has the same sum on all ranks. Either way the largest of the ranks' numbers is the sum.
+// For example, of three shard units rank 0 owns the first, rank 1 owns the second, and the third is a vector.
+// Rank 0 has the sums (5, 0, 2), rank 1 has (0, 3, 2), and the result is 5 + 3 + 2. So the result is the same
+// for any number of ranks. If the loss of one rank is not finite, all ranks skip the step.
+void update_gradient_state(const double* loss_and_squares, int64_t shard_units, int64_t ranks,
+                           float clip_limit, GradientState* state, cudaStream_t stream);
 
 // *loss_or_nan = *loss, or NaN if one of n amaxes is not finite: FP8 codes hide values that are not finite.
 // Once *loss_or_nan is NaN, it stays NaN for the rest of the step.

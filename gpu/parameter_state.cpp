@@ -10,13 +10,13 @@
 
 namespace coat::gpu {
 
-ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table)
+ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table)
     : settings(context.settings), params(context.params), buckets(bucket_ranges(params)),
       places(shard_places(settings)), format_of_weights{settings.recipe.compute_format},
       format_of_gradients(TensorFormat{gradient_format(settings)}),
       weight_bytes(format_info(format_of_weights.element_format).bytes),
       gradient_bytes(format_info(format_of_gradients.element_format).bytes), context_(context),
-      memory_(memory), amax_table_(amax_table), stream_(context.stream) {
+      memory_(memory), scale_table_(scale_table), stream_(context.stream) {
     int64_t linear_layers = 0;
     for (size_t i = 0; i < params.size(); i++) {
         linear_layer_indices_.push_back(params[i].role.is_linear_weight ? linear_layers++ : -1);
@@ -50,7 +50,7 @@ void ParameterState::upload_shard_table() {
              .m = memory_.first_moments[i],
              .v = memory_.second_moments[i],
              .decays = p.role.decays,
-             .weight_amax_out = p.role.is_linear_weight ? &amax_table_.of_parameter(i)->amax : nullptr,
+             .weight_amax_out = p.role.is_linear_weight ? &scale_table_.of_parameter(i)->amax : nullptr,
              .flat_minus_rank_offset = p.flat_offset + place.owned.first - place.rank_offset,
              .units_before_shard = place.units_before_parameter + place.owned.first / SHARD_UNIT});
     }
@@ -63,7 +63,7 @@ void ParameterState::upload_shard_table() {
 //   moments   zero, which means max = 0 and k = 1 in every moment group
 //   scales    none, and empty histories
 void ParameterState::initialize_state() {
-    amax_table_.clear();
+    scale_table_.clear();
     clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
     int64_t most_moment_groups = 0;
     for (const Param& p : params)
@@ -89,8 +89,8 @@ uint8_t* ParameterState::owned_gradient_sum(size_t i) const {
 }
 
 // Clipping needs the norm of all gradients, so their squares are added up, by shard unit (common/ranks.h).
-// With several ranks, each rank adds up the squares of what it owns, and sends a row of 1 + units.count
-// numbers: its loss, then these sums.
+// (With several ranks each adds up the squares of what it owns, and sends the others its row of
+// loss_and_squares.)
 void ParameterState::update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket,
                             Sharding& sharding) {
     const size_t first_param = buckets[first_bucket].first_param;
@@ -107,11 +107,11 @@ void ParameterState::update(const AdamWOptions& options, int64_t first_bucket, i
     StepOutcome* const outcome = memory_.outcome();  // on the device
     GradientState* const state = &outcome->gradient_state;
 
-    double* const rows_of_ranks = memory_.loss_and_squares;
-    double* const own_row = rows_of_ranks + settings.rank * (1 + units.count);
+    double* const loss_and_squares = memory_.loss_and_squares;
+    double* const own_row = loss_and_squares + settings.rank * (1 + units.count);
     compute_gradient_squares(to_update, units, &outcome->loss_or_nan, own_row, stream_);
-    sharding.all_gather(rows_of_ranks, (1 + units.count) * int64_t(sizeof(double)));
-    update_gradient_state(rows_of_ranks, units.count, settings.ranks, options.clip, state, stream_);
+    sharding.all_gather(loss_and_squares, (1 + units.count) * int64_t(sizeof(double)));
+    update_gradient_state(loss_and_squares, units.count, settings.ranks, options.clip, state, stream_);
     adamw(options, settings.optimizer, to_update, memory_.weights,
           rounding_key(settings.seed, options.update_number), state, stream_);
 }
@@ -119,9 +119,8 @@ void ParameterState::update(const AdamWOptions& options, int64_t first_bucket, i
 // -----------------------------------------------------------------------------------------------------------
 // The rest can wait: the quantization report, and weights that were written by others
 
-// measure_moment_errors() of gpu/quant_report.h copies the moments to the host, and waits for the stream
-// without context_. If another rank has ended, for which the stream waits, it would wait for ever. So
-// context_.wait() comes first, which notices this.
+// measure_moment_errors() of gpu/quant_report.h waits with plain CUDA calls, which would never return if the
+// stream waits for a rank that has ended. context_.wait() notices such a rank, so it is called first.
 void ParameterState::measure_moment_errors_of(int64_t bucket, const Sharding& sharding,
                                               QuantReport& report) const {
     context_.wait();
@@ -148,7 +147,7 @@ std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentR
 
 void ParameterState::compute_weight_amax(size_t i) const {
     if (!params[i].role.is_linear_weight) return;
-    TensorScale* const entry = amax_table_.of_parameter(i);
+    TensorScale* const entry = scale_table_.of_parameter(i);
     clear_async(entry, sizeof(TensorScale), stream_);
     if (format_of_weights.element_format == Format::FP32) return;
     for (const TensorRef& slice : slices_for_grids(owned_weight(i)))

@@ -8,7 +8,7 @@
 #include <map>
 #include <optional>
 
-#include "amax_table.h"
+#include "scale_table.h"
 #include "parameter_kernels.h"
 
 namespace coat::gpu {
@@ -24,7 +24,7 @@ class ParameterState {
 public:
     // Gives all weights, moments and scales the values that a new run begins with, on the GPU. A run that
     // continues then overwrites them (gpu/named_memory.h).
-    ParameterState(const GpuContext& context, const MemoryMap& memory, AmaxTable& amax_table);
+    ParameterState(const GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table);
 
     const RunSettings& settings;
     const std::vector<Param>& params;
@@ -41,7 +41,7 @@ public:
     // The number, in the order of forward, of the linear layer whose weight is parameter i; -1 if there is
     // none.
     int64_t linear_layer_index(size_t i) const { return linear_layer_indices_[i]; }
-    int64_t linear_layer_count() const { return amax_table_.linear_layer_count; }
+    int64_t linear_layer_count() const { return scale_table_.linear_layer_count; }
 
     // The weight and the gradient of parameter i, (rows, cols). With several ranks these are only for a
     // vector, which every rank owns as a whole: Sharding has the whole matrices.
@@ -68,9 +68,9 @@ public:
     }
     // The sums of the gradients of this rank's part of parameter i, which the update reads.
     uint8_t* owned_gradient_sum(size_t i) const;
-    // What this rank owns of the weight of a linear layer: n elements, as a tensor (n / 128, 128), because
-    // with several ranks they may not be whole rows. Only for linear layers, whose n is a multiple of
-    // MOMENT_GROUP_SIZE = 128.
+    // What this rank owns of the weight of a linear layer, n elements. Its shape is made up: rows of 128
+    // elements, because a rank's part may end within a row of the weight. (n is a multiple of
+    // MOMENT_GROUP_SIZE = 128. That is so only in linear layers.)
     TensorRef owned_weight(size_t i) const {
         return {owned_weight_data(i), places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
                 format_of_weights};
@@ -87,7 +87,7 @@ public:
 private:
     const GpuContext& context_;
     const MemoryMap& memory_;
-    AmaxTable& amax_table_;
+    ScaleTable& scale_table_;
     const cudaStream_t stream_;
     std::vector<int64_t> linear_layer_indices_;  // by parameter
     std::map<std::string, size_t> indices_;      // of parameters, by name

@@ -11,9 +11,9 @@ namespace {
 class Zero3Sharding : public Sharding {
 public:
     Zero3Sharding(const GpuContext& context, const MemoryMap& memory, ParameterState& parameter_state,
-                  const AmaxTable& amax_table, std::shared_ptr<Transport> transport)
+                  const ScaleTable& scale_table, std::shared_ptr<Transport> transport)
         : Sharding(parameter_state), settings_(context.settings), context_(context), memory_(memory),
-          amax_table_(amax_table), compute_stream_(context.stream), comm_stream_(transport == nullptr),
+          scale_table_(scale_table), compute_stream_(context.stream), comm_stream_(transport == nullptr),
           transport_(std::move(transport)), matrices_(size_t(head_gather_unit()) + 1),
           gathered_(parameter_state.params.size()) {
         list_matrices();
@@ -32,12 +32,12 @@ public:
         return parameter_state_.params[i].is_vector() ? parameter_state_.whole_weight(i) : gathered_[i];
     }
     void combine_amaxes_of_ranks() override {
-        const int64_t n = amax_table_.delayed() ? amax_table_.count() : amax_table_.param_count;
+        const int64_t n = scale_table_.delayed() ? scale_table_.count() : scale_table_.param_count;
         const int64_t bytes = n * int64_t(sizeof(TensorScale));
-        TensorScale* const all = memory_.received.amaxes;
-        copy_async(all + settings_.rank * n, amax_table_.all(), bytes, compute_stream_);
+        TensorScale* const all = memory_.received.scale_tables;
+        copy_async(all + settings_.rank * n, scale_table_.all(), bytes, compute_stream_);
         all_gather(all, bytes);
-        combine_amaxes(amax_table_.all(), all, n, settings_.ranks, settings_.recipe.w.element_format,
+        combine_amaxes(scale_table_.all(), all, n, settings_.ranks, settings_.recipe.w.element_format,
                        compute_stream_);
     }
     void forget_gathered_weights() override {
@@ -106,7 +106,7 @@ private:
     const RunSettings& settings_;
     const GpuContext& context_;
     const MemoryMap& memory_;
-    const AmaxTable& amax_table_;
+    const ScaleTable& scale_table_;
     const cudaStream_t compute_stream_;
     const Stream comm_stream_;
     const std::shared_ptr<Transport> transport_;  // null in a dry run: nothing travels
@@ -174,7 +174,7 @@ private:
 
     // --- Weights
     // Whether weights of linear layers travel as codes now: not while a delayed scale is missing.
-    bool sends_codes() const { return codes_travel_ && !amax_table_.any_empty_history; }
+    bool sends_codes() const { return codes_travel_ && !scale_table_.any_empty_history; }
 
     void list_matrices() {
         for (size_t i = 0; i < parameter_state_.params.size(); i++) {
@@ -190,7 +190,7 @@ private:
     void quantize_slices(const TensorRef& from, const TensorRef& to) const {
         const std::vector<TensorRef> values = slices_for_grids(from), codes = slices_for_grids(to);
         for (size_t i = 0; i < values.size(); i++)
-            quantize_operand(lazy_stored(values[i]), {.tensor = codes[i], .delayed = amax_table_.delayed()},
+            quantize_operand(lazy_stored(values[i]), {.tensor = codes[i], .delayed = scale_table_.delayed()},
                              context_.quant_stats_of(ReportKind::Weight), comm_stream_);
     }
     // Gathers the matrices of a gather unit, unless they are in its buffer.
@@ -215,7 +215,7 @@ private:
         const bool codes = sends_codes() && p.role.is_linear_weight;
         const TensorFormat format = codes ? settings_.recipe.w : parameter_state_.format_of_weights;
         TensorScale* const scale =
-            codes ? amax_table_.of_weight(i, parameter_state_.linear_layer_index(i)) : nullptr;
+            codes ? scale_table_.of_weight(i, parameter_state_.linear_layer_index(i)) : nullptr;
         const int64_t element_bytes = format_info(format.element_format).bytes;
         const auto part_of = [&](int64_t rank) {
             const Range elements = owned_by(i, rank);
@@ -235,10 +235,10 @@ private:
 }  // namespace
 
 std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,
-                                        ParameterState& parameter_state, const AmaxTable& amax_table,
+                                        ParameterState& parameter_state, const ScaleTable& scale_table,
                                         std::shared_ptr<Transport> transport) {
     if (context.settings.ranks == 1) return std::make_unique<Unsharded>(parameter_state);
-    return std::make_unique<Zero3Sharding>(context, memory, parameter_state, amax_table,
+    return std::make_unique<Zero3Sharding>(context, memory, parameter_state, scale_table,
                                            std::move(transport));
 }
 

@@ -55,8 +55,8 @@ public:
     virtual void wait_for_transfers() = 0;
 
     // --- Small values
-    // rows_of_ranks (ranks, bytes): every rank has filled its own row; afterwards every rank has all rows.
-    virtual void all_gather(void* rows_of_ranks, int64_t bytes) = 0;
+    // rows (ranks, bytes): every rank has filled its own row; afterwards every rank has all rows.
+    virtual void all_gather(void* rows, int64_t bytes) = 0;
     // What quantizing weights loses, on all ranks together. mine: what it loses on this one.
     virtual QuantStats sum_weight_quant_stats(const QuantStats& mine) const = 0;
 
@@ -97,7 +97,7 @@ public:
 
 // The sharding of a run. transport: null with one rank, and in a dry run, in which nothing travels.
 std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,
-                                        ParameterState& parameter_state, const AmaxTable& amax_table,
+                                        ParameterState& parameter_state, const ScaleTable& scale_table,
                                         std::shared_ptr<Transport> transport);
 
 }  // namespace coat::gpu

@@ -125,7 +125,7 @@ int save_last(Run& run) {
         if (run.is_rank_0())
             print_error(concat("The run tries again in a minute (", tries + 1, " of ", TRIES,
                                "); after the last try, or Ctrl-C, it saves to another folder."));
-        ::usleep(useconds_t(length_of_minute() * 1e6));  // or less, if a signal comes
+        ::usleep(useconds_t(seconds_per_minute() * 1e6));  // or less, if a signal comes
         for (int theirs : run.processes.all_gather(int(signal_received))) signal = std::max(signal, theirs);
     }
     return 0;

@@ -26,7 +26,7 @@ std::string utc_now() {
     return date;
 }
 
-double length_of_minute() {
+double seconds_per_minute() {
     const char* const text = std::getenv("COAT_MINUTE");
     return text ? std::atof(text) : 60;
 }

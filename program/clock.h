@@ -12,6 +12,6 @@ std::string utc_now();
 
 // 60 seconds, for all waits that last minutes. Tests cannot wait so long: they set another length with the
 // variable COAT_MINUTE.
-double length_of_minute();
+double seconds_per_minute();
 
 }  // namespace coat

@@ -2,7 +2,7 @@
 // run.h it uses these things of other files:
 //   checkpoints.h        create_and_lock_output_folder(), save(), save_last(), note_checkpoint(),
 //                        read_or_fail_together()
-//   clock.h              now(): the time in seconds. length_of_minute()
+//   clock.h              now(): the time in seconds. seconds_per_minute()
 //   report.h             what is printed: validate_and_report(), print_step(), ...
 //   processes.h          signal_received: the signal that has come to this process, or 0
 //   data/checkpoint.h    find_checkpoint(). LoopState, the type of run.state
@@ -75,7 +75,7 @@ int train(Run& run) {
     if (!flags.out.empty()) note_checkpoint(run, find_checkpoint(flags.out));
     if (run.state.step == 0) run.state.first_validation = validate_and_report(run);
     create_and_lock_output_folder(run);
-    const double minute = length_of_minute();  // 60, shorter in tests
+    const double minute = seconds_per_minute();  // 60, shorter in tests
     Progress progress{
         .steps_before = run.state.step, .started = now(), .saved_at = now(), .save_interval = 30 * minute};
     const auto every = [&](int64_t steps) { return steps > 0 && run.state.step % steps == 0; };
@@ -115,7 +115,7 @@ void read_step(Run& run) {
 }
 
 // The arguments of the next update.
-AdamWOptions next_update(const Run& run) {
+AdamWOptions options_of_next_update(const Run& run) {
     const Flags& flags = run.flags;
     const LoopState& state = run.state;
     return {.update_number = state.updates + 1,
@@ -149,7 +149,7 @@ void count_step(Run& run, const StepResult& result, Progress& progress) {
 void train_step(Run& run, Progress& progress) {
     constexpr int SKIPS_OF_DIVERGED_RUN = 20;  // in a row
     const double before = now();
-    const AdamWOptions adamw = next_update(run);
+    const AdamWOptions adamw = options_of_next_update(run);
     read_step(run);
     // If step() fails, some weights may be updated and others not. Such weights are not saved.
     run.at_savable_step = false;

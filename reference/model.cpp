@@ -81,12 +81,12 @@ private:
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
         const int64_t micro_batch_tokens = settings_.B * settings_.T;
         const int64_t micro_batches = settings_.micro_batches_per_rank;
-        const double gradient_weight = 1.0 / double(target_count);
+        const double loss_weight = 1.0 / double(target_count);
         std::vector<double> losses;  // by micro-batch
         clear_gradients();
         for (int64_t i = 0; i < micro_batches; i++) {
             const int64_t first = i * micro_batch_tokens;
-            losses.push_back(network_.run_micro_batch(tokens + first, targets + first, gradient_weight,
+            losses.push_back(network_.run_micro_batch(tokens + first, targets + first, loss_weight,
                                                       /*backward=*/true));
             reduce_gradients(/*is_last_micro_batch=*/i == micro_batches - 1);
         }
@@ -184,8 +184,8 @@ public:
         clear_gradients();
         QuantReport report;
         network_.stats_by_kind = report.stats_by_kind;
-        const double gradient_weight = 1.0 / divisor_of_mean(targets, settings_.B * settings_.T);
-        network_.run_micro_batch(tokens, targets, gradient_weight, /*backward=*/true);
+        const double loss_weight = 1.0 / divisor_of_mean(targets, settings_.B * settings_.T);
+        network_.run_micro_batch(tokens, targets, loss_weight, /*backward=*/true);
         // k_m and k_v are the k of the moments that are stored now. The errors are those of moments that
         // would be stored next: by an update with these gradients, with the default betas and without
         // clipping. The update is made on a copy of the state, with lr = 0.
@@ -343,9 +343,9 @@ double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
     const OptimizerFormats& optimizer = find_row(optimizers(), "fp32", "--optimizer");
     Network<double> network({config, recipe, optimizer, B, T});
     network.param_values = param_values;
-    const double gradient_weight = 1.0 / divisor_of_mean(targets, B * T);
+    const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);
     const double loss =
-        network.run_micro_batch(tokens, targets, gradient_weight, gradients != nullptr) * gradient_weight;
+        network.run_micro_batch(tokens, targets, loss_weight, gradients != nullptr) * loss_weight;
     if (gradients) *gradients = network.gradients;
     return loss;
 }

@@ -150,11 +150,10 @@ public:
     // --- A whole pass ---
 
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses. Backward adds to `gradients` those of gradient_weight * (sum of the losses). With
-    // gradient_weight = 1 / (targets of the step that count), all micro-batches of the step together give the
+    // of the losses. Backward adds to `gradients` those of loss_weight * (sum of the losses). With
+    // loss_weight = 1 / (targets of the step that count), all micro-batches of the step together give the
     // gradients of the mean loss.
-    double run_micro_batch(const int32_t* tokens, const int32_t* targets, double gradient_weight,
-                           bool backward) {
+    double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
         const MicroBatchShape shape{.B = settings.B, .T = settings.T};
         const Tensor x = embedding_and_layers_forward(shape, tokens);  // (N, C)
         const Tensor y = rounded(apply_norm("final_norm", x));         // (N, C)
@@ -162,7 +161,7 @@ public:
         // The gradients of the logits replace the logits. (Evaluation needs only the loss, but the gradients
         // cost little.)
         const double loss = cross_entropy_forward_and_backward(shape.N(), config_.V, config_.padded_V(),
-                                                               logits.data(), targets, Real(gradient_weight));
+                                                               logits.data(), targets, Real(loss_weight));
         all_finite = all_finite && std::isfinite(loss);
         if (!backward) return loss;
 
@@ -404,7 +403,7 @@ private:
     //
     // The backward pass of a norm needs the norm's input, so Qwen3 saves q, k and v before the norms. The
     // backward pass of RoPE needs no values, so the other models save q and k as attention reads them. (On
-    // the GPU: rope_at_projection(), make_attention_input() and core_attention_backward() of model.cu.)
+    // the GPU: core_attention_forward(), make_attention_input() and core_attention_backward() of model.cu.)
 
     // q, k and v (N, qkv_cols) as the projection gives them -> as they are saved, in the compute format.
     Tensor qkv_to_save(const MicroBatchShape& shape, Tensor qkv) const {

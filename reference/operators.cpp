@@ -304,10 +304,10 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
 
 // The loss and its gradient, which replaces the logits:
 //   loss = log(sum_v exp(logit_v)) - logit_target,  dlogit_v = softmax(logits)_v - (v == target)
-// Loss and gradient are 0 if a target does not count. The gradient is multiplied by `gradient_weight`.
+// Loss and gradient are 0 if a target does not count. The gradient is multiplied by `loss_weight`.
 template <class Real>
 double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride, Real* logits,
-                                          const int32_t* targets, Real gradient_weight) {
+                                          const int32_t* targets, Real loss_weight) {
     std::vector<double> losses(N);
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
@@ -324,8 +324,8 @@ double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride
             sum += row[v];
         }
         losses[n] = double(std::log(sum) + max_logit - target_logit);
-        for (int64_t v = 0; v < V; v++) row[v] *= gradient_weight / sum;
-        row[targets[n]] -= gradient_weight;
+        for (int64_t v = 0; v < V; v++) row[v] *= loss_weight / sum;
+        row[targets[n]] -= loss_weight;
         std::fill(row + V, row + V_stride, Real(0));
     }
     return std::accumulate(losses.begin(), losses.end(), 0.0);

@@ -71,10 +71,10 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
                         const Real* lse, const Real* dout, Real* dqkv);
 
 // Returns the sum of the losses of N tokens, in nats. logits (N, V_stride) become the gradients of
-// gradient_weight times this sum. Columns from V on are padding. targets: (N).
+// loss_weight times this sum. Columns from V on are padding. targets: (N).
 template <class Real>
 double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride, Real* logits,
-                                          const int32_t* targets, Real gradient_weight);
+                                          const int32_t* targets, Real loss_weight);
 
 // y += factor x, both (n).
 template <class Real> void add_scaled(int64_t n, Real factor, const Real* x, Real* y);

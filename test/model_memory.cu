@@ -161,7 +161,7 @@ static std::map<std::string, int64_t> allocated_bytes(const RunSettings& s) {
     const gpu::MemoryMap m = gpu::allocate_memory(context);
     std::map<const void*, std::string> begins{{m.weights.values, "weights"},
                                               {m.shards, ""},
-                                              {m.amax_table, ""},
+                                              {m.scale_table, ""},
                                               {m.histories, "histories and delayed scales"},
                                               {m.moments_begin, ""},
                                               {m.saved_activations, "activations"},

@@ -199,9 +199,9 @@ TEST_CASE("cross_entropy: loss and gradient over the live columns and none where
     const int32_t targets[] = {0, 6, NO_TARGET, 3, 3, 1};
     const Doubles logits = rng.normals<double>(N * stride, 3);
     Doubles gradient = logits;
-    const double gradient_weight = 0.3;
+    const double loss_weight = 0.3;
     const double loss =
-        cross_entropy_forward_and_backward(N, V, stride, gradient.data(), targets, gradient_weight);
+        cross_entropy_forward_and_backward(N, V, stride, gradient.data(), targets, loss_weight);
     double expected = 0;
     for (int64_t n = 0; n < N; n++) {
         const double* row = &logits[size_t(n * stride)];
@@ -211,7 +211,7 @@ TEST_CASE("cross_entropy: loss and gradient over the live columns and none where
         if (counts) expected += std::log(sum) - row[targets[n]];
         for (int64_t v = 0; v < stride; v++) {  // columns from V on are padding of the vocabulary
             const double gradient_of_loss = std::exp(row[v]) / sum - (v == targets[n]);
-            const double wanted = counts && v < V ? gradient_weight * gradient_of_loss : 0;
+            const double wanted = counts && v < V ? loss_weight * gradient_of_loss : 0;
             CHECK(std::fabs(gradient[size_t(n * stride + v)] - wanted) <= 1e-15);
         }
     }

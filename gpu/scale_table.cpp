@@ -1,16 +1,16 @@
-// gpu/amax_table.cpp - the class AmaxTable (gpu/amax_table.h).
-#include "amax_table.h"
+// gpu/scale_table.cpp - the class ScaleTable (gpu/scale_table.h).
+#include "scale_table.h"
 
 #include "other_scaling.h"
 
 namespace coat::gpu {
 
-AmaxTable::AmaxTable(const GpuContext& context, const MemoryMap& memory)
+ScaleTable::ScaleTable(const GpuContext& context, const MemoryMap& memory)
     : param_count(int64_t(context.params.size())), linear_layer_count(count_linear_layers(context.params)),
-      settings_(context.settings), stream_(context.stream), entries_(memory.amax_table),
-      count_(memory.amax_count), histories_(memory.histories) {}
+      settings_(context.settings), stream_(context.stream), entries_(memory.scale_table),
+      count_(memory.scale_table_size), histories_(memory.histories) {}
 
-void AmaxTable::clear() {
+void ScaleTable::clear() {
     clear_async(entries_, count_ * int64_t(sizeof(TensorScale)), stream_);
     if (delayed())
         clear_async(histories_, OPERAND_COUNT * linear_layer_count * settings_.recipe.history_steps * 4,
@@ -19,7 +19,7 @@ void AmaxTable::clear() {
 }
 
 // Strided: of each entry, which has 16 bytes, only `amax` is cleared.
-void AmaxTable::clear_operand_amaxes() const {
+void ScaleTable::clear_operand_amaxes() const {
     enqueue(stream_, "clear", [&] {
         check(cudaMemset2DAsync(&entries_[param_count].amax, sizeof(TensorScale), 0, sizeof(float),
                                 OPERAND_COUNT * linear_layer_count, stream_),
@@ -30,11 +30,11 @@ void AmaxTable::clear_operand_amaxes() const {
 // -----------------------------------------------------------------------------------------------------------
 // Delayed scaling (this can wait)
 
-void AmaxTable::expect_empty_histories() {
+void ScaleTable::expect_empty_histories() {
     any_empty_history = delayed() && linear_formats(settings_).x.is_fp8();
 }
 
-void AmaxTable::update_histories(StepOutcome* outcome) const {
+void ScaleTable::update_histories(StepOutcome* outcome) const {
     if (!delayed() || !linear_formats(settings_).x.is_fp8()) return;
     for (OperandKind o : LINEAR_OPERANDS)
         update_delayed_scales({.scales = of_operand(o, 0),

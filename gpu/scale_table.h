@@ -1,4 +1,4 @@
-// gpu/amax_table.h - the class AmaxTable, where linear layers find the amaxes and scales of their operands.
+// gpu/scale_table.h - the class ScaleTable, where linear layers find the amaxes and scales of their operands.
 #pragma once
 #include "memory_map.h"
 
@@ -11,9 +11,9 @@ namespace coat::gpu {
 //
 // The amax of a linear layer's weight is in the entry of this parameter, where the update leaves it. (The
 // entries of other parameters are not used, nor are those of the operands w, except with delayed scaling.)
-class AmaxTable {
+class ScaleTable {
 public:
-    AmaxTable(const GpuContext& context, const MemoryMap& memory);
+    ScaleTable(const GpuContext& context, const MemoryMap& memory);
 
     const int64_t param_count;
     const int64_t linear_layer_count;
