@@ -1,9 +1,10 @@
 // gpu/gemm.cpp - CublasGemms::run() (gpu/gemm.h): operands as cuBLAS sees them, the description of a GEMM,
-// the launch, and the choice of an algorithm.
+// the choice of an algorithm, and the launch.
 //
-// The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): both operands are contiguous along the
-// dimension that is reduced; dimensions are multiples of 16; scales are 16-byte aligned and on the device;
-// the operands are not both in E5M2. An Operand has its scales in the layouts that cuBLAS wants.
+// The cuBLAS manual has the rules of FP8 GEMMs under cublasLtMatmul(): the dimension that is summed over is
+// contiguous in both operands (common/formats.h); dimensions are multiples of 16; scales are 16-byte aligned
+// and on the device; the operands are not both in E5M2. An Operand has its scales in the layouts that cuBLAS
+// wants.
 //
 // cuBLAS is column-major: it takes a row-major matrix of this program for the transpose of that matrix. So it
 // is not asked for out = left right, but for out^T = right^T left^T. A of cuBLAS is our right operand, and B
@@ -58,18 +59,34 @@ struct Matrix {
 
 }  // namespace
 
-// The Matrix of an operand, which is A of cuBLAS if is_a, else B. sum_along: whether the GEMM sums along the
-// operand's rows or its columns (common/formats.h).
+// Along what each GEMM sums in its operands (table: common/formats.h). A of cuBLAS is the right operand, and
+// B is the left one.
+struct SumsAlong {
+    SumAlong a, b;
+};
+constexpr SumsAlong SUMS_ALONG[] = {
+    {.a = SumAlong::Row, .b = SumAlong::Row},        // Fprop
+    {.a = SumAlong::Column, .b = SumAlong::Row},     // Dgrad
+    {.a = SumAlong::Column, .b = SumAlong::Column},  // Wgrad
+};
+
+// The Matrix of an operand, which is A of cuBLAS if is_a, else B. What cuBLAS is given, and whether it is to
+// transpose that:
 //
-// cuBLAS computes A B, so it sums along the rows of A and the columns of B. Both are contiguous in memory, as
-// FP8 needs, if A is transposed and B is not. So of an FP8 operand that is summed along its columns, the
-// transposed codes are given.
+//   operand                     in FP8                           in BF16 and FP32
+//   A, summed along rows        row-major codes, to transpose    row-major values, to transpose
+//   A, summed along columns     transposed codes, to transpose   row-major values
+//   B, summed along rows        row-major codes                  row-major values
+//   B, summed along columns     transposed codes                 row-major values, to transpose
+//
+// For cuBLAS a contiguous line is a column. It computes A B, so it sums along the columns of B and the rows
+// of A. In FP8 both must be contiguous: so B is given as it is, and in place of A the transpose of A, which
+// cuBLAS transposes back.
 static Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
     const bool along_columns = sum_along == SumAlong::Column;
     const TensorRef& tensor = operand.tensor;
     const TensorFormat& format = tensor.format;
     if (!format.is_fp8()) {
-        // BF16 and FP32 have one form, whose sums need not go along what is contiguous
         const bool along_rows = !along_columns;
         return {.data = tensor.data,
                 .scales = nullptr,
@@ -138,66 +155,8 @@ struct Problem {
 }  // namespace
 
 // -----------------------------------------------------------------------------------------------------------
-// The launch
-
-// These two choose an algorithm: see the end of this file.
-static bool should_prefer_tiles(GemmKind kind, bool fast_or_bf16, const TensorRef& out);
-static std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t handle, Problem& problem,
-                                                              bool prefer_tiles);
-
-CublasGemms::~CublasGemms() {
-    if (handle_) cublasLtDestroy(handle_);
-}
-
-void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, const TensorRef& out,
-                      cudaStream_t stream, const GemmOptions& options) {
-    const Matrix a =
-        matrix_of(right, /*is_a=*/true, kind == GemmKind::Fprop ? SumAlong::Row : SumAlong::Column);
-    const Matrix b =
-        matrix_of(left, /*is_a=*/false, kind == GemmKind::Wgrad ? SumAlong::Column : SumAlong::Row);
-    const int64_t depth = a.factor_cols();
-    require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,
-            "the shapes of a GEMM do not fit");
-    const bool fast = fast_accumulation_[int(kind)];
-    Problem problem(a, b, out, options.bias, fast);
-    // The status of the last launch. A candidate may fail; an algorithm that has been chosen may not.
-    cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
-    auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
-        const float one = 1, beta = options.overwrite ? 0 : 1;
-        status = cublasLtMatmul(handle_, &problem.operation, &one, a.data, &problem.a, b.data, &problem.b,
-                                &beta, out.data, &problem.out, out.data, &problem.out, &algorithm, scratch,
-                                SCRATCH, stream);
-        if (status != CUBLAS_STATUS_SUCCESS)
-            cudaGetLastError();  // or the next launch would report this error
-        return status == CUBLAS_STATUS_SUCCESS;
-    };
-    const Key key{.kind = kind,
-                  .cublas_a = a.format,
-                  .cublas_b = b.format,
-                  .out = out.format.element_format,
-                  .cublas_a_scales = a.scale_mode,
-                  .cublas_b_scales = b.scale_mode,
-                  .rows = out.rows,
-                  .cols = out.cols,
-                  .depth = depth,
-                  .biased = options.bias != nullptr};
-    enqueue(stream, "GEMM", [&] {
-        if (!handle_) check_cublas(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
-        if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {
-            launch(chosen->second);
-        } else {  // the first GEMM with this key: the first algorithm that can be launched is chosen
-            const bool fast_or_bf16 = fast || a.format == Format::BF16;
-            const std::vector<cublasLtMatmulAlgo_t> candidates =
-                candidate_algorithms(handle_, problem, should_prefer_tiles(kind, fast_or_bf16, out));
-            const auto launched = std::find_if(candidates.begin(), candidates.end(), launch);
-            if (launched != candidates.end()) algorithms_[key] = *launched;
-        }
-        check_cublas(status, "A GEMM failed");
-    });
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// The choice of an algorithm (this can wait)
+// The choice of an algorithm. This section can wait: the launch calls candidate_algorithms() and
+// should_prefer_tiles().
 
 // How many algorithms cuBLASLt is asked for. Version 13.1 knows 8 for every shape of a 7B, a 1.1B and a 124M
 // model.
@@ -253,6 +212,59 @@ static std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t h
             return preference_of_tile(one) < preference_of_tile(other);
         });
     return algorithms;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// The launch
+
+CublasGemms::~CublasGemms() {
+    if (handle_) cublasLtDestroy(handle_);
+}
+
+void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, const TensorRef& out,
+                      cudaStream_t stream, const GemmOptions& options) {
+    const SumsAlong& sums_along = SUMS_ALONG[int(kind)];
+    const Matrix a = matrix_of(right, /*is_a=*/true, sums_along.a);
+    const Matrix b = matrix_of(left, /*is_a=*/false, sums_along.b);
+    const int64_t depth = a.factor_cols();
+    require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,
+            "the shapes of a GEMM do not fit");
+    const bool fast = fast_accumulation_[int(kind)];
+    Problem problem(a, b, out, options.bias, fast);
+    // The status of the last launch. A candidate may fail; an algorithm that has been chosen may not.
+    cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
+    auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
+        const float one = 1, beta = options.overwrite ? 0 : 1;
+        status = cublasLtMatmul(handle_, &problem.operation, &one, a.data, &problem.a, b.data, &problem.b,
+                                &beta, out.data, &problem.out, out.data, &problem.out, &algorithm, scratch,
+                                SCRATCH, stream);
+        if (status != CUBLAS_STATUS_SUCCESS)
+            cudaGetLastError();  // or the next launch would report this error
+        return status == CUBLAS_STATUS_SUCCESS;
+    };
+    const Key key{.kind = kind,
+                  .cublas_a = a.format,
+                  .cublas_b = b.format,
+                  .out = out.format.element_format,
+                  .cublas_a_scales = a.scale_mode,
+                  .cublas_b_scales = b.scale_mode,
+                  .rows = out.rows,
+                  .cols = out.cols,
+                  .depth = depth,
+                  .biased = options.bias != nullptr};
+    enqueue(stream, "GEMM", [&] {
+        if (!handle_) check_cublas(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
+        if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {
+            launch(chosen->second);
+        } else {  // the first GEMM with this key: the first algorithm that can be launched is chosen
+            const bool fast_or_bf16 = fast || a.format == Format::BF16;
+            const std::vector<cublasLtMatmulAlgo_t> candidates =
+                candidate_algorithms(handle_, problem, should_prefer_tiles(kind, fast_or_bf16, out));
+            const auto launched = std::find_if(candidates.begin(), candidates.end(), launch);
+            if (launched != candidates.end()) algorithms_[key] = *launched;
+        }
+        check_cublas(status, "A GEMM failed");
+    });
 }
 
 }  // namespace coat::gpu

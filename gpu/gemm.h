@@ -1,5 +1,6 @@
 // gpu/gemm.h - matrix multiplication (GEMM) through cuBLASLt, as one function on operands, which carry their
-// scales. The three GEMMs of a linear layer, fprop, dgrad and wgrad, are explained in common/formats.h.
+// scales. The three GEMMs of a linear layer, fprop, dgrad and wgrad, are explained in common/formats.h. Which
+// form of its operands each of them reads is said at Operand in gpu/tensors.h.
 #pragma once
 #include <cublasLt.h>
 

@@ -83,7 +83,8 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
     return with_block_scales(tensor, transposed);
 }
 
-// The operand of x or of w in the form that `gemm` reads: FP8 codes row-major for fprop, else transposed.
+// The operand of x or of w in the form that `gemm` reads (Operand in gpu/tensors.h): row-major for fprop,
+// else transposed.
 Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const {
     const bool fp8 = format_of(shared_.formats, kind).is_fp8();
     if (!fp8 && is_stored_plain(source)) return {source.input};
@@ -145,10 +146,11 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 //   known            operand and dbias
 //   to be computed   amax and dbias      operand
 //
-// That is COAT. In the recipes whose scales are delayed (te) or belong to rows or blocks (rowwise, deepseek),
-// "operand and dbias" takes two passes, first dbias: write_operand_and_add_column_sums() decides
-// (gpu/column_sums.cu).
-// In BF16 the operand is made first, and then dbias, as the sum of the values that were stored.
+// That is COAT. Other recipes:
+//
+//   te, rowwise, deepseek   where the table says "operand and dbias": dbias in a first pass, the operand in a
+//                           second one (write_operand_and_add_column_sums() in gpu/column_sums.cu)
+//   in BF16                 first the operand, then dbias, as the sum of the values that were stored
 //
 // missing_amax: where the amax of g goes, if it is to be computed; else null.
 void LinearLayer::write_g_operand_of_biased_layer(const LazyTensor& g, float* missing_amax,

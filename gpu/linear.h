@@ -2,15 +2,9 @@
 // its three GEMMs, and how their operands are made.
 //
 // g (N, out) is the gradient of y. GEMMs do not read x, w and g themselves, but operands that are made of
-// them: x_operand, w_operand and g_operand. These are FP8 codes, row-major or transposed, so that the codes
-// whose products a GEMM adds up are neighbours in memory (Operand in gpu/tensors.h):
-//
-//   GEMM    sums over         reads
-//   fprop   input features    x row-major,   w row-major
-//   dgrad   output features   g row-major,   w transposed
-//   wgrad   tokens            g transposed,  x transposed
-//
-// In recipes without FP8 the operands are BF16 or FP32 values, in one form.
+// them: x_operand, w_operand and g_operand. These are FP8 codes, row-major or transposed. The table at
+// Operand in gpu/tensors.h says which GEMM reads which of these two forms. (In recipes without FP8 the
+// operands are BF16 or FP32 values, in one form.)
 //
 // How long the operands live:
 //   x_operand   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x. From
@@ -120,7 +114,8 @@ public:
     void write_cached_w_operand();
 
 private:
-    enum class Form : uint8_t { RowMajor, Transposed, Both };  // the forms of an operand that are made
+    // The forms of an operand (Operand in gpu/tensors.h) that are made.
+    enum class Form : uint8_t { RowMajor, Transposed, Both };
 
     SharedByLinearLayers& shared_;
     const size_t weight_index_;               // the index of w (out, in) in ParameterState::params

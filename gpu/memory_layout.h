@@ -1,7 +1,8 @@
 // gpu/memory_layout.h - how the memory of a GPU is divided: what this rank owns of each parameter, the
 // buckets, the sizes of buffers, and where gradients begin. All of this follows from the settings of the
 // run, so a program without CUDA knows it too, for --plan. adamw.h explains the words bucket, flat order and
-// rank's order. The map of the memory is drawn in gpu/memory_map.h: read it first.
+// rank's order: with one GPU, both orders are the order of the parameters. The map of the memory is drawn in
+// gpu/memory_map.h: read it first.
 #pragma once
 #include "../common/ranks.h"
 
@@ -41,7 +42,7 @@ inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // the rows of an FP8 GEMM are
 // of 16 already: linear_formats() in common/recipes.h.)
 inline int64_t padded_tokens(const RunSettings& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
 int64_t saved_layer_bytes(const RunSettings& s);  // the bytes of what a layer saves for backward
-// The bytes from the first saved activation to the first gradient.
+// The bytes from the first saved activation to the first gradient (drawing: gpu/memory_map.h).
 int64_t gradients_offset(const RunSettings& s);
 
 // The logits exist for so many tokens at a time.

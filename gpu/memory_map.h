@@ -9,8 +9,8 @@
 //                     order
 //   gpu/layers.h      TokenRows, for the gradient of the embedding
 //
-// With one rank, a shard is a whole parameter, and the rank's order is the order of the parameters. What only
-// several ranks and other recipes need is at the end of each struct.
+// With one GPU there is one rank: a shard is a whole parameter, and the rank's order is the order of the
+// parameters. What only several ranks and other recipes need is at the end of each struct.
 #pragma once
 #include "../adamw.h"
 #include "context.h"
@@ -29,37 +29,46 @@ struct StepOutcome {
 // The few numbers that the host and the GPU exchange in a step, on the device.
 struct StepExchange {
     StepOutcome outcome;
-    // From the host: 1 / the number of targets that count, because the loss of a step is a mean.
+    // From the host: 1 / the number of targets that count, because the loss of a step is a mean. Losses and
+    // gradients are multiplied by it.
     double loss_weight;
     // The errors of quantization, while they are measured: one for each ReportKind that comes before moments.
     QuantStats quant_stats[int(ReportKind::Moment1)];
 };
 
-// The map: where everything is that lasts for the run. In the allocation, from its beginning (what is in
-// brackets only in some runs):
+// The map: where everything is that lasts for the run. In the allocation, from its beginning, by the names of
+// the members below (what is in brackets, only some runs have):
 //
-//   step_exchange | cuBLASLt's scratch | sums of squares and [what else other ranks write] |
-//   weights | remainders of masters | AdamW's table | table of scales | [histories of amaxes] | moments |
-//   saved activations and gradients | tokens, targets, token order | end of the residual stream |
-//   memory of norms | losses | cos, sin | [FP8 weights, if they are cached]
+//   step_exchange | gemm_scratch | loss_and_squares | [received] | weights, [remainders] | shards |
+//   scale_table | [histories] | first_moments, second_moments | saved_activations, with the gradients |
+//   tokens | targets | token_order | token_rows | residual_end | norm_backward_workspace |
+//   row_statistics | losses | [rope_table]
 //
-// After that comes what a step allocates where it uses it (Arena::Scope): the operands of one linear layer,
-// gradients of activations, logits.
+// After that come the FP8 codes of all weights, if they are cached: the constructor of LinearLayer
+// (gpu/linear.cpp) allocates them. Then comes what a step allocates where it uses it (Arena::Scope): the
+// operands of one linear layer, gradients of activations, logits.
 //
 // Gradients of weights. Backward writes them where the update reads them. Usually they lie over the saved
-// activations:
+// activations. Forward writes the layers from left to right, and backward needs them from right to left. The
+// drawing, which is not to scale, shows Llama-2-7B with 8 x 2048 tokens. The activations of a layer take
+// 1.1 GB, and its gradients 0.4 GB:
 //
-//     forward writes the layers from left to right, backward needs them from right to left
-//   +---------+---------+-- ... --+-----------+
-//   | layer 0 | layer 1 |         | layer L-1 |  activations
-//   +---------+---------+-- ... --+-----------+
-//             | embedding | layer 0 | layer 1 | ... | layer L-1 | head |  gradients
-//             +-----------+---------+---------+-----+-----------+------+
-//             ^ gradients_offset()
+//   0 GB                                 22.3 GB                      35.1 GB
+//   +---------+---------+-------------+----------+---------+----------+
+//   | layer 0 | layer 1 |     ...     | layer 20 |   ...   | layer 31 |  activations
+//   +---------+---------+-------------+----------+---------+----------+
+//                                        +-----------+---------+------+----------+------------+------+
+//                                        | embedding | layer 0 | ...  | layer 31 | final norm | head |
+//                                        +-----------+---------+------+----------+------------+------+
+//                                        ^ gradients_offset()         ^ the end of all activations
 //
-// The gradients begin as far left as possible. Two conditions limit this: the gradients of layer l begin
-// after the activations of the layers 0 to l, which backward still needs when it writes these gradients; and
-// those of the head begin after all activations. (Where gradients lie in other runs: gpu/memory_map.cpp.)
+// The gradients begin as far left as possible. There are two conditions:
+//   - The gradients of layer l begin after the activations of the layers 0 to l, or later. Backward still
+//     needs these activations when it writes the gradients.
+//   - The gradients of the final norm and of the head begin after all activations, or later.
+// In the drawing the first condition binds, for layer 31: its gradients begin right where the activations of
+// the layers 0 to 31 end. So no gradients can move to the left, although those of other layers have room.
+// (Where gradients lie in other runs: gpu/memory_map.cpp.)
 struct MemoryMap {
     StepExchange* step_exchange;
     StepOutcome* outcome() const { return &step_exchange->outcome; }  // on the device
@@ -83,8 +92,8 @@ struct MemoryMap {
     int32_t *tokens, *targets;  // (N)
     int32_t* token_order;       // (N) for the embedding's gradient: row numbers, sorted by token
     TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order
-    // (N, C): after forward the residual stream at its end, which is the input of the final norm; in backward
-    // the gradient of the residual stream
+    // (N, C): after forward the end of the residual stream, which is the input of the final norm; in all of
+    // backward the gradient of the residual stream
     void* residual_end;
     float* norm_backward_workspace;  // norm_backward_workspace_floats()
     RowStatistics* row_statistics;   // (N) of the norm that ran last
@@ -92,8 +101,8 @@ struct MemoryMap {
 
     float2* rope_table;  // (T, HS / 2) {cos, sin}, for the whole run
 
-    // For the norm of gradients, (ranks, 1 + shard units): the row of a rank has the rank's loss, and then
-    // the sums of squares of what the rank owns.
+    // For the norm of gradients: the loss, and then sums of squares, each over SHARD_UNIT elements of a
+    // parameter. (ranks, 1 + shard units): a row for each rank.
     double* loss_and_squares;
 
     // The rest can wait. Delayed scaling (see ScaleTable): (operands, linear layers, Recipe::history_steps)
@@ -108,7 +117,7 @@ struct MemoryMap {
     } received;
 };
 
-// Allocates all that is in the map.
+// Allocates all members of the map, in this order.
 MemoryMap allocate_memory(GpuContext& context);
 
 }  // namespace coat::gpu

@@ -1,9 +1,9 @@
 // gpu/parameter_state.h - what one GPU keeps of each parameter, which is its weights, gradients and moments;
 // and the update.
 //
-// With one rank, what this rank owns of a parameter is the whole parameter. With several, Sharding
-// (gpu/sharding.h) is the interface to what the other GPUs own. How a checkpoint reads and writes the state
-// is in gpu/named_memory.h.
+// With one GPU there is one rank, which owns all of each parameter. With several, Sharding (gpu/sharding.h)
+// is the interface to what the other GPUs own. How a checkpoint reads and writes the state is in
+// gpu/named_memory.h.
 #pragma once
 #include <map>
 #include <optional>

@@ -1,16 +1,17 @@
-// gpu/scale_table.h - the class ScaleTable, where linear layers find the amaxes and scales of their operands.
+// gpu/scale_table.h - the class ScaleTable, where linear layers find the scales of their operands, and the
+// amaxes from which the scales follow.
 #pragma once
 #include "memory_map.h"
 
 namespace coat::gpu {
 
-// The amaxes of the weights and operands of linear layers: a table on the device. An entry has an amax, and
-// the scale that follows from this amax (TensorScale). The table has an entry for
+// The table is on the device. An entry, a TensorScale (gpu/tensors.h), has an amax and the scale that follows
+// from it. The table has an entry for
 //
 //   each parameter | the operand x of each linear layer | the operand w of each | the operand g of each
 //
-// The amax of a linear layer's weight is in the entry of this parameter, where the update leaves it. (The
-// entries of other parameters are not used, nor are those of the operands w, except with delayed scaling.)
+// The amax of a weight is in the entry of the parameter, where the update leaves it. With delayed scaling it
+// is in the entry of the operand w. of_weight() knows which. The entries of other parameters are not used.
 class ScaleTable {
 public:
     ScaleTable(const GpuContext& context, const MemoryMap& memory);
@@ -36,7 +37,7 @@ public:
     void clear_operand_amaxes() const;
 
     // --- Delayed scaling, in the recipe te (this can wait). Scales follow from histories of amaxes, which
-    // checkpoints have. The amax of a weight is in the entry of the operand w.
+    // checkpoints have.
     bool delayed() const { return settings_.recipe.scale_source == ScaleSource::Delayed; }
     float* history(OperandKind o, int64_t linear_layer) const {
         return histories_ + index_of(o, linear_layer) * settings_.recipe.history_steps;

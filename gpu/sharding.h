@@ -1,8 +1,10 @@
-// gpu/sharding.h - what the other GPUs of a run do in a step. Sharding is the interface that a step calls: it
-// gathers weights, reduces gradients and exchanges small values. It has two implementations:
+// gpu/sharding.h - where a step finds weights and gradients, and what the other GPUs of a run do. Sharding is
+// the interface that a step calls. It has two implementations:
 //
-//   Unsharded       below, for one GPU: its functions do nothing, or return what ParameterState has
-//   Zero3Sharding   in gpu/sharding.cpp, for several GPUs (step by step: dev/WALK2.md)
+//   Unsharded       below, for one GPU: weight() and gradient_to_write() return what ParameterState has, and
+//                   the other functions do nothing. This is enough for all that follows.
+//   Zero3Sharding   in gpu/sharding.cpp, for several GPUs (step by step: dev/WALK2.md). It gathers weights,
+//                   reduces gradients and exchanges small values.
 #pragma once
 #include "parameter_state.h"
 #include "transport.h"
@@ -22,7 +24,7 @@ public:
     // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
     virtual TensorRef gradient_to_write(size_t i) const = 0;
 
-    // With one GPU the other functions do nothing, so their comments can wait.
+    // The comments of the other functions can wait: with one GPU they do nothing.
 
     // --- Weights, which are gathered by gather unit: the embeddings, each linear layer, the head, counted in
     // the order of forward

@@ -31,10 +31,10 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     constexpr double PI = 3.14159265358979323846;
     warmup = warmup_steps(warmup, steps);
     if (step < warmup) return float(peak * (step + 1) / warmup);
-    // n steps follow the warm-up; the last is step n - 1. The usual cosine, as in nanoGPT and torchtitan, has
-    // the length n, so the last step lies at (n - 1) / n of it. In a short run this is far from the end: with
-    // n = 3 the rate would end at 0.33 of the peak. So the last step is to lie at 0.99 of the cosine or
-    // beyond, where the rate is at most 0.1002 of the peak: if n is below 100, the length is (n - 1) / 0.99.
+    // n steps follow the warm-up. The last of them lies at 0.99 of the cosine or beyond, where the rate is at
+    // most 0.1002 of the peak. From n = 100 on, the usual cosine of length n, as in nanoGPT and torchtitan,
+    // does that: its last step lies at (n - 1) / n. Shorter runs have the length (n - 1) / 0.99. (With the
+    // length n, a run with n = 3 would end at 0.33 of the peak.)
     const double n = double(steps - warmup);
     const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
     const double fraction = std::min(1.0, double(step - warmup) / length);  // of the cosine
@@ -88,8 +88,7 @@ int train(Run& run) {
         if (flags.sample_every > 0 && (last || every(flags.sample_every))) report_sample(run);
         const bool is_save_time =
             flags.save_every > 0 ? every(flags.save_every) : events.save_interval_has_passed;
-        // A step may be skipped because an earlier update made weights overflow. So saving waits for a step
-        // that is not skipped.
+        // A skipped step waits for one that is not: see count_step()
         if (!last && is_save_time && progress.skipped_in_a_row == 0) {
             save(run);
             progress.saved_at = now();
@@ -138,9 +137,14 @@ void count_step(Run& run, const StepResult& result, Progress& progress) {
     } else if (result.target_count) {
         progress.skipped_in_a_row++;
     }
-    // If a signal comes or the next micro-batches cannot be read, this step is saved if it is savable: it was
-    // not skipped, or there is no checkpoint that it would replace. (A skip may mean that an earlier update
-    // made weights overflow. For the last step of a run there is a better check: see finish().)
+    // When a skipped step may be saved. A step may be skipped because an earlier update made weights
+    // overflow, and then a checkpoint would be useless. There are three occasions to save:
+    //   - At regular times train() saves no skipped step.
+    //   - If the run ends early, because a signal comes or data cannot be read, a skipped step is saved only
+    //     if there is no earlier checkpoint.
+    //   - The last step of a run is saved even if it was skipped. Before that finish() validates the model,
+    //     which throws if the loss is not finite.
+    // Run::at_savable_step is for the second occasion.
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
@@ -193,9 +197,8 @@ int save_and_end_at_signal(Run& run, int signal) {
     return 128 + signal;
 }
 
-// Validates and saves the last step, and prints what the run was. Returns the exit code: not 0 if --out could
-// not be written. The last step is saved even if it was skipped: validate_and_report() throws if the loss is
-// not finite, so when save_last() is called, the weights that the validation text uses are finite.
+// Validates and saves the last step, even if it was skipped (count_step() says why), and prints what the run
+// was. Returns the exit code: not 0 if --out could not be written.
 int finish(Run& run, const Progress& progress) {
     const double validation = validate_and_report(run);
     const int code = save_last(run);
