@@ -8,8 +8,8 @@
 #include <map>
 #include <optional>
 
-#include "scale_table.h"
 #include "parameter_kernels.h"
+#include "scale_table.h"
 
 namespace coat::gpu {
 

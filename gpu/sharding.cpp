@@ -92,10 +92,10 @@ public:
     }
 
     // --- Small values
-    void all_gather(void* rows_of_ranks, int64_t bytes) override {
+    void all_gather(void* rows, int64_t bytes) override {
         std::vector<Transfer> transfers;
         const auto row_of = [&](int64_t rank) { return Range{.first = rank * bytes, .count = bytes}; };
-        add_gather(static_cast<uint8_t*>(rows_of_ranks), row_of, transfers);
+        add_gather(static_cast<uint8_t*>(rows), row_of, transfers);
         wait_for_compute();
         send(transfers);
         wait_for_transfers();

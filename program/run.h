@@ -60,7 +60,8 @@ struct Run {
     // The last complete checkpoint, in --out or where save_last() found room; empty: none. note_checkpoint()
     // sets it.
     std::string last_checkpoint{};
-    // Whether the last step is complete, may be saved, and has not been saved.
+    // Whether the last step is complete, may be saved if the run ends early (count_step() in train.cpp), and
+    // has not been saved.
     bool at_savable_step = false;
 
     int64_t micro_batch_tokens() const { return settings.B * settings.T; }
