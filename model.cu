@@ -397,8 +397,8 @@ public:
     // Attention, causal, within each sequence of T tokens. Saves q, k and v, and the output of attention
     // (N, q_cols), whose amax it finds.
     //
-    // qkv is the tensor that is saved. (Qwen3 and --attention groups have a function of their own, which can
-    // wait.)
+    // qkv is the tensor that is saved. (Qwen3 and runs with --attention groups have a function of their own,
+    // which can wait.)
     void core_attention_forward(const MicroBatch& micro_batch, const Layer& layer, const TensorRef& qkv) {
         if (qk_norms_ || saves_attention_in_groups_)
             return other_core_attention_forward(micro_batch, layer, qkv);
@@ -630,7 +630,8 @@ public:
                                  layer.attention_out_proj.place_for_g_amax());
         finish_bucket(micro_batch, layer.gate_up_proj.bucket());
     }
-    // The backward pass of the down projection. Its g_operand, too, is in the Scope of the caller.
+    // The backward pass of the down projection, which computes dact. Its g_operand, too, is in the Scope of
+    // the caller.
     TensorRef make_dact(const MicroBatch& micro_batch, Layer& layer, const TensorRef& gate_up) {
         begin_bucket(micro_batch, layer.down_proj.bucket());
         const Operand g_operand = layer.down_proj.make_g_operand_and_add_dbias(

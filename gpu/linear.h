@@ -86,8 +86,9 @@ public:
     //   EarlierKernel   an earlier kernel has left it at place_for_g_amax()
     //   OwnPass         a pass over g computes it first
     enum class AmaxFrom : uint8_t { EarlierKernel, OwnPass };
-    // Makes the operand of g, and adds the column sums of g to dbias. (In recipes without FP8 a stored g is
-    // its own operand: no memory is allocated.)
+    // Makes the operand of g. If the layer has a bias, which those of Llama have not, the function also adds
+    // the column sums of g to dbias. (In recipes without FP8 a stored g is its own operand: no memory is
+    // allocated.)
     Operand make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from);
     // The two parts of make_g_operand_and_add_dbias(). Only dgate_up (model.cu) needs them: its memory must
     // be allocated before that of dact, from which it is computed. codes: where the row-major codes go; if

@@ -5,8 +5,8 @@
 
 namespace coat::gpu {
 
-// The table is on the device. An entry, a TensorScale (gpu/tensors.h), has an amax and the scale that follows
-// from it. The table has an entry for
+// The table of scales, on the device. An entry, a TensorScale (gpu/tensors.h), has an amax and the scale that
+// follows from it. There is an entry for
 //
 //   each parameter | the operand x of each linear layer | the operand w of each | the operand g of each
 //
