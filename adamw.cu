@@ -53,8 +53,9 @@ template <MomentKind KIND, Format FORMAT, bool EXPANSION> struct MomentTraits {
 // Equation 4: k = log(R) / log(R_X).
 //   R     the range of the format: FMAX / FMIN
 //   R_X   the range of the moment group: its largest magnitude over its smallest that is not zero
-// k is rounded to a multiple of 1/256, from 1/16 to 64. If all magnitudes are equal, k is 64. In a moment
-// group of zeros k is 1.
+// k is rounded to a multiple of 1/256, from 1/16 to 64. If all magnitudes are equal, log2(R_X) is 0, and its
+// reciprocal is infinite: k is 64. In a moment group of zeros k is 1. (There the difference of the logarithms
+// is NaN. fmaxf() makes it 0, and the result is not used.)
 template <class Traits> __device__ float expansion_exponent(float max_magnitude, float min_magnitude) {
     const float log2_r_x = fmaxf(fast_log2(max_magnitude) - fast_log2(min_magnitude), 0.0f);
     const float rounded = rintf(256.0f * Traits::LOG2_RANGE * fast_reciprocal(log2_r_x)) * 0x1p-8f;
@@ -162,7 +163,7 @@ struct Tables {
 };
 template <class Traits> __device__ void fill_table(float (&table)[CODES_WITHOUT_SIGN]) {
     for (uint32_t code = threadIdx.x; code < CODES_WITHOUT_SIGN; code += blockDim.x) {
-        const float y = decode_pair(Traits::E5M2, code).x;
+        const float y = decode_two(Traits::E5M2, code).x;
         table[code] = Traits::EXPANDS ? log2f(y) - log2f(Traits::FMAX) : y;
     }
 }
@@ -254,10 +255,10 @@ __device__ Codes encode_both(const SpanFields& fields, const NewMoments& moments
 //   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
 //   span        0      0      0      0      2       4       6         1        3        5        7
 //
-// Why there are bundles, and in part 4 loads ahead of their use. With bundles a lane moves one field for
-// eight spans by one load and one store. Loads ahead of their use hide the time that memory takes to answer.
-// Together they save 15%: on an H200 this kernel updates Llama-2-7B in 26.0 ms, and the best kernel without
-// them in 30.6 ms.
+// Why there are bundles, and in part 4 loads ahead of their use. With bundles a warp moves all 32 fields of
+// eight spans by one load and one store instruction: each lane moves one field. Loads ahead of their use hide
+// the time that memory takes to answer. Together they save 15%: on an H200 this kernel updates Llama-2-7B in
+// 26.0 ms, and the best kernel without them in 30.6 ms.
 
 constexpr int LANES_PER_SPAN = MOMENT_GROUP_SIZE / CHUNK;  // 16: half a warp
 constexpr int SPANS_PER_PAIR = 32 / LANES_PER_SPAN;        // 2: one for each half of the warp
@@ -334,27 +335,27 @@ struct FieldOfLane {
 // The four fields of the span that this half of the warp updates in a pair. They come from the lanes that
 // keep them. kept: the field that this lane keeps.
 __device__ SpanFields fields_from_lanes(float kept, int pair) {
-    auto from_lane = [&](int lane) {
-        return __shfl_sync(ALL_LANES, kept, pair * FIELDS_PER_SPAN + lane, LANES_PER_SPAN);
+    auto field_of_span = [&](int field) {
+        return __shfl_sync(ALL_LANES, kept, pair * FIELDS_PER_SPAN + field, LANES_PER_SPAN);
     };
-    const MomentScaling m{.max = from_lane(0), .k = from_lane(1)};
-    const MomentScaling v{.max = from_lane(2), .k = from_lane(3)};
+    const MomentScaling m{.max = field_of_span(0), .k = field_of_span(1)};
+    const MomentScaling v{.max = field_of_span(2), .k = field_of_span(3)};
     return {.m = m, .v = v};
 }
 
 // ===========================================================================================================
 // 4. The kernel
 //
-// It is compiled for each kind of weights W (gpu/adamw.cuh), and for the MomentTraits of each optimizer's
+// It is compiled for each WeightsKind (gpu/adamw.cuh, part 2), and for the MomentTraits of each optimizer's
 // first and second moments.
 
 constexpr int WARPS_PER_BLOCK = 8;
 constexpr int BLOCKS_PER_SM = 2;  // on a multiprocessor at once: a thread may then have 128 registers
 
 // What a thread loads of a span: its eight elements, as they are stored.
-template <class W> struct LoadedElements {
+template <class WeightsKind> struct LoadedElements {
     Codes codes;
-    typename W::LoadedChunk w;
+    typename WeightsKind::LoadedChunk w;
     Bf16OrFp32::LoadedChunk g;
 };
 
@@ -365,13 +366,13 @@ template <class W> struct LoadedElements {
 //   from the first element of this update    gradients
 //   in the flat order of all parameters      the random bits of rounding
 // From a span to the next, all four counts go on by 128.
-template <class W> struct ElementsOfThread {
+template <class WeightsKind> struct ElementsOfThread {
     const AdamWArguments& arguments;
     const Shard& shard;
     const float clip_factor, decay;
     const int shard_spans;  // how many spans the shard has
     const int64_t start;    // the thread's first element of the shard's first span, in the rank's order
-    const W weights;
+    const WeightsKind weights;
     uint8_t *const codes_m, *const codes_v;
 
     __device__ ElementsOfThread(const AdamWArguments& a, const Shard& s)
@@ -387,7 +388,7 @@ template <class W> struct ElementsOfThread {
     __device__ int64_t clamped_offset(int span) const {
         return static_cast<int64_t>(min(span, shard_spans - 1)) * MOMENT_GROUP_SIZE;
     }
-    __device__ LoadedElements<W> load(int span) const {
+    __device__ LoadedElements<WeightsKind> load(int span) const {
         const int64_t i = clamped_offset(span);
         return {.codes = {load_global<uint2>(codes_m + i), load_global<uint2>(codes_v + i)},
                 .w = weights.load(i),
@@ -409,9 +410,9 @@ template <class W> struct ElementsOfThread {
 //   loaded         what was loaded of these elements
 //   old_fields     of the span
 //   largest_bits   is raised: the bits of the largest magnitude of the thread's new weights
-template <class W, class MTraits, class VTraits>
-__device__ SpanFields update_span(const ElementsOfThread<W>& elements, int span,
-                                  const LoadedElements<W>& loaded, const SpanFields& old_fields,
+template <class WeightsKind, class MTraits, class VTraits>
+__device__ SpanFields update_span(const ElementsOfThread<WeightsKind>& elements, int span,
+                                  const LoadedElements<WeightsKind>& loaded, const SpanFields& old_fields,
                                   const Tables& tables, uint32_t& largest_bits) {
     const AdamWArguments& a = elements.arguments;
     ChunkValues w, g;
@@ -436,23 +437,23 @@ __device__ SpanFields update_span(const ElementsOfThread<W>& elements, int span,
 //
 // While a pair is updated, the loads of the next pair are already on their way. For a bundle of four pairs:
 //
-//   loop      before it      | iteration 0                  | 1      | 2      | 3
+//   iteration before them    | 0                            | 1      | 2      | 3
 //   load      fields, pair 0 | next bundle's fields, pair 1 | pair 2 | pair 3 | next bundle's pair 0
 //   update                   | pair 0                       | pair 1 | pair 2 | pair 3
 //   store                    | pair 0                       | pair 1 | pair 2 | pair 3, then the fields
-template <class W, class MTraits, class VTraits>
+template <class WeightsKind, class MTraits, class VTraits>
 __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int begin, int end,
                                    const Tables& tables) {
     constexpr int STRIDE = WARPS_PER_BLOCK * SPANS_PER_BUNDLE;  // spans from a warp's bundle to its next one
     if (begin >= end) return 0;
-    const ElementsOfThread<W> elements(a, shard);
+    const ElementsOfThread<WeightsKind> elements(a, shard);
     // The field that this lane keeps, and below its values: of the bundle before and after the update, and of
     // the next bundle.
     const FieldOfLane field(shard, elements.shard_spans);
     // 0 or 1: which half of the warp, and which span of the pair.
     const int half = threadIdx.x % 32 / LANES_PER_SPAN;
     uint32_t largest_bits = 0;
-    LoadedElements<W> next_elements = elements.load(begin + half);
+    LoadedElements<WeightsKind> next_loaded = elements.load(begin + half);
     float next_field_value = field.load(begin);
     for (int bundle_begin = begin; bundle_begin < end; bundle_begin += STRIDE) {
         const float old_field_value = next_field_value;
@@ -463,13 +464,13 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
 #pragma unroll 1  // one copy of this long body
         for (int pair = 0; pair < pairs; pair++) {
             const int span = bundle_begin + pair * SPANS_PER_PAIR + half;
-            const LoadedElements<W> loaded = next_elements;
+            const LoadedElements<WeightsKind> loaded = next_loaded;
             // After the last pair of the warp this loads some other span, which nobody uses.
-            next_elements =
+            next_loaded =
                 elements.load(pair + 1 < pairs ? span + SPANS_PER_PAIR : bundle_begin + STRIDE + half);
             const SpanFields old_fields = fields_from_lanes(old_field_value, pair);
-            const SpanFields new_fields =
-                update_span<W, MTraits, VTraits>(elements, span, loaded, old_fields, tables, largest_bits);
+            const SpanFields new_fields = update_span<WeightsKind, MTraits, VTraits>(
+                elements, span, loaded, old_fields, tables, largest_bits);
             if (pair == field.pair_in_bundle) new_field_value = field.choose_from(new_fields);
         }
         field.store(bundle_begin, new_field_value);
@@ -509,8 +510,9 @@ __device__ SpanRange spans_of_shard(const Shard& shard) {
 //
 // The range of a block's spans may begin or end within a bundle. A bundle belongs to the block that has its
 // first span. So the block begins with the first bundle that begins in its range (its number is begin / 8,
-// rounded up), and completes the last bundle that begins there.
-template <class W, class MTraits, class VTraits>
+// rounded up), and completes the last bundle that begins there. (So update_bundles() may go past `end`,
+// within a bundle.)
+template <class WeightsKind, class MTraits, class VTraits>
 __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_kernel(const AdamWArguments a) {
     __shared__ Tables tables;
     if (a.state->skip) return;
@@ -529,7 +531,7 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_ker
         const int64_t begin = max(spans_in_block.begin, spans_in_shard.begin) - spans_in_shard.begin;
         const int64_t end = min(spans_in_block.end, spans_in_shard.end) - spans_in_shard.begin;
         const int64_t first_span_of_warp = (ceil_div(begin, SPANS_PER_BUNDLE) + warp) * SPANS_PER_BUNDLE;
-        const uint32_t largest_bits = update_bundles<W, MTraits, VTraits>(
+        const uint32_t largest_bits = update_bundles<WeightsKind, MTraits, VTraits>(
             a, shard, static_cast<int>(first_span_of_warp), static_cast<int>(end), tables);
         if (shard.weight_amax_out) update_amax_by_warp(shard.weight_amax_out, largest_bits);
     }
@@ -605,27 +607,27 @@ __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
 
 }  // namespace
 
-void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& update,
+void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& shards,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
     const AdamWArguments arguments{.constants = kernel_constants(options),
                                    .moment_scales = moment_scales(optimizer),
                                    .fmax_m = format_info(optimizer.m_format).fmax,
                                    .fmax_v = format_info(optimizer.v_format).fmax,
-                                   .shards = update.shards,
-                                   .shard_count = update.count,
-                                   .elements = update.elements,
+                                   .shards = shards.shards,
+                                   .shard_count = shards.count,
+                                   .elements = shards.elements,
                                    .weights = weights,
                                    .rounding_key = rounding_key,
-                                   .gradients = bf16_or_fp32(update.gradients, update.format),
+                                   .gradients = bf16_or_fp32(shards.gradients, shards.gradient_format),
                                    .state = state};
-    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(update.count, 128), 128,
+    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(shards.count, 128), 128,
            /*shared_bytes=*/0, stream, arguments);
     update_shards_without_moment_groups(arguments, stream);
-    if (arguments.moment_scales != MomentScales::PerMomentGroup || update.elements.count == 0) return;
-    with_weights(weights, [&]<class W>() {
+    if (arguments.moment_scales != MomentScales::PerMomentGroup || shards.elements.count == 0) return;
+    with_weights(weights, [&]<class WeightsKind>() {
         with_moment_traits(optimizer, [&]<class MTraits, class VTraits>() {
-            launch("adamw", adamw_kernel<W, MTraits, VTraits>,
-                   adamw_blocks(update.elements.count / MOMENT_GROUP_SIZE), 32 * WARPS_PER_BLOCK,
+            launch("adamw", adamw_kernel<WeightsKind, MTraits, VTraits>,
+                   adamw_blocks(shards.elements.count / MOMENT_GROUP_SIZE), 32 * WARPS_PER_BLOCK,
                    /*shared_bytes=*/0, stream, arguments);
         });
     });

@@ -73,15 +73,15 @@ struct GradientState {
 struct ShardsToUpdate {
     const Shard* shards;  // (count), on the device
     int count;
-    Range elements;         // the elements of these shards, in the rank's order
-    const void* gradients;  // the gradients of these elements
-    Format format;          // the format of the gradients: FP32, or that of the weights
+    Range elements;          // the elements of these shards, in the rank's order
+    const void* gradients;   // the gradients of these elements
+    Format gradient_format;  // FP32, or that of the weights
 };
 
 // Updates shards by AdamW, and finds the amaxes of the new weights. If state->skip is set, everything stays
 // as it was. The format of a shard's m is optimizer.m_format or FP32, and that of its v is optimizer.v_format
 // or FP32. rounding_key: that of this update, for weights without a master.
-void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& update,
+void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& shards,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 
 }  // namespace coat::gpu

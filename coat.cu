@@ -18,7 +18,8 @@
 // Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //
 //   write_operand()                        part 4            chooses: codes, or values without codes
-//     quantize_operand()                   part 4            chooses: the function for this granularity
+//     quantize_operand()                   part 4            chooses: the function for this granularity,
+//                                                            and E4M3 or E5M2
 //       quantize_per_tensor()              part 3            chooses: with or without transposed codes
 //         with_producer_for_quantizer()    lazy_tensor.cuh   chooses: the producer that computes x
 //           launch()                       device.cuh        starts quantize_kernel()
@@ -111,15 +112,15 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     if (TASK == ExtraTask::ActivationAmax) update_amax_by_warp(activation_amax_out, magnitude_bits(largest));
 }
 
-// x is in one plane, or (GATED) in the two planes of [gate | up].
-template <ExtraTask TASK, bool GATED = false>
+// x has the two planes of [gate | up] if TWO_PLANES, else one plane.
+template <ExtraTask TASK, bool TWO_PLANES = false>
 static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups, float* activation_amax_out,
                                    QuantStats* quant_stats, cudaStream_t stream) {
     require(x.format.element_format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
-    measure_quant_errors(lazy_stored(x), {groups}, quant_stats, stream);
-    using P = LazyProducer<LazyOp::Stored, PlainView<bf16>, GATED>;
-    const P producer{plain_view<bf16>(x.data), GATED ? x.cols / 2 : x.cols, lazy_stored(x)};
+    measure_quant_errors(lazy_stored(x), Operand{.tensor = groups}, quant_stats, stream);
+    using P = LazyProducer<LazyOp::Stored, PlainView<bf16>, TWO_PLANES>;
+    const P producer{plain_view<bf16>(x.data), TWO_PLANES ? x.cols / 2 : x.cols, lazy_stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(x.rows, producer.width),
            TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, groups_view(groups),
            activation_amax_out);
@@ -133,11 +134,12 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                float* activation_amax_out, QuantStats* quant_stats, cudaStream_t stream) {
-    // If no amax is needed, it does not matter what is gate and what is up: F is a multiple of 16, so that no
-    // group has elements of both, and the groups are those of any tensor (N, 2F).
+    // No amax is needed where the next GEMM reads its operands in BF16 (gpu/linear.h says when). Then it does
+    // not matter what is gate and what is up: F is a multiple of 16, so that no group has elements of both,
+    // and the groups are those of any tensor (N, 2F).
     if (!activation_amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
-    auto* launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*GATED=*/false>;
-    if (gated) launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*GATED=*/true>;
+    auto* launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*TWO_PLANES=*/false>;
+    if (gated) launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*TWO_PLANES=*/true>;
     launch_variant(x, groups, activation_amax_out, quant_stats, stream);
 }
 
@@ -221,8 +223,8 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
 // ===========================================================================================================
 // 4. Values without codes, and the choice between codes and values
 
-// Stores the values of a tensor, rounded to BF16 or as FP32. (A multiprocessor has two blocks. With
-// TILE_BLOCKS_PER_SM blocks a thread would have too few registers for FP32 values.)
+// Stores the values of a tensor, rounded to BF16 or as FP32. (Two of these blocks share a
+// multiprocessor, not TILE_BLOCKS_PER_SM: FP32 values need more registers.)
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     store_values_kernel(Producer producer, int64_t rows, Bf16OrFp32 out) {

@@ -24,7 +24,7 @@
 //                                 is in FP8, of BF16 or groups
 //   quantize_activation_input()   gate and up, in BF16             groups, and the amax of the activation's
 //                                                                  output
-//   quantize_groups()             a tensor in BF16                 groups
+//   quantize_groups()             a tensor in BF16                 groups; with write_back also x
 //
 // "Of BF16 or groups" means that x is computed from tensors in BF16 or in groups, not in FP32.
 //
@@ -32,10 +32,12 @@
 //   - Row-major output may overwrite x.input, the stored tensor from which x is computed, if both have the
 //     same bytes per element. For example the codes of dgate_up may overwrite the groups of gate_up. (A
 //     thread loads its elements before it stores what it makes of them.)
-//   - The output may have more rows than x. The other rows keep what they hold.
+//   - Row-major output may have more rows than x. The other rows keep what they hold. (Transposed output
+//     has one column for each row of x, and no more.)
 //   - What quantizing loses is added to *quant_stats, for the report (gpu/quant_report.h). The pointer may be
 //     null.
 #pragma once
+#include "common/quant_errors.h"
 #include "gpu/tensors.h"
 
 namespace coat::gpu {

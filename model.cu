@@ -729,7 +729,7 @@ public:
         if (const std::optional<size_t> bias_index = parameter_state_.bias_index(n.weight_index))
             dbias = gradient(*bias_index);
         norm_backward(n.norm,
-                      {.dy = dnorm_output,
+                      {.dnorm_output = dnorm_output,
                        .dresidual_in = dresidual_in,
                        .dresidual_out = dresidual(micro_batch),
                        .dresidual_amax_out = dresidual_amax_out,
@@ -860,7 +860,7 @@ public:
     // BF16, which is in the buffer. Unless quantization is measured, this does nothing.
     void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
-            measure_quant_errors(lazy_stored(residual.buffer), {next.norm.in},
+            measure_quant_errors(lazy_stored(residual.buffer), Operand{.tensor = next.norm.in},
                                  context_.quant_stats_of(ReportKind::NormInput), stream_);
     }
 

@@ -117,7 +117,7 @@ ordered_json measure_sizes(Clock& clock) {
             gemms.run(GemmKind::Fprop, a, b, out, nullptr);
         };
         quantized(x, x8), quantized(w, w8);
-        const double bf16 = clock.seconds([&] { gemm({x}, {w}); }),
+        const double bf16 = clock.seconds([&] { gemm(Operand{.tensor = x}, Operand{.tensor = w}); }),
                      alone = clock.seconds([&] { gemm(x8, w8); }),
                      with_x = clock.seconds([&] { quantized(x, x8), gemm(x8, w8); }),
                      with_both = clock.seconds([&] { quantized(x, x8), quantized(w, w8), gemm(x8, w8); });

@@ -322,7 +322,7 @@ private:
                             const TensorRef& dresidual_in) {
         const TensorRef dy = random(N_, c_.C), out = random(N_, c_.C);
         const TensorRef dweight = random(1, c_.C), dbias = c_.arch.rms ? TensorRef{} : random(1, c_.C);
-        const NormBackwardTensors gradients{.dy = dy,
+        const NormBackwardTensors gradients{.dnorm_output = dy,
                                             .dresidual_in = dresidual_in,
                                             .dresidual_out = out,
                                             .dresidual_amax_out = amax_out_,
@@ -516,8 +516,11 @@ private:
         const double weight = format_info(compute_).bytes + (remainder ? 2 : 0),
                      each = 2 * (weight + state_bytes(o.m_format) + state_bytes(o.v_format)) +
                             format_info(compute_).bytes;
-        const ShardsToUpdate g{
-            .shards = shard, .count = 1, .elements = {0, n}, .gradients = gradient.data, .format = compute_};
+        const ShardsToUpdate g{.shards = shard,
+                               .count = 1,
+                               .elements = {0, n},
+                               .gradients = gradient.data,
+                               .gradient_format = compute_};
         auto norm = [&] {
             compute_gradient_squares(g, {0, units}, nullptr, sums, stream_);
             update_gradient_state(sums, units, 1, 1, state, stream_);

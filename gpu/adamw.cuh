@@ -37,7 +37,8 @@ struct AdamWKernelConstants {
 // is max, the same for all eight.
 //
 // Why they are not multiplied at once: an element is only needed times b1, or b2. The product of the factor
-// and b1 is computed once for all eight. So one multiplication less is needed for each element.
+// and b1 is computed once for all eight (the compiler moves it out of the loop). So one multiplication less
+// is needed for each element.
 struct FactoredMoments {
     float factor;
     ChunkValues unscaled;
@@ -86,9 +87,9 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
 // BF16 weights. A number is added to the bits of an FP32 value, and the upper half of the sum is the weight:
 //   with a master      the number is 0x8000, which rounds to nearest, and ties away from zero. Then what the
 //                      weight lacks fits in 16 bits, the remainder: bits = (weight << 16) + signed remainder.
-//                      So the remainder is the lower half of the sum, minus 0x8000. In 16 bits that is the
-//                      lower half of the sum with its highest bit flipped, or simply bits & 0xFFFF, as
-//                      split_master() on the CPU computes it
+//                      So the remainder is bits & 0xFFFF, as split_master() on the CPU computes it. store()
+//                      has only the sum at hand: bits + 0x8000. Its lower half with the highest bit
+//                      flipped is the same
 //   without a master   the number is 16 random bits, so that an update is kept on average. Rounding to
 //                      nearest would lose every update below half the distance to the next BF16 value
 template <bool MASTER> struct Bf16Weights {
@@ -168,7 +169,7 @@ struct Fp32Weights {
     }
 };
 
-// Calls f<Kind>() with the kind of these weights.
+// Calls f<WeightsKind>() with the kind of these weights.
 template <class F> void with_weights(const Weights& w, F f) {
     if (w.format == Format::FP32) f.template operator()<Fp32Weights>();
     else if (w.remainders) f.template operator()<Bf16Weights<true>>();

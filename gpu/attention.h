@@ -13,6 +13,7 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include "../common/architecture.h"
 #include "tensors.h"
 
 namespace coat::gpu {

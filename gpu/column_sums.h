@@ -4,6 +4,7 @@
 // Column sums are taken in two stages. First, thread blocks each add up a part of the rows; their partial
 // sums are the rows of the workspace. Then the partial sums are added up.
 #pragma once
+#include "../common/quant_errors.h"
 #include "tensors.h"
 
 namespace coat::gpu {

@@ -63,8 +63,8 @@ void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 blo
     require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");
     if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
     enqueue(stream, what, [&] {
-        // CUDA allows a block 48 KiB of shared memory, and more only after this call. 8 of the 48 are left to
-        // the arrays of a fixed size.
+        // CUDA allows a block 48 KiB of shared memory, and more only after this call. A kernel that asks for
+        // shared_bytes has at most 8 KiB in arrays of a fixed size.
         if (shared_bytes > 40 << 10)
             check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                   "This GPU has too little shared memory");
@@ -87,8 +87,9 @@ constexpr int CHUNK = 8;
 using ChunkValues = float[CHUNK];  // the FP32 values of a chunk
 // (nvcc unrolls loops over a chunk by itself; a pragma stands where it would not.)
 
-// The largest magnitude so far is kept as an FP32 value, `largest`, or as its bits, `largest_bits`. The bits
-// of |x|, read as an integer, have the same order as |x|, with NaN above infinity.
+// The largest magnitude so far is kept as an FP32 value, `largest`, or as its bits, `largest_bits`. Both ways
+// give the same result: the bits of |x|, read as an integer, have the same order as |x|, with NaN above
+// infinity.
 
 inline __device__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
 // max(largest, |x|); NaN if either is NaN
@@ -136,10 +137,10 @@ template <int THREADS> __device__ double sum_of_block(double x) {
 // FP8 codes and scales (the paper's preliminaries):
 //   s = amax / FMAX,  code = encode(x / s),  x' = s * decode(code)
 
-inline __device__ uint32_t encode_pair(bool e5m2, float lo, float hi) {  // two codes; saturates
+inline __device__ uint32_t encode_two(bool e5m2, float lo, float hi) {  // two codes; saturates
     return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
 }
-inline __device__ float2 decode_pair(bool e5m2, uint32_t codes) {
+inline __device__ float2 decode_two(bool e5m2, uint32_t codes) {
     const auto format = e5m2 ? __NV_E5M2 : __NV_E4M3;
     const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), format);
     return __half22float2(__half2(h));
@@ -149,7 +150,7 @@ template <Format FP8> __device__ uint2 encode(const ChunkValues& v, float invers
     constexpr bool E5M2 = FP8 == Format::E5M2;
     uint32_t pairs[4];  // of codes
     for (int i = 0; i < 4; i++)
-        pairs[i] = encode_pair(E5M2, v[2 * i] * inverse_scale, v[2 * i + 1] * inverse_scale);
+        pairs[i] = encode_two(E5M2, v[2 * i] * inverse_scale, v[2 * i + 1] * inverse_scale);
     return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
 }
 inline __device__ uint2 encode(bool e5m2, const ChunkValues& v, float inverse_scale) {
@@ -159,7 +160,7 @@ inline __device__ uint2 encode(bool e5m2, const ChunkValues& v, float inverse_sc
 // Eight values, code * scale.
 inline __device__ void decode(bool e5m2, uint2 codes, float scale, ChunkValues& v) {
     for (int i = 0; i < 4; i++) {
-        const float2 pair = decode_pair(e5m2, ((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
+        const float2 pair = decode_two(e5m2, ((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
         v[2 * i] = pair.x * scale;
         v[2 * i + 1] = pair.y * scale;
     }

@@ -7,6 +7,7 @@
 #include <array>
 #include <map>
 
+#include "../common/recipes.h"
 #include "tensors.h"
 
 namespace coat::gpu {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "../common/step.h"
 #include "column_sums.h"
 #include "device.cuh"
 #include "layers.h"

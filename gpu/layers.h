@@ -4,6 +4,7 @@
 #pragma once
 #include <vector>
 
+#include "../common/architecture.h"
 #include "tensors.h"
 
 namespace coat::gpu {

@@ -1,5 +1,5 @@
 // gpu/lazy_tensor.cuh - how kernels go through a tensor, tile by tile, and compute its values on the way if
-// it is a LazyTensor (gpu/tensors.h). It is the frame of nearly all kernels of coat.cu.
+// it is a LazyTensor (gpu/tensors.h). All kernels of coat.cu are built on it.
 //
 //   1. tiles: how the threads of a thread block share out a tensor
 //   2. the equations of norms and activation functions, for one element
@@ -38,7 +38,8 @@ constexpr int TILE_BLOCKS_PER_SM = 4;
 
 // Where a thread is: its number across and down the threads of its tile, and the row and the column of its
 // first element in the tensor (in each plane, if there are two). tile_row is the number of the tile, counted
-// down the tensor: blockIdx.y if the thread block has a single tile, as nearly always.
+// down the tensor. It is blockIdx.y, because a thread block has a single tile. (Only in gpu/column_sums.cu a
+// thread block has several.)
 struct TilePlace {
     int across, down;
     int64_t row, col;
@@ -119,11 +120,12 @@ inline __device__ uint32_t row_offset(int i, int64_t width) {
 }
 
 // The producer of the LazyTensors whose op is OP, and whose input is read through a StoredView (device.cuh).
-// The input has two planes if GATED, else one. (SiLU(gate) x up is computed from two planes and has one.)
-template <LazyOp OP, class StoredView, bool GATED = false> struct LazyProducer {
+// The input has two planes if TWO_PLANES, else one. (SiLU(gate) x up is computed from two planes and has
+// one.)
+template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           ACTIVATION_BACKWARD = OP == LazyOp::ActivationBackward;
-    static constexpr int INPUT_PLANES = GATED ? 2 : 1;
+    static constexpr int INPUT_PLANES = TWO_PLANES ? 2 : 1;
     static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // how many planes the result has
     using ComputeElement = typename StoredView::ComputeElement;
     struct Cursor {
@@ -141,7 +143,7 @@ template <LazyOp OP, class StoredView, bool GATED = false> struct LazyProducer {
     // The bytes of the fields that it uses.
     static constexpr int BYTES =
         sizeof(Loaded::in) + ACTIVATION_BACKWARD * sizeof(Loaded::dact) + NORM * sizeof(Loaded::statistics);
-    StoredView in;    // lazy.input, (N, INPUT_PLANES * width)
+    StoredView in;    // reads lazy.input, (N, INPUT_PLANES * width)
     int64_t width;    // the columns of a plane
     LazyTensor lazy;  // what is computed
 
@@ -172,17 +174,17 @@ template <LazyOp OP, class StoredView, bool GATED = false> struct LazyProducer {
         for (int j = 0; j < CHUNK; j++) {
             if constexpr (NORM) {
                 v[0][j] = norm_output(x[0][j], loaded.statistics, cursor.weight[j], cursor.bias[j]);
-            } else if constexpr (ACTIVATION && GATED) {
+            } else if constexpr (ACTIVATION && TWO_PLANES) {
                 v[0][j] = gated_silu(x[0][j], x[1][j]);
             } else if constexpr (ACTIVATION) {
                 v[0][j] = gelu(x[0][j]);
-            } else if constexpr (ACTIVATION_BACKWARD && GATED) {
+            } else if constexpr (ACTIVATION_BACKWARD && TWO_PLANES) {
                 gated_silu_backward(x[0][j], x[1][j], d[j], v[0][j], v[1][j]);
             } else if constexpr (ACTIVATION_BACKWARD) {
                 v[0][j] = gelu_backward(x[0][j], d[j]);
             } else {
                 v[0][j] = x[0][j];
-                if constexpr (GATED) v[1][j] = x[1][j];
+                if constexpr (TWO_PLANES) v[1][j] = x[1][j];
             }
         }
     }
@@ -194,10 +196,10 @@ template <class StoredView, class F> void with_producer_of_view(const LazyTensor
     if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, StoredView>{in, cols, x});
     else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, StoredView>{in, cols, x});
     else if (x.op == LazyOp::Activation && x.gated)
-        f(LazyProducer<LazyOp::Activation, StoredView, /*GATED=*/true>{in, cols / 2, x});
+        f(LazyProducer<LazyOp::Activation, StoredView, /*TWO_PLANES=*/true>{in, cols / 2, x});
     else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, StoredView>{in, cols, x});
     else if (x.gated)
-        f(LazyProducer<LazyOp::ActivationBackward, StoredView, /*GATED=*/true>{in, cols / 2, x});
+        f(LazyProducer<LazyOp::ActivationBackward, StoredView, /*TWO_PLANES=*/true>{in, cols / 2, x});
     else f(LazyProducer<LazyOp::ActivationBackward, StoredView>{in, cols, x});
 }
 // Calls f with the producer of x, for quantizers: their inputs are in BF16 or in groups. An input in FP32 is
@@ -231,10 +233,10 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 //   column        0..7  8..15  16..23  ...     0..7  8..15  16..23  ...
 //   rows 0..7      t0    t1     t2              t0    t1     t2
 //   row  8         t16  [t17]   t18             t16  [t17]   t18         | four loads of both planes, and
-//   row  9         t16  [t17]   t18             t16  [t17]   t18         | then use(0, ...) to use(3)
+//   row  9         t16  [t17]   t18             t16  [t17]   t18         | then use(0) to use(3)
 //   row 10         t16  [t17]   t18             t16  [t17]   t18         |
 //   row 11         t16  [t17]   t18             t16  [t17]   t18         |
-//   rows 12..15    t16  [t17]   t18             t16  [t17]   t18         | the same: use(4, ...) to use(7)
+//   rows 12..15    t16  [t17]   t18             t16  [t17]   t18         | the same: use(4) to use(7)
 //                       values[0]                    values[1]
 //
 // `live` is false for a chunk outside the tensor. No load has a condition. In place of a row past the last

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
 #pragma unroll
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         const int64_t i = row * C + first_column(c);
-        ChunkValues b_values, for_next_sum;
+        ChunkValues b_values, for_next_sum;  // for_next_sum: first a, then a + b
         a.unpack(loaded_a[c], for_next_sum);
         b.unpack(loaded_b[c], b_values);
         if (b.data)

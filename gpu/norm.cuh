@@ -26,7 +26,8 @@ inline __device__ uint32_t first_column(int chunk) { return (chunk * blockDim.x 
 // Adds numbers up over the threads of a team, which gives the sum over a row. The sums of a team's warps pass
 // through a buffer in shared memory. There are two buffers, which sums use by turns: some thread may still be
 // reading the buffer of one sum when another thread writes its part of the next sum. Before a buffer is used
-// again, the __syncthreads() of the sum between has let all threads finish reading.
+// again, the __syncthreads() of the sum between has let all threads finish reading. (If skip() took the place
+// of that sum, nothing has: see there.)
 struct RowSum {
     int buffer = 0;  // the next sum uses buffer 0 or 1
 
@@ -49,8 +50,9 @@ struct RowSum {
             for (int w = 0; w < warps; w++) x[i] += parts[i][first_warp + w];
         }
     }
-    // Switches to the other buffer without a sum. LayerNorm takes a sum where RMSNorm calls this. So both go
-    // on with the same value of `buffer`, and the compiler can treat it as a constant.
+    // Switches to the other buffer without a sum. RMSNorm calls it where LayerNorm takes a sum. After this
+    // branch `buffer` is the same on both sides, so the compiler can treat it as a constant. skip() waits for
+    // nobody. So a kernel that calls it must not take more than one sum after it.
     __device__ void skip() { buffer ^= 1; }
 };
 
@@ -61,9 +63,7 @@ inline __device__ float inverse_root(float squares, int64_t C, float eps) {
 
 // The statistics of a row. x: the thread's chunks of the row; a chunk past the end of the row is zeros.
 //
-// The backward pass of LayerNorm calls this function, too. That of RMSNorm takes the sum of squares together
-// with another sum, but adds in the same order. So backward has the same bits as forward. (The comment above
-// norm_backward_kernel() says why it needs them.)
+// The backward pass (gpu/norm_backward.cu) adds in the same order, so it gets the same bits.
 inline __device__ RowStatistics row_statistics(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], int64_t C,
                                                bool rms, float eps, RowSum& sum_over_row) {
     float sum[1] = {0};

@@ -1,7 +1,7 @@
 // gpu/norm_backward.cu - RMSNorm and LayerNorm on the GPU, backward. One kernel computes the gradient of the
 // norm's input row by row, and sums the gradients of weight and bias over the rows.
 //
-// With xhat = (x - mean) / std, 1 / std being rstd, and d = dy * weight:
+// With dy, the gradient of the norm's output; xhat = (x - mean) / std, 1 / std being rstd; d = dy * weight:
 //   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std
 //   RMSNorm    dx = (d - xhat mean(d xhat)) / rms, with xhat = x / rms
 //   both       dweight += dy xhat, dbias += dy
@@ -9,8 +9,8 @@
 // A team goes through many rows. In shared memory it has sums of its own, dweight (C) and dbias (C), over the
 // rows that it has had so far. At its end the thread block adds the sums of its teams and writes the result
 // to memory. Then reduce_partials() adds the sums of all blocks (gpu/column_sums.cu). The number of blocks
-// depends only on the rows and on the GPU's multiprocessors. So the order of additions is always the same on
-// GPUs of one kind.
+// depends only on the shape (N, C) and on the GPU's multiprocessors. So the order of additions is always the
+// same on GPUs of one kind.
 #include "column_sums.h"
 #include "norm.cuh"
 
@@ -66,7 +66,8 @@ struct NormedRow {
 };
 
 // What happens to a row of a norm: load(), then normalize(), then write_gradients(). input is the memory of
-// norm.in. The other tensors are those of NormBackwardTensors; dresidual_in may be no tensor.
+// norm.in. The other tensors are those of NormBackwardTensors: dy is dnorm_output, and dresidual_in may be
+// no tensor.
 //
 // If every thread has the same number of chunks inside a row, 3 or 4, CHUNKS is this number. Then no chunk
 // needs a condition, and the compiler can mix the instructions of all chunks. For other widths CHUNKS is 0:
@@ -141,7 +142,7 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
         return row;
     }
 
-    // RMSNorm: mean(d xhat) is mean(d x) / rms. So both sums are of x, and are taken together.
+    // RMSNorm: mean(d xhat) is mean(d x) / rms. So both sums need only x, not xhat, and are taken together.
     __device__ NormedRow normalize_by_rms(const LoadedRow<StoredView>& loaded,
                                           const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD],
                                           RowSum& sum_over_row) const {
@@ -234,7 +235,7 @@ void launch_norm_backward(const Norm& n, StoredView in, const NormBackwardTensor
     const NormBackward<StoredView, RMS, CHUNKS> backward{
         .norm = n,
         .input = in,
-        .dy_in = plain_view<Element>(tensors.dy.data),
+        .dy_in = plain_view<Element>(tensors.dnorm_output.data),
         .dresidual_in = plain_view<Element>(tensors.dresidual_in.data),
         .dresidual_out = plain_view<Element>(tensors.dresidual_out.data)};
     const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));

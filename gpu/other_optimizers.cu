@@ -45,13 +45,13 @@ static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, C
 // One pass over the shards. blockIdx.y is the number of the shard. find_maxima: this is the first of two
 // passes.
 constexpr int ADAMW_THREADS = 256;
-template <class W>
+template <class WeightsKind>
 static __global__ void __launch_bounds__(ADAMW_THREADS)
     update_shards_without_moment_groups_kernel(const AdamWArguments a, bool find_maxima) {
     const Shard shard = a.shards[blockIdx.y];
     if (a.state->skip || a.in_fp8_moment_groups(shard)) return;
     if (find_maxima && !moments_need_scaling(shard.m.format) && !moments_need_scaling(shard.v.format)) return;
-    const W weights(a.weights, shard.rank_offset);
+    const WeightsKind weights(a.weights, shard.rank_offset);
     const float clip_factor = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
     uint32_t largest_bits_w = 0, largest_bits_m = 0, largest_bits_v = 0;
     for (int64_t i = thread_of_grid() * CHUNK; i < shard.size;
@@ -110,8 +110,8 @@ void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t s
     if (one_scale)
         launch("clear_new_maxima", clear_new_maxima_kernel, block_count(shards, 128), 128, /*shared_bytes=*/0,
                stream, a);
-    with_weights(a.weights, [&]<class W>() {
-        const auto kernel = update_shards_without_moment_groups_kernel<W>;
+    with_weights(a.weights, [&]<class WeightsKind>() {
+        const auto kernel = update_shards_without_moment_groups_kernel<WeightsKind>;
         if (one_scale)
             launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, /*shared_bytes=*/0,
                    stream, a, true);

@@ -2,6 +2,7 @@
 // operands of a GEMM: per row, in blocks, and delayed (kernels: gpu/other_scaling.cu). The rules of
 // gpu/tensors.h hold here, too.
 #pragma once
+#include "../common/quant_errors.h"
 #include "tensors.h"
 
 namespace coat::gpu {

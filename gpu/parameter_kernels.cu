@@ -75,8 +75,8 @@ void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_u
     const unsigned useful = block_count(32 * shard_units.count + 32, THREADS);
     launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful, at_once), THREADS,
            /*shared_bytes=*/0, stream, shards.shards, shards.count,
-           bf16_or_fp32(shards.gradients, shards.format), shards.elements.first, shard_units.first, loss,
-           loss_and_squares);
+           bf16_or_fp32(shards.gradients, shards.gradient_format), shards.elements.first, shard_units.first,
+           loss, loss_and_squares);
 }
 
 // Adds the squares of the shard units to the state (adamw.h, GradientState). There is one block.

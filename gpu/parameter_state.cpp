@@ -101,7 +101,7 @@ void ParameterState::update(const AdamWOptions& options, int64_t first_bucket, i
         .count = int(end_param - first_param),
         .elements = {.first = begin.rank_offset, .count = end.rank_offset - begin.rank_offset},
         .gradients = owned_gradient_sum(first_param),
-        .format = format_of_gradients.element_format};
+        .gradient_format = format_of_gradients.element_format};
     const Range units{.first = begin.units_before_parameter,
                       .count = end.units_before_parameter - begin.units_before_parameter};
     StepOutcome* const outcome = memory_.outcome();  // on the device

@@ -35,8 +35,8 @@ static __global__ void __launch_bounds__(TILE_THREADS)
                 const float value = v[p][j];
                 if (block_scale_grid.scales)
                     scale = *block_scale_grid.address(place.row + i, p * producer.width + place.col + j);
-                const uint32_t code = encode_pair(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
-                const float back = decode_pair(e5m2, code).x * scale;
+                const uint32_t code = encode_two(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
+                const float back = decode_two(e5m2, code).x * scale;
                 const float half_step = e5m2 ? HALF_STEP_E5M2 : HALF_STEP_E4M3;
                 const float limit = (fmax + half_step) * scale;
                 const double error = static_cast<double>(value) - back;

@@ -37,17 +37,19 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 //
 // Words. A word (32 bits) holds the codes of four rows of a column: word w has rows 4 w to 4 w + 3. A column
 // of the tile has 128 rows, so it has 32 words, one for each of the 32 banks of shared memory. Thread
-// (across, down) has eight rows of eight columns. It writes two words to each of these columns, the upper one
-// with its first four rows (half 0), and the lower one (half 1):
+// (across, down) has eight rows of eight columns. Four of these rows are a quad: quad 0 is the upper four,
+// quad 1 the lower four. The thread writes a word for each quad of each column:
 //
-//   word = 2 * down + half
+//   word = 2 * down + quad
 //
 // Banks. Threads that lie side by side have the same `down`. If word w were in bank w, all of them would
 // write to the same bank. So the words of a column are permuted, in another way for each `across`:
 //
 //   bank = word ^ (2 * across) ^ (down & 1)
 //
-// For example thread (1, 1) has rows 8 to 15. Its upper word has rows 8 to 11. This is word 2 of its columns,
+// 2 * across separates the threads that lie side by side, and down & 1 the two rows of threads of a warp.
+//
+// For example thread (1, 1) has rows 8 to 15. Its quad 0 is rows 8 to 11. This is word 2 of its columns,
 // 8 to 15, and goes to bank 2 ^ 2 ^ 1 = 1. The table shows where the words lie, named by their rows:
 //
 //   bank                0      1      2      3        4      5      6      7     ...     31
@@ -57,9 +59,9 @@ inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d
 //   columns 24 - 31   28-31  24-27  16-19  20-23    12-15   8-11   0-3    4-7    ...  100-103
 //
 // Writing. The threads of a warp lie 16 across and two down. With one instruction each of them writes one
-// word, all of the same half. These words go to 32 different banks:
+// word, all of the same quad. These words go to 32 different banks:
 //   - Bits 1 to 4 of the bank are down ^ across. So 16 threads side by side have 16 different values.
-//   - Bit 0 is half ^ (down & 1). So one of the two rows of threads has the even banks, the other the odd.
+//   - Bit 0 is quad ^ (down & 1). So one of the two rows of threads has the even banks, the other the odd.
 //
 // Reading. A lane reads a piece of a column, which is 16 rows, and stores it with one instruction. The four
 // words of a piece lie in four neighbouring banks. Eight lanes read the eight pieces of a column: every bank
@@ -68,13 +70,13 @@ struct TransposeTile {
     static constexpr int WORDS = TILE / 4;  // the words of a column
     uint32_t words[TILE][WORDS];
 
-    // A thread calls it twice, with its eight columns of its upper four rows (half 0) and of the lower four
-    // (half 1).
-    __device__ void write(const TilePlace& place, int half, const uint2 (&codes)[4]) {
+    // A thread calls it twice, with its eight columns of its upper four rows (quad 0) and of the lower four
+    // (quad 1).
+    __device__ void write(const TilePlace& place, int quad, const uint2 (&codes)[4]) {
         uint32_t columns[CHUNK / 4][4];
         transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
         transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
-        const int word = 2 * place.down + half;  // it has rows 4 * word ... + 3
+        const int word = 2 * place.down + quad;  // it has rows 4 * word ... + 3
         const int bank = word ^ (2 * place.across) ^ (place.down & 1);
         for (int j = 0; j < CHUNK; j++) words[place.across * CHUNK + j][bank] = columns[j / 4][j % 4];
     }
@@ -117,7 +119,7 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t t
 // 2. The codes of a tile, row-major and transposed
 
 // The codes of a chunk, once for row-major and once for transposed storage. With one scale for the tensor the
-// two are equal. (In the recipes rowwise and deepseek they have different scales.)
+// two are equal. (In the recipes rowwise and deepseek they have different scales: this can wait.)
 struct ChunkCodes {
     uint2 row_major, transposed;
 };
@@ -125,7 +127,8 @@ inline __device__ ChunkCodes same_in_both(uint2 codes) { return {.row_major = co
 
 // Computes a tile, and stores its codes: row-major in `codes` unless this is null, and if TRANSPOSED also in
 // `transposed`. make_codes(row, plane, values, live) returns the codes of a chunk: `row` counts the thread's
-// own rows, 0 to 7, and `live` is that of for_each_row(). All threads call store_codes().
+// own rows, 0 to 7, and `live` is that of for_each_row(). All threads call store_codes(). Between two calls
+// in a kernel there is a __syncthreads(): the second call writes to the shared memory that the first reads.
 template <bool TRANSPOSED, class Producer, class MakeCodes>
 __device__ void store_codes(const Producer& producer, int64_t tile_row, int64_t rows, uint8_t* codes,
                             uint8_t* transposed, MakeCodes make_codes) {

@@ -26,7 +26,7 @@
 //
 // The words group, moment group, scale and scale block are those of common/formats.h.
 #pragma once
-#include "../common/ranks.h"
+#include "../common/formats.h"
 #include "cuda.h"
 
 namespace coat::gpu {
@@ -53,7 +53,7 @@ struct alignas(16) TensorScale {
 // is its code times a scale. Where the scale is depends on `format`:
 //   one for the tensor   tensor_scale->scale
 //   one for each group   group_scales
-// Null data means "no tensor", except in an Operand (below): it may have transposed codes alone.
+// Null data means "no tensor". (Only in an Operand, below, it means that there are no row-major codes.)
 struct TensorRef {
     void* data;  // (rows, cols) elements of format.element_format
     int64_t rows, cols;

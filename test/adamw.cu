@@ -50,7 +50,7 @@ GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its w
                                           .count = 1,
                                           .elements = {.first = 0, .count = 0},
                                           .gradients = nullptr,
-                                          .format = Format::BF16};
+                                          .gradient_format = Format::BF16};
         gpu::adamw(STEP, optimizers()[0], nothing, {nullptr, nullptr, Format::BF16}, /*rounding_key=*/0,
                    state.get(), /*stream=*/nullptr);
         CHECK(amax.read()[0] == (skip ? OLD_AMAX : 0.0f));
@@ -106,8 +106,11 @@ TEST_CASE("adamw: moment groups of which only one moment is in FP8 are an error"
     auto update = [](Format m, Format v) {
         const OptimizerFormats optimizer{.name = "", .m_format = m, .v_format = v, .expansion = true};
         const gpu::Weights none{nullptr, nullptr, Format::BF16};
-        const gpu::ShardsToUpdate nothing{
-            .shards = nullptr, .count = 0, .elements = {}, .gradients = nullptr, .format = Format::BF16};
+        const gpu::ShardsToUpdate nothing{.shards = nullptr,
+                                          .count = 0,
+                                          .elements = {},
+                                          .gradients = nullptr,
+                                          .gradient_format = Format::BF16};
         gpu::adamw(STEP, optimizer, nothing, none, /*rounding_key=*/0, /*state=*/nullptr, gpu::DRY_RUN);
     };
     CHECK_NOTHROW(update(Format::E4M3, Format::E5M2));

@@ -680,9 +680,9 @@ struct FieldOfLane {
 
 // The fields of the span that this half of the warp has of a pair, from the lanes that keep them.
 __device__ ScalingOfBoth scaling_of_pair(float kept, int pair) {
-    auto from_lane = [&](int lane) { return __shfl_sync(ALL_LANES, kept, pair * 4 + lane, 16); };
-    const MomentScaling m{from_lane(0), from_lane(1)};
-    const MomentScaling v{from_lane(2), from_lane(3)};
+    auto field_of_span = [&](int field) { return __shfl_sync(ALL_LANES, kept, pair * 4 + field, 16); };
+    const MomentScaling m{field_of_span(0), field_of_span(1)};
+    const MomentScaling v{field_of_span(2), field_of_span(3)};
     return {m, v};
 }
 
@@ -766,7 +766,7 @@ int main(int argc, char** argv) {
 //    run at once, let each thread loop, and keep what the next turn needs in registers.
 // 6. Look at the instructions that load and store fields: how many bytes does each move?
 // 7. Beyond rung 8 there is something left: two values become two codes with one instruction
-//    (gpu/device.cuh, encode_pair), and one instruction finds the maximum of a warp
+//    (gpu/device.cuh, encode_two), and one instruction finds the maximum of a warp
 //    (__reduce_max_sync).
 
 // ===========================================================================================================

@@ -152,7 +152,7 @@ private:
                     .count = 1,
                     .elements = {0, n_},
                     .gradients = gradient_.get(),
-                    .format = Format::BF16},
+                    .gradient_format = Format::BF16},
                    {weight_.get(), remainder_.get(), Format::BF16}, /*rounding_key=*/0, gradient_state_.get(),
                    nullptr);
     }

@@ -117,7 +117,7 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
                 for (bool add : {true, false, true}) {
                     const Tensor out(s, compute), dweight(before, f.compute), dbias(before, f.compute);
                     gpu::norm_backward(c.norm(in.ref()),
-                                       {.dy = dy.ref(),
+                                       {.dnorm_output = dy.ref(),
                                         .dresidual_in = add ? g.ref() : TensorRef{},
                                         .dresidual_out = out.ref(),
                                         .dresidual_amax_out = out.amax_out(),

@@ -181,7 +181,7 @@ struct AdamWRun {
                         .count = int(end - first),
                         .elements = {begin, n},
                         .gradients = g.codes.get() + begin * format_info(gradients).bytes,
-                        .format = gradients},
+                        .gradient_format = gradients},
                        weights, ROUNDING, state.get(), 0);
             first = end;
         }
