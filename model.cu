@@ -427,7 +427,7 @@ public:
             const TensorRef before_groups = allocate_tensor(micro_batch.N, gate_up.cols);
             layer.gate_up_proj.fprop(x, before_groups);
             quantize_activation_input(gated_, before_groups, gate_up, layer.down_proj.place_for_x_amax(),
-                                      context_.quant_stats_of(ReportKind::ActivationInput), stream_);
+                                      context_.quant_stats_of(MeasuredTensor::ActivationInput), stream_);
         } else {
             // Recipes that save no groups: the projection's output is saved as it is
             layer.gate_up_proj.fprop(x, gate_up);
@@ -787,8 +787,8 @@ public:
         return buffer;
     }
     void save_and_reload(const TensorRef& buffer, const TensorRef& saved) {
-        quantize_groups(buffer, saved, /*write_back=*/true, context_.quant_stats_of(ReportKind::Attention),
-                        stream_);
+        quantize_groups(buffer, saved, /*write_back=*/true,
+                        context_.quant_stats_of(MeasuredTensor::QkvAndOutput), stream_);
     }
     // core_attention_forward() of Qwen3, or with --attention groups. qkv: the buffer, or the tensor that is
     // saved. What is allocated here is given back at the end of the caller's Scope.
@@ -861,7 +861,7 @@ public:
     void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
             measure_quant_errors(lazy_stored(residual.buffer), Operand{.tensor = next.norm.in},
-                                 context_.quant_stats_of(ReportKind::NormInput), stream_);
+                                 context_.quant_stats_of(MeasuredTensor::NormInput), stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -1098,7 +1098,7 @@ public:
         report.k_m = parameter_state_.expansion_exponents(memory_.first_moments);
         report.k_v = parameter_state_.expansion_exponents(memory_.second_moments);
         // With several ranks, each may have quantized a part of the weights
-        QuantStats& weights = report.stats_by_kind[static_cast<int>(ReportKind::Weight)];
+        QuantStats& weights = report.stats_by_kind[static_cast<int>(MeasuredTensor::Weight)];
         weights = sharding_->sum_weight_quant_stats(weights);
         context_.quant_report = nullptr;
         context_.quant_stats = nullptr;

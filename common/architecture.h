@@ -142,8 +142,8 @@ struct Param {
     // element in the flat order. A GPU stores gradients in this order, and stochastic rounding chooses the
     // random bits of an element by its place.
     int64_t flat_offset;
-    // A bucket is a number of parameters whose gradients backward completes at the same time. Buckets are
-    // counted in the order of the forward pass.
+    // A bucket is a set of parameters whose gradients backward completes at the same time. This is its
+    // number, in the order of the forward pass.
     int64_t bucket;
 
     bool is_vector() const { return rows == 1; }

@@ -95,9 +95,9 @@ public:
     virtual double validation_loss(const int32_t* tokens, const int32_t* targets) = 0;
     // The logits (V) of the token that follows the first n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
-    // Measures the errors of every quantization in forward and backward of one micro-batch (B, T), and the
-    // errors of the moments that an update by its gradients would store, with the default betas. Nothing is
-    // updated: k_m and k_v of the result are those of the moments as they are.
+    // Measures the errors of every quantization in forward and backward of one micro-batch (B, T). Nothing is
+    // updated. k_m and k_v of the result are those of the moments that are stored now. The errors of moments
+    // are those that an update by the gradients of this micro-batch would cause, with the default betas.
     virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
     // read() copies a tensor of the run's state (state_tensors.h) to `out`. write() copies it from `in`. Both
     // copy only the elements that this rank owns (ranks.h). With keep_gradients, read() also knows

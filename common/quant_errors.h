@@ -26,25 +26,25 @@ struct QuantStats {
     }
 };
 
-// The kinds of tensors that the statistics tell apart. Attention: q, k, v and attention's output.
+// The kinds of tensors that the statistics tell apart.
 // clang-format off
-enum class ReportKind : uint8_t {
-    NormInput, Attention, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count
+enum class MeasuredTensor : uint8_t {
+    NormInput, QkvAndOutput, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count
 };
-inline constexpr const char* REPORT_KIND_NAMES[] = {
+inline constexpr const char* MEASURED_TENSOR_NAMES[] = {
     "norm inputs", "q, k, v, output", "activation inputs", "linear inputs",
     "weights", "gradients", "first moments", "second moments"};
 // clang-format on
 
 // The kind of a linear layer's operand.
-inline ReportKind report_kind(OperandKind o) {
-    if (o == OperandKind::X) return ReportKind::LinearInput;
-    return o == OperandKind::W ? ReportKind::Weight : ReportKind::Gradient;
+inline MeasuredTensor measured_tensor(OperandKind o) {
+    if (o == OperandKind::X) return MeasuredTensor::LinearInput;
+    return o == OperandKind::W ? MeasuredTensor::Weight : MeasuredTensor::Gradient;
 }
 
 // The errors of quantization in one micro-batch, and k of the moments.
 struct QuantReport {
-    QuantStats stats_by_kind[static_cast<int>(ReportKind::Count)];  // one for each ReportKind
+    QuantStats stats_by_kind[static_cast<int>(MeasuredTensor::Count)];  // one for each MeasuredTensor
     std::vector<float> k_m, k_v;        // k of every moment group, of first and of second moments
     bool moments_were_sampled = false;  // of large parameters only some moments were measured
 };

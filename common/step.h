@@ -43,7 +43,8 @@ struct StepResult {
     double grad_norm;  // of all gradients, before clipping
     // Whether the step was abandoned, for one of these reasons:
     //   - the loss, a gradient or a tensor that was quantized to FP8 was not finite;
-    //   - the norm after clipping was 2^62 or more;
+    //   - the norm after clipping was 2^62 or more, so that the square of a gradient might not fit into the
+    //     formats of v;
     //   - no target counts.
     // In all three cases nothing was updated. (With --gradients none a GPU may have updated a part of the
     // parameters before it noticed the reason.)

@@ -116,9 +116,8 @@ def contract(y, max_magnitude, k, f=E4M3):
     return (np.sign(y) * max_magnitude * root).astype(F32)
 
 def store_moment(x, f=E4M3):
-    """x (n, 128): n moment groups -> what is stored. The smallest magnitude gets the lowest code that is not 0, or a
-    higher one where k is limited to 64. So no second moment becomes 0. (A 0 would make the next update huge, because
-    the update divides by the square root of v.)"""
+    """x (n, 128): n moment groups -> what is stored. No magnitude but 0 gets the code 0, so no second moment becomes 0.
+    (A 0 would make the next update huge, because the update divides by the square root of v.)"""
     magnitude = np.abs(x)
     max_magnitude = magnitude.max(axis=1, keepdims=True)
     min_magnitude = np.where(x == 0, F32(np.inf), magnitude).min(axis=1, keepdims=True)  # leaving out zeros
@@ -220,11 +219,11 @@ def attention_backward(qkv, out, dout, T, HS):
 #                                                  one scale for the tensor
 #      norm1_input, norm2_input, gate_up           E4M3; a scale for each      norms and activation, in both passes
 #                                                  1x16 group
-#      residual sums                               FP32                        the next sum, which rounds it to BF16;
-#                                                                              the norm's quantizer
+#      residual sums                               FP32                        the next sum (rounded to BF16), and
+#                                                                              the norm's quantizer (as it is)
 #      outputs of norms and activation, dgate_up   FP32                        the quantizer of a linear layer
 #      dnorm1_input, dnorm2_input                  FP32                        the sum that makes the next dresidual
-#      all others                                  BF16                        attention, and the quantizers
+#      all others                                  BF16                        whatever comes next
 # Backward computes the outputs of norms and of the activation function once more. It takes the derivative of rounding
 # as 1 (straight-through estimation), and evaluates every other derivative at the values that forward used.
 # What a layer saves: qkv and attended as BF16 values, the others in groups.
@@ -240,8 +239,8 @@ def linear_backward(x, w, g):
     return dx, dw
 
 def layer_forward(w, x, T, HS):
-    """The residual stream x (tokens, C) -> the stream after the layer, and what is saved. Both are FP32 sums with two
-    readers: the norm reads a sum quantized in groups, and the next sum reads it rounded to BF16."""
+    """The residual stream x (tokens, C) -> the stream after the layer, and what is saved. The stream is an FP32 sum
+    before and after the layer. A norm reads it quantized in groups, and the next sum reads it rounded to BF16."""
     norm1_input = quantize_groups(x)                                              # (tokens, C)
     qkv = linear(rms_norm(dequantize_groups(*norm1_input), w["norm1"]), w["qkv"])
     qkv = bf16(rope(qkv, T, HS))                                                  # (tokens, 3 C)
@@ -342,7 +341,7 @@ if __name__ == "__main__":
     other = run("FP32, other seed", False, seed=2)
 
     print("The first step in COAT: RMS error against FP32 of the layer's output, and of all gradients")
-    # Errors of independent roundings add up as squares: for example, the root of 15 times 2.6% is 10%.
+    # Errors of independent roundings add up as squares: for example, sqrt(15) x 2.6% is 10%.
     print("  (one rounding errs by 2.6% in E4M3 and 5.3% in E5M2; a layer has many, so about 10% is expected)")
     exact = {"output": fp32[0].output, **fp32[0].gradients}
     ours = {"output": coat[0].output, **coat[0].gradients}
@@ -352,6 +351,7 @@ if __name__ == "__main__":
     saved = coat[0].saved
     size = sum(saved_bytes(x) for x in saved)
     print("A layer saves for each token, in bytes (C is the hidden size, F the feed-forward size):")
+    # In BF16: 2 bytes of norm 1's input (C), qkv (3 C), attended (C), norm 2's input (C), and gate and up (2 C).
     print(f"  here, F = C             COAT {size / saved.attended.size} C, BF16 16 C")
     # qkv and attended take 8 C. In groups are C values for each of two norms, and 2 F = 2 x 2.6875 C for gate and up.
     llama = 8 + (2 + 2 * 2.6875) * (1 + 2 / GROUP_WIDTH)

@@ -135,7 +135,7 @@ private:
 
     // Where the errors of quantizing an operand are added up; null if they are not measured.
     QuantStats* quant_stats_of(OperandKind kind) const {
-        return shared_.context.quant_stats_of(report_kind(kind));
+        return shared_.context.quant_stats_of(measured_tensor(kind));
     }
 
     Operand allocate_operand(OperandKind kind, int64_t rows, Form form, void* codes = nullptr) const;

@@ -32,8 +32,8 @@ struct StepExchange {
     // From the host: 1 / the number of targets that count, because the loss of a step is a mean. Losses and
     // gradients are multiplied by it.
     double loss_weight;
-    // The errors of quantization, while they are measured: one for each ReportKind that comes before moments.
-    QuantStats quant_stats[int(ReportKind::Moment1)];
+    // The errors of quantization, while they are measured: one for each MeasuredTensor that comes before moments.
+    QuantStats quant_stats[int(MeasuredTensor::Moment1)];
 };
 
 // The map: where everything is that lasts for the run. In the allocation, from its beginning, by the names of

@@ -19,8 +19,8 @@ using Floats = std::vector<float>;
 namespace {
 
 class ReferenceModel : public Model {
-    // The state of one parameter. (Of several ranks, each has all elements of `weight_bits` and `remainder`,
-    // but keeps only those up to date that it owns. Its moments have only the elements that it owns.)
+    // The state of one parameter. (With several ranks each has `weight_bits` and `remainder` whole, but
+    // updates only the part that it owns. Its moments have only this part.)
     struct ParamState {
         std::vector<uint16_t> weight_bits;  // BF16
         std::vector<int16_t> remainder;     // of the FP32 masters; 0 without masters
@@ -135,8 +135,8 @@ private:
         state.m.load(m.data());
         state.v.load(v.data());
         adamw(constants, n, network_.gradients[i].data() + first, master.data(), m.data(), v.data());
-        state.m.store(m.data(), /*is_second_moment=*/false, network_.stats_of(ReportKind::Moment1));
-        state.v.store(v.data(), /*is_second_moment=*/true, network_.stats_of(ReportKind::Moment2));
+        state.m.store(m.data(), /*is_second_moment=*/false, network_.stats_of(MeasuredTensor::Moment1));
+        state.v.store(v.data(), /*is_second_moment=*/true, network_.stats_of(MeasuredTensor::Moment2));
         for (int64_t e = 0; e < n; e++) {
             const int64_t at = first + e;  // in the parameter
             if (settings_.keep_masters) split_master(master[e], &state.weight_bits[at], &state.remainder[at]);

@@ -56,9 +56,9 @@ struct MicroBatchShape {
 //   what can wait: only biases and other recipes than coat need it
 template <class Real> class Network {
 public:
-    // Whether this network rounds values at all: to the compute format, to FP8, to what is saved, all as the
-    // recipe says. (In the recipe fp32 nothing changes, because all formats are FP32.) In double, which only
-    // tests use, nothing is rounded, and what is saved for backward is the tensor itself.
+    // Whether this network rounds values at all: to the compute format, and to FP8 for GEMMs and for saving,
+    // as the recipe says. (In the recipe fp32 nothing changes, because all formats are FP32.) In double,
+    // which only tests use, nothing is rounded, and what is saved for backward is the tensor itself.
     static constexpr bool ROUNDS = std::is_same_v<Real, float>;
     using Tensor = std::vector<Real>;
 
@@ -67,7 +67,8 @@ public:
     std::vector<Tensor> param_values;  // by parameter (rows, cols), in the compute format
     std::vector<Tensor> gradients;     // by parameter (rows, cols), in gradient_format()
     bool all_finite = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
-    QuantStats* stats_by_kind = nullptr;  // one element for each ReportKind; null: errors are not measured
+    // One element for each MeasuredTensor; null: errors are not measured.
+    QuantStats* stats_by_kind = nullptr;
     // By parameter and OperandKind; for recipes with delayed scaling only (this can wait).
     std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
 
@@ -107,7 +108,7 @@ public:
             for (DelayedScale& d : operands) d.amax = 0;
     }
 
-    QuantStats* stats_of(ReportKind k) const { return stats_by_kind ? stats_by_kind + int(k) : nullptr; }
+    QuantStats* stats_of(MeasuredTensor k) const { return stats_by_kind ? stats_by_kind + int(k) : nullptr; }
 
 private:
     // --- Small functions that the others use ---
@@ -199,13 +200,13 @@ private:
 
         // Residual sum -> norm 1 input, saved in groups. Norm 1 reads the groups.
         saved.norm1_input =
-            save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
+            save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, MeasuredTensor::NormInput);
 
         // Norm 1 -> q, k, v -> RoPE, which is in qkv_to_save()
         const Tensor norm1_output = apply_norm(prefix + "norm1", load_saved(saved.norm1_input));
         const Tensor projected = linear_forward(prefix + "qkv", norm1_output);
         saved.qkv = save_for_backward(qkv_to_save(shape, projected), config_.qkv_cols(),
-                                      recipe_.saved_attention, ReportKind::Attention);
+                                      recipe_.saved_attention, MeasuredTensor::QkvAndOutput);
 
         // Attention reads q, k and v as backward will load them, because the log-sum-exp has to belong to the
         // loaded values.
@@ -214,19 +215,19 @@ private:
         saved.lse.resize(shape.N() * config_.NH);
         attention_forward(config_, shape.B, shape.T, qkv.data(), attended.data(), saved.lse.data());
         saved.attended = save_for_backward(rounded(attended), config_.q_cols(), recipe_.saved_attention,
-                                           ReportKind::Attention);
+                                           MeasuredTensor::QkvAndOutput);
 
         // The linear layer attention_out -> residual sum -> norm 2 input
         const Tensor branch = linear_forward(prefix + "attention_out", load_saved(saved.attended));
         const Tensor sum_after_attention = add(rounded(residual_sum), branch);
-        saved.norm2_input =
-            save_for_backward(sum_after_attention, config_.C, recipe_.saved_inputs, ReportKind::NormInput);
+        saved.norm2_input = save_for_backward(sum_after_attention, config_.C, recipe_.saved_inputs,
+                                              MeasuredTensor::NormInput);
 
         // Norm 2 -> gate and up
         const Tensor norm2_output = apply_norm(prefix + "norm2", load_saved(saved.norm2_input));
         const Tensor gate_up = linear_forward(prefix + "gate_up", norm2_output);
         saved.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
-                                          ReportKind::ActivationInput);
+                                          MeasuredTensor::ActivationInput);
 
         // SiLU(gate) * up -> down -> residual sum
         const Tensor act = apply_activation(load_saved(saved.gate_up));
@@ -276,10 +277,10 @@ private:
 
     // Saves x (N, cols) for backward, stored as `format` says. load_saved() gives the stored values.
     SavedActivation save_for_backward(const Tensor& x, int64_t cols, const TensorFormat& format,
-                                      ReportKind kind) {
+                                      MeasuredTensor kind) {
         if constexpr (!ROUNDS) return x;
         else {
-            note_whether_finite(x, format);
+            note_amax(amax_if_fp8(x, format));
             return quantize(x.data(), rows_of(x, cols), cols, format, stats_of(kind));
         }
     }
@@ -293,15 +294,13 @@ private:
     // rounded; the linear layer attention_out reads it as it is.
     Tensor load_saved_for_attention(const SavedActivation& saved) const { return rounded(load_saved(saved)); }
 
+    static float amax_if_fp8(const Tensor& x, const TensorFormat& format) {  // else 0
+        return format.is_fp8() ? compute_amax(x.data(), int64_t(x.size())) : 0;
+    }
     // FP8 codes saturate, which hides an infinity. So `all_finite` remembers whether the amax of each tensor
     // that is quantized to FP8 was finite. (Only scales of whole tensors need this: scale_of() says why. With
-    // smaller scale blocks it does no harm.) Returns the amax of x; 0 if the format is not FP8.
-    float note_whether_finite(const Tensor& x, const TensorFormat& format) {
-        if (!format.is_fp8()) return 0;
-        const float amax = compute_amax(x.data(), int64_t(x.size()));
-        all_finite = all_finite && std::isfinite(amax);
-        return amax;
-    }
+    // smaller scale blocks it does no harm.)
+    void note_amax(float amax) { all_finite = all_finite && std::isfinite(amax); }
 
     // --- Linear layers: the operands are quantized, the GEMM computes in FP32, its result is rounded ---
     //
@@ -349,9 +348,11 @@ private:
         if constexpr (!ROUNDS) return tensor;
         else {
             const TensorFormat& format = format_of(formats_, kind);
-            const float amax = note_whether_finite(tensor, format);
+            const float amax = amax_if_fp8(tensor, format);
+            note_amax(amax);
             return gemm_operand(tensor, rows_of(tensor, cols), cols, format, sum_along,
-                                stats_of(report_kind(kind)), delayed_scale_if_any(kind, weight_index, amax));
+                                stats_of(measured_tensor(kind)),
+                                delayed_scale_if_any(kind, weight_index, amax));
         }
     }
 

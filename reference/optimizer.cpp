@@ -88,7 +88,7 @@ void Moment::load(float* x) const {
 //
 // A second moment that became zero would make the next update explode, because the update divides by
 // sqrt(v) + eps. So a positive second moment gets at least the smallest positive code, that of FMIN. Without
-// expansion this is needed. With expansion it never happens: the smallest magnitude is expanded to
+// expansion this is needed. With expansion no value becomes zero: the smallest magnitude is expanded to
 // FMAX R_X^(-k), which is FMIN if k is exact. k is rounded up by at most 1/512, and R_X is at most 2^277. So
 // the smallest magnitude becomes at least FMIN R_X^(-1/512) = 0.69 FMIN, and is rounded to FMIN.
 void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x,

@@ -27,7 +27,7 @@ using Floats = std::vector<float>;
 // depends on the granularity:
 //   group, row, block   The scale is NaN. So the values that share it are read back as NaN, and NaN reaches
 //                       the loss or a gradient.
-//   whole tensor        The scale is 1, and the caller checks the amax itself (note_whether_finite() in
+//   whole tensor        The scale is 1, and the caller checks the amax itself (note_amax() in
 //                       reference/network.h). With delayed scaling, too, the caller must check: a scale that
 //                       comes from earlier steps does not show this amax.
 float scale_of(const TensorFormat& format, float amax) {
@@ -48,9 +48,9 @@ static float amax_of_neighbours(const float* x, int64_t n) {
 }
 
 // The amax of a whole tensor. The paper's group scaling (section 5.2) takes it in two stages: first the amax
-// of every 16 neighbours, then the largest of these amaxes. (In spite of its name, the tensor gets one scale,
-// not one for each group.) A GPU mostly needs no pass over the tensor for the amax, because the kernel that
-// computes the values has them in registers.
+// of every 16 neighbours, then the largest of these amaxes. (Group scaling, in
+// spite of its name, gives the tensor one scale.) A GPU mostly needs no pass over the tensor for the amax,
+// because the kernel that computes the values has them in registers.
 float compute_amax(const float* x, int64_t n) {
     float amax = 0;
 #pragma omp parallel for reduction(max : amax) if (n > MIN_PARALLEL_ELEMENTS)

@@ -90,7 +90,7 @@ GPU_TEST_CASE("measure_moment_errors: errors of the moments equal the reference'
                 QuantStats stats;
                 expected.store(measured.data(), i, &stats);
                 const QuantStats& got =
-                    report.stats_by_kind[int(i ? ReportKind::Moment2 : ReportKind::Moment1)];
+                    report.stats_by_kind[int(i ? MeasuredTensor::Moment2 : MeasuredTensor::Moment1)];
                 CHECK(got.elements == (in_part ? 1 << 18 : n));
                 CHECK(got.elements == stats.elements);
                 CHECK(got.flushed == stats.flushed);
