@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""COAT (arXiv 2410.19313) in 369 lines of NumPy: FP8 training, to be read from top to bottom.
+"""COAT (arXiv 2410.19313) in 378 lines of NumPy: FP8 training, to be read from top to bottom.
 
     python3 dev/coat.py        trains a small model in FP32 and in COAT, and compares the two
 
 These have 8 bits (FP8): the operands of the matrix products (GEMMs) of linear layers; the inputs of norms 1 and 2 and
 of the activation function, as they are saved for backward; and AdamW's moments of matrices. q, k, v and attention's
-output are saved in BF16. (Lessons are those of WALK.md. test/dev/arithmetic.cpp compares sections 1 to 5 and the loss
-with the CPU reference.)
+output are saved in BF16. (Where a title names lessons, the course explains it there: WALK.md. test/dev/arithmetic.cpp
+compares sections 1 to 5 and the loss with the CPU reference.)
 """
 import os
 from collections import namedtuple
@@ -67,8 +67,9 @@ def bf16(x):
 
 # --- 2. Quantizers (lessons 2 and 3). A block of values shares a scale s = amax / FMAX, so that x / s fits the
 # format: amax is the largest |x| of the block, and FMAX the largest value of the format. For GEMM operands the block
-# is the whole tensor. (Here each operand is decoded and scaled before the product; a GPU scales the sum.) Norms and
-# activation functions decode every value they read, so their inputs can have a scale for each 1x16 group.
+# is the whole tensor. (Here each operand is decoded and scaled before the product. A GPU multiplies codes, adds up the
+# products, and scales the sum. That is the same value, up to rounding of the FP32 sum.) Norms and activation functions
+# decode every value they read, so their inputs can have a scale for each 1x16 group.
 Quantized = namedtuple("Quantized", "codes scales")
 
 def scales_of(f, amax):
@@ -103,21 +104,24 @@ def dequantize_groups(codes, s):
 Moment = namedtuple("Moment", "codes max k")  # of n moment groups: (n, 128), (n, 1) and (n, 1)
 
 def expansion_exponent(max_magnitude, min_magnitude, f=E4M3):
-    with np.errstate(divide="ignore"):  # if all magnitudes are equal, any k is exact
+    # If all magnitudes are equal, this divides by log(1) = 0; then any k is exact. In a moment group of zeros it takes
+    # log(0); store_moment() replaces that k.
+    with np.errstate(divide="ignore"):
         k = np.log2(float(f.fmax) / float(f.fmin)) / np.log2(max_magnitude.astype(float) / min_magnitude)
     return np.clip(np.rint(256 * k) / 256, 1 / 16, 64).astype(F32)
 
 def expand(x, max_magnitude, k, f=E4M3):
-    # In FP64, because the quotient may underflow in FP32. It is 0 in a moment group of zeros.
+    # The quotient is FP64, because it may underflow in FP32. (In a moment group of zeros max is 0, and 0 / 2^-149 = 0.)
     ratio = np.abs(x).astype(float) / np.maximum(max_magnitude, 2.0**-149)
     return (np.sign(x) * f.fmax * ratio ** k).astype(F32)
 def contract(y, max_magnitude, k, f=E4M3):
     root = (np.abs(y) / f.fmax).astype(float) ** (1 / k)
-    return (np.sign(y) * max_magnitude * root).astype(F32)
+    # Only 0 is read back as 0: all other magnitudes are at least the smallest of FP32.
+    return (np.sign(y) * np.maximum(max_magnitude * root, 2.0**-149)).astype(F32)
 
 def store_moment(x, f=E4M3):
-    """x (n, 128): n moment groups -> what is stored. No magnitude but 0 gets the code 0, so no second moment becomes 0.
-    (A 0 would make the next update huge, because the update divides by the square root of v.)"""
+    """x (n, 128): n moment groups -> what is stored. Only 0 gets the code 0, and contract() reads only this code as 0.
+    (A second moment that became 0 would make the next update huge, because the update divides by its square root.)"""
     magnitude = np.abs(x)
     max_magnitude = magnitude.max(axis=1, keepdims=True)
     min_magnitude = np.where(x == 0, F32(np.inf), magnitude).min(axis=1, keepdims=True)  # leaving out zeros
@@ -224,10 +228,11 @@ def attention_backward(qkv, out, dout, T, HS):
 #      outputs of norms and activation, dgate_up   FP32                        the quantizer of a linear layer
 #      dnorm1_input, dnorm2_input                  FP32                        the sum that makes the next dresidual
 #      all others                                  BF16                        whatever comes next
-# Backward computes the outputs of norms and of the activation function once more. It takes the derivative of rounding
-# as 1 (straight-through estimation), and evaluates every other derivative at the values that forward used.
-# What a layer saves: qkv and attended as BF16 values, the others in groups.
-Saved = namedtuple("Saved", "norm1_input qkv attended norm2_input gate_up")
+# Backward computes the outputs of norms and of the activation function once more, from what is saved. Forward has
+# computed with the same saved values, so each derivative is taken at the values of forward. The derivative of rounding
+# is taken as 1 (straight-through estimation).
+# What a layer saves: qkv and attention_output as BF16 values, the others in groups.
+Saved = namedtuple("Saved", "norm1_input qkv attention_output norm2_input gate_up")
 
 def linear(x, w):
     return bf16(gemm_operand(E4M3, x) @ gemm_operand(E4M3, w).T)  # fprop: y = x w^T
@@ -244,13 +249,13 @@ def layer_forward(w, x, T, HS):
     norm1_input = quantize_groups(x)                                              # (tokens, C)
     qkv = linear(rms_norm(dequantize_groups(*norm1_input), w["norm1"]), w["qkv"])
     qkv = bf16(rope(qkv, T, HS))                                                  # (tokens, 3 C)
-    attended = bf16(attention(qkv, T, HS))                                        # (tokens, C)
-    sum_after_attention = bf16(x) + linear(attended, w["attention_out"])
+    attention_output = bf16(attention(qkv, T, HS))                                # (tokens, C)
+    sum_after_attention = bf16(x) + linear(attention_output, w["attention_out"])
     norm2_input = quantize_groups(sum_after_attention)                            # (tokens, C)
     gate_up = linear(rms_norm(dequantize_groups(*norm2_input), w["norm2"]), w["gate_up"])
     gate_up = quantize_groups(gate_up)                                            # (tokens, 2 F): gate, then up
     out = bf16(sum_after_attention) + linear(activation(dequantize_groups(*gate_up)), w["down"])
-    return out, Saved(norm1_input, qkv, attended, norm2_input, gate_up)
+    return out, Saved(norm1_input, qkv, attention_output, norm2_input, gate_up)
 
 def layer_backward(w, saved, dresidual, T, HS):
     """dresidual (tokens, C), the gradient of the residual stream after the layer -> the gradient of the stream before
@@ -264,8 +269,8 @@ def layer_backward(w, saved, dresidual, T, HS):
     dnorm2, dw["gate_up"] = linear_backward(rms_norm(norm2_input, w["norm2"]), w["gate_up"], dgate_up)
     dnorm2_input, dw["norm2"] = rms_norm_backward(norm2_input, w["norm2"], dnorm2)
     dresidual = bf16(dresidual + dnorm2_input)                                     # (tokens, C)
-    dattended, dw["attention_out"] = linear_backward(saved.attended, w["attention_out"], dresidual)
-    dqkv = bf16(attention_backward(saved.qkv, saved.attended, dattended, T, HS))
+    dattention_output, dw["attention_out"] = linear_backward(saved.attention_output, w["attention_out"], dresidual)
+    dqkv = bf16(attention_backward(saved.qkv, saved.attention_output, dattention_output, T, HS))
     dqkv = bf16(rope(dqkv, T, HS, sign=-1))                                        # rotated back
     dnorm1, dw["qkv"] = linear_backward(rms_norm(norm1_input, w["norm1"]), w["qkv"], dqkv)
     dnorm1_input, dw["norm1"] = rms_norm_backward(norm1_input, w["norm1"], dnorm1)
@@ -287,9 +292,10 @@ def head_loss_and_gradients(norm, head, x, targets):
 Step = namedtuple("Step", "loss output saved gradients")  # of the layer; gradients by the name of their weight
 
 def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
-    """Trains on windows of T ASCII characters, and yields a Step after each. lr is reached in 20 steps."""
+    """Trains on windows of T + 1 ASCII characters: T tokens and their targets. Yields a Step after each step. lr is
+    reached in 20 steps."""
     random = np.random.default_rng(seed)
-    rows = {"embedding": 128, "qkv": 3 * C, "attention_out": C, "gate_up": 2 * C, "down": C}  # of the matrices
+    rows = {"embedding": 128, "qkv": 3 * C, "attention_out": C, "gate_up": 2 * C, "down": C}  # F = C
     master, m, v = {}, {}, {}  # by the name of the weight
     for name, n in rows.items():
         master[name] = random.standard_normal((n, C)).astype(F32) / F32(np.sqrt(C))
@@ -312,13 +318,15 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
         np.add.at(dembedding, tokens, dresidual)
         gradients = {"final_norm": dfinal, "embedding": dembedding, **gradients}
 
+        lr_now = lr * min(1, step / 20)
         for name, g in gradients.items():
-            is_matrix = name in rows
-            update = update_matrix if is_matrix else update_norm
-            shape = (-1, 128) if is_matrix else g.shape  # a matrix consists of moment groups
-            w32, m[name], v[name] = update(master[name].reshape(shape), bf16(g).reshape(shape), m[name], v[name], step,
-                                           lr * min(1, step / 20))
-            master[name] = w32.reshape(g.shape)
+            w32, g = master[name], bf16(g)
+            if name in rows:  # a matrix, which consists of moment groups
+                w_groups, g_groups = w32.reshape(-1, 128), g.reshape(-1, 128)
+                w_groups, m[name], v[name] = update_matrix(w_groups, g_groups, m[name], v[name], step, lr_now)
+                master[name] = w_groups.reshape(g.shape)
+            else:
+                master[name], m[name], v[name] = update_norm(w32, g, m[name], v[name], step, lr_now)
         yield Step(loss, output, saved, gradients)
 
 def run(name, rounding, seed):
@@ -351,9 +359,10 @@ if __name__ == "__main__":
     saved = coat[0].saved
     size = sum(saved_bytes(x) for x in saved)
     print("A layer saves for each token, in bytes (C is the hidden size, F the feed-forward size):")
-    # In BF16: 2 bytes of norm 1's input (C), qkv (3 C), attended (C), norm 2's input (C), and gate and up (2 C).
-    print(f"  here, F = C             COAT {size / saved.attended.size} C, BF16 16 C")
-    # qkv and attended take 8 C. In groups are C values for each of two norms, and 2 F = 2 x 2.6875 C for gate and up.
+    # In BF16: 2 bytes of norm 1's input (C), qkv (3 C), attention's output (C), norm 2's input (C), gate and up (2 C).
+    print(f"  here, F = C             COAT {size / saved.attention_output.size} C, BF16 16 C")
+    # qkv and attention's output take 8 C. In groups are C values for each of two norms, and 2 F = 2 x 2.6875 C for gate
+    # and up.
     llama = 8 + (2 + 2 * 2.6875) * (1 + 2 / GROUP_WIDTH)
     print(f"  Llama-2-7B, F = 2.69 C  COAT {llama:.1f} C, BF16 22.8 C")
 
