@@ -14,7 +14,7 @@ LinearLayer::LinearLayer(SharedByLinearLayers& shared, size_t weight_index)
       in_(shared_.parameter_state.params[weight_index].cols),
       linear_layer_index_(shared_.parameter_state.linear_layer_index(weight_index)),
       x_tensor_scale_(shared_.scale_table.of_operand(OperandKind::X, linear_layer_index_)),
-      w_tensor_scale_(shared_.scale_table.of_weight(weight_index, linear_layer_index_)),
+      w_tensor_scale_(shared_.scale_table.of_operand(OperandKind::W, linear_layer_index_)),
       g_tensor_scale_(shared_.scale_table.of_operand(OperandKind::G, linear_layer_index_)) {
     if (shared_.caches_weights) cached_w_operand_ = allocate_operand(OperandKind::W, out_, Form::Both);
 }
@@ -193,9 +193,9 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
             .transposed_block_scales = scales_of(transposed)};
 }
 
-// Without delayed scaling there is nothing to do: the update has left the amax of the weight in the entry of
-// the parameter. With delayed scaling the operand w has an entry of its own. As long as some history of
-// amaxes is empty, this amax is computed here.
+// Without delayed scaling there is nothing to do: the update has left the amax of the weight in the table of
+// scales. With delayed scaling the update leaves none, and as long as some history of amaxes is empty, the
+// amax is computed here.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (shared_.scale_table.delayed() && shared_.needs_amax_before_codes())
         compute_amax(lazy_stored(shared_.sharding.weight(weight_index_)), &w_tensor_scale_->amax, stream());

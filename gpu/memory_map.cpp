@@ -97,7 +97,7 @@ MemoryMap allocate_memory(GpuContext& context) {
 
     // The order of these statements is the order in memory
     MemoryMap map{};
-    map.scale_table_size = param_count + OPERAND_COUNT * linear_layers;
+    map.scale_table_size = OPERAND_COUNT * linear_layers;
     map.step_exchange = arena.allocate<StepExchange>(1);
     map.gemm_scratch = arena.allocate(CublasGemms::SCRATCH);
 
@@ -114,8 +114,7 @@ MemoryMap allocate_memory(GpuContext& context) {
         map.weights.remainders = arena.allocate<int16_t>(owned_elements);
     map.shards = arena.allocate<Shard>(param_count);
     map.scale_table = arena.allocate<TensorScale>(map.scale_table_size);
-    map.histories =
-        arena.allocate<float>(delayed ? OPERAND_COUNT * linear_layers * s.recipe.history_steps : 0);
+    map.histories = arena.allocate<float>(delayed ? map.scale_table_size * s.recipe.history_steps : 0);
     allocate_moments(map, context, places);
     allocate_activations_and_gradients(map, context, places);
 

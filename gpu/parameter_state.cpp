@@ -50,7 +50,7 @@ void ParameterState::upload_shard_table() {
              .m = memory_.first_moments[i],
              .v = memory_.second_moments[i],
              .decays = p.role.decays,
-             .weight_amax_out = p.role.is_linear_weight ? &scale_table_.of_parameter(i)->amax : nullptr,
+             .weight_amax_out = weight_amax_of(i),
              .flat_minus_rank_offset = p.flat_offset + place.owned.first - place.rank_offset,
              .units_before_shard = place.units_before_parameter + place.owned.first / SHARD_UNIT});
     }
@@ -145,13 +145,18 @@ std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentR
     return all;
 }
 
+float* ParameterState::weight_amax_of(size_t i) const {
+    if (!params[i].role.is_linear_weight || scale_table_.delayed()) return nullptr;
+    return &scale_table_.of_operand(OperandKind::W, linear_layer_index(i))->amax;
+}
+
 void ParameterState::compute_weight_amax(size_t i) const {
-    if (!params[i].role.is_linear_weight) return;
-    TensorScale* const entry = scale_table_.of_parameter(i);
-    clear_async(entry, sizeof(TensorScale), stream_);
+    float* const amax = weight_amax_of(i);
+    if (!amax) return;
+    clear_async(amax, sizeof(float), stream_);
     if (format_of_weights.element_format == Format::FP32) return;
     for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
-        compute_amax(lazy_stored(slice), &entry->amax, stream_);
+        compute_amax(lazy_stored(slice), amax, stream_);
 }
 
 std::vector<TensorRef> slices_for_grids(const TensorRef& v) {

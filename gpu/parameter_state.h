@@ -76,7 +76,8 @@ public:
                 format_of_weights};
     }
     // Computes the amax of the weight that is parameter i, after other values than those of update() were
-    // written to it.
+    // written to it. (With delayed scaling, and for what is no weight of a linear layer, there is nothing to
+    // do.)
     void compute_weight_amax(size_t i) const;
 
     // For the report: the errors of storing the moments of a bucket; and the expansion exponents of all
@@ -94,6 +95,9 @@ private:
 
     void upload_shard_table();
     void initialize_state();
+    // Where the update leaves the amax of the weight that is parameter i. Null for what is no weight of a
+    // linear layer, and with delayed scaling: there a weight's amax is found when its operand is made.
+    float* weight_amax_of(size_t i) const;
     int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP_SIZE); }
 };
 

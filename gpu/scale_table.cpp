@@ -6,23 +6,23 @@
 namespace coat::gpu {
 
 ScaleTable::ScaleTable(const GpuContext& context, const MemoryMap& memory)
-    : param_count(int64_t(context.params.size())), linear_layer_count(count_linear_layers(context.params)),
-      settings_(context.settings), stream_(context.stream), entries_(memory.scale_table),
-      count_(memory.scale_table_size), histories_(memory.histories) {}
+    : linear_layer_count(count_linear_layers(context.params)), settings_(context.settings),
+      stream_(context.stream), entries_(memory.scale_table), count_(memory.scale_table_size),
+      histories_(memory.histories) {}
 
 void ScaleTable::clear() {
     clear_async(entries_, count_ * int64_t(sizeof(TensorScale)), stream_);
     if (delayed())
-        clear_async(histories_, OPERAND_COUNT * linear_layer_count * settings_.recipe.history_steps * 4,
-                    stream_);
+        clear_async(histories_, count_ * settings_.recipe.history_steps * int64_t(sizeof(float)), stream_);
     expect_empty_histories();
 }
 
 // Strided: of each entry, which has 16 bytes, only `amax` is cleared.
 void ScaleTable::clear_operand_amaxes() const {
+    const int64_t first = delayed() ? 0 : index_of(OperandKind::X, 0);  // all w lie before the first x
     enqueue(stream_, "clear", [&] {
-        check(cudaMemset2DAsync(&entries_[param_count].amax, sizeof(TensorScale), 0, sizeof(float),
-                                OPERAND_COUNT * linear_layer_count, stream_),
+        check(cudaMemset2DAsync(&entries_[first].amax, sizeof(TensorScale), 0, sizeof(float), count_ - first,
+                                stream_),
               "Clearing amaxes failed");
     });
 }

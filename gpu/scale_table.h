@@ -6,34 +6,29 @@
 namespace coat::gpu {
 
 // The table of scales, on the device. An entry, a TensorScale (gpu/tensors.h), has an amax and the scale that
-// follows from it. There is an entry for
+// follows from it. Each linear layer has three entries, of its operands w, x and g. In the table they lie in
+// this order:
 //
-//   each parameter | the operand x of each linear layer | the operand w of each | the operand g of each
+//   w of each linear layer | x of each linear layer | g of each linear layer
 //
-// The amax of a weight is in the entry of the parameter, where the update leaves it. With delayed scaling it
-// is in the entry of the operand w. of_weight() knows which. The entries of other parameters are not used.
+// The amax of w changes when the weight does: the update finds it. The amaxes of x and g are found in each
+// micro-batch. (With delayed scaling all three are found whenever an operand is made.)
 class ScaleTable {
 public:
     ScaleTable(const GpuContext& context, const MemoryMap& memory);
 
-    const int64_t param_count;
     const int64_t linear_layer_count;
 
     int64_t count() const { return count_; }
     TensorScale* all() const { return entries_; }
-    TensorScale* of_parameter(size_t i) const { return entries_ + i; }
     TensorScale* of_operand(OperandKind o, int64_t linear_layer) const {
-        return entries_ + param_count + index_of(o, linear_layer);
-    }
-    // The entry that a linear layer uses for its weight, parameter i.
-    TensorScale* of_weight(size_t i, int64_t linear_layer) const {
-        return delayed() ? of_operand(OperandKind::W, linear_layer) : of_parameter(i);
+        return entries_ + index_of(o, linear_layer);
     }
 
     // Clears the whole table, for a run that begins.
     void clear();
-    // Clears the amaxes of operands: before each micro-batch, or before each step if scaling is delayed. (The
-    // amaxes of parameters stay.)
+    // Clears the amaxes of all x and g, before a micro-batch. (With delayed scaling: of all x, w and g,
+    // before a step.)
     void clear_operand_amaxes() const;
 
     // --- Delayed scaling, in the recipe te (this can wait). Scales follow from histories of amaxes, which
@@ -42,9 +37,8 @@ public:
     float* history(OperandKind o, int64_t linear_layer) const {
         return histories_ + index_of(o, linear_layer) * settings_.recipe.history_steps;
     }
-    // Whether a history of amaxes may still be empty. An operand whose history is empty is scaled just in
-    // time. After a step that has found no empty history and was not skipped, this is false. Without delayed
-    // scaling it is always false.
+    // True at the start of a run with delayed scaling, until a step that was not skipped has found an amax
+    // for every operand. While it is true, an operand whose history is empty is scaled just in time.
     bool any_empty_history = false;
     // To be called after the state has been initialized or written: histories may be empty now.
     void expect_empty_histories();
@@ -60,9 +54,10 @@ private:
     const int64_t count_;  // of the entries
     float* const histories_;
 
-    // The place of an operand among the operands of all linear layers.
+    // The place of an operand in the table. All w come first, then all x, then all g.
     int64_t index_of(OperandKind o, int64_t linear_layer) const {
-        return int(o) * linear_layer_count + linear_layer;
+        constexpr int64_t KINDS_BEFORE[] = {1, 0, 2};  // before X, before W, before G
+        return KINDS_BEFORE[int(o)] * linear_layer_count + linear_layer;
     }
 };
 

@@ -32,7 +32,8 @@ public:
         return parameter_state_.params[i].is_vector() ? parameter_state_.whole_weight(i) : gathered_[i];
     }
     void combine_amaxes_of_ranks() override {
-        const int64_t n = scale_table_.delayed() ? scale_table_.count() : scale_table_.param_count;
+        // Of all w, which are first in the table; with delayed scaling of all operands
+        const int64_t n = scale_table_.delayed() ? scale_table_.count() : scale_table_.linear_layer_count;
         const int64_t bytes = n * int64_t(sizeof(TensorScale));
         TensorScale* const all = memory_.received.scale_tables;
         copy_async(all + settings_.rank * n, scale_table_.all(), bytes, compute_stream_);
@@ -215,7 +216,7 @@ private:
         const bool codes = sends_codes() && p.role.is_linear_weight;
         const TensorFormat format = codes ? settings_.recipe.w : parameter_state_.format_of_weights;
         TensorScale* const scale =
-            codes ? scale_table_.of_weight(i, parameter_state_.linear_layer_index(i)) : nullptr;
+            codes ? scale_table_.of_operand(OperandKind::W, parameter_state_.linear_layer_index(i)) : nullptr;
         const int64_t element_bytes = format_info(format.element_format).bytes;
         const auto part_of = [&](int64_t rank) {
             const Range elements = owned_by(i, rank);
