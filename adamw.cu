@@ -533,7 +533,7 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_ker
         const int64_t first_span_of_warp = (ceil_div(begin, SPANS_PER_BUNDLE) + warp) * SPANS_PER_BUNDLE;
         const uint32_t largest_bits = update_bundles<WeightsKind, MTraits, VTraits>(
             a, shard, static_cast<int>(first_span_of_warp), static_cast<int>(end), tables);
-        if (shard.weight_amax_out) update_amax_by_warp(shard.weight_amax_out, largest_bits);
+        if (shard.weight_amax_to_raise) update_amax_by_warp(shard.weight_amax_to_raise, largest_bits);
     }
 }
 
@@ -601,8 +601,8 @@ template <class F> void with_moment_traits(const OptimizerFormats& o, F f) {
 __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
-    float* const weight_amax_out = a.shards[i].weight_amax_out;
-    if (weight_amax_out) *weight_amax_out = 0;
+    float* const weight_amax_to_raise = a.shards[i].weight_amax_to_raise;
+    if (weight_amax_to_raise) *weight_amax_to_raise = 0;
 }
 
 }  // namespace

@@ -48,9 +48,9 @@ struct Shard {
     int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
     bool decays;
-    // Gets the amax of the new weights. Null for what is no weight of a linear layer. (With delayed scaling it
+    // The amax of the new weights, which adamw() clears first. Null for what is no weight of a linear layer. (With delayed scaling it
     // is always null.)
-    float* weight_amax_out;
+    float* weight_amax_to_raise;
 
     // Two numbers make results independent of the number of ranks. (They can wait.)
     //   flat_minus_rank_offset   for random bits: an element's number in the flat order minus its number in

@@ -87,7 +87,8 @@ enum class ExtraTask : uint8_t {
 
 template <class Producer, ExtraTask TASK>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_groups_kernel(Producer producer, int64_t rows, GroupsView groups, float* activation_amax_out) {
+    quantize_groups_kernel(Producer producer, int64_t rows, GroupsView groups,
+                           float* activation_amax_to_raise) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace place;
     // A thread outside the tensor ends here. Nobody would use its values, but reading what another thread
@@ -109,13 +110,15 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
         }
         if (TASK == ExtraTask::ActivationAmax) largest = amax_of_activation(largest, v);
     });
-    if (TASK == ExtraTask::ActivationAmax) update_amax_by_warp(activation_amax_out, magnitude_bits(largest));
+    if (TASK == ExtraTask::ActivationAmax)
+        update_amax_by_warp(activation_amax_to_raise, magnitude_bits(largest));
 }
 
 // x has the two planes of [gate | up] if TWO_PLANES, else one plane.
 template <ExtraTask TASK, bool TWO_PLANES = false>
-static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups, float* activation_amax_out,
-                                   QuantStats* quant_stats, cudaStream_t stream) {
+static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
+                                   float* activation_amax_to_raise, QuantStats* quant_stats,
+                                   cudaStream_t stream) {
     require(x.format.element_format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
     measure_quant_errors(lazy_stored(x), Operand{.tensor = groups}, quant_stats, stream);
@@ -123,7 +126,7 @@ static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups, 
     const P producer{plain_view<bf16>(x.data), TWO_PLANES ? x.cols / 2 : x.cols, lazy_stored(x)};
     launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(x.rows, producer.width),
            TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, groups_view(groups),
-           activation_amax_out);
+           activation_amax_to_raise);
 }
 
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
@@ -133,14 +136,16 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 }
 
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               float* activation_amax_out, QuantStats* quant_stats, cudaStream_t stream) {
+                               float* activation_amax_to_raise, QuantStats* quant_stats,
+                               cudaStream_t stream) {
     // No amax is needed where the next GEMM reads its operands in BF16 (gpu/linear.h says when). Then it does
     // not matter what is gate and what is up: F is a multiple of 16, so that no group has elements of both,
     // and the groups are those of any tensor (N, 2F).
-    if (!activation_amax_out) return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
+    if (!activation_amax_to_raise)
+        return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
     auto* launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*TWO_PLANES=*/false>;
     if (gated) launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*TWO_PLANES=*/true>;
-    launch_variant(x, groups, activation_amax_out, quant_stats, stream);
+    launch_variant(x, groups, activation_amax_to_raise, quant_stats, stream);
 }
 
 // ===========================================================================================================
@@ -165,22 +170,22 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_out) {
+    compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_to_raise) {
     float largest = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
     for_each_row(producer, TilePlace(), rows,
                  [&](int /*row*/, const ChunkValues(&v)[Producer::PLANES], bool /*live*/) {
                      for (int p = 0; p < Producer::PLANES; p++) largest = larger_magnitude(largest, v[p]);
                  });
-    update_amax_by_warp(x_amax_out, magnitude_bits(largest));
+    update_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
 }
 
 // x says which tensor is meant, and from what it is computed (gpu/tensors.h). with_producer_for_quantizer()
 // calls the function below with the producer that computes x.
-void compute_amax(const LazyTensor& x, float* x_amax_out, cudaStream_t stream) {
+void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stream) {
     with_producer_for_quantizer(x, [&](auto producer) {
         launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, x_amax_out);
+               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, x_amax_to_raise);
     });
 }
 

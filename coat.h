@@ -42,9 +42,9 @@
 
 namespace coat::gpu {
 
-// *x_amax_out = max(*x_amax_out, |x|). The caller clears the amaxes of activations and gradients before every
-// micro-batch; adamw() clears those of weights.
-void compute_amax(const LazyTensor& x, float* x_amax_out, cudaStream_t stream);
+// Raises *x_amax_to_raise to the largest |x|, if that is larger. The caller clears the amaxes of activations
+// and gradients before every micro-batch; adamw() clears those of weights.
+void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stream);
 
 // Computes x and writes its FP8 codes, the operand of a GEMM: row-major, transposed, or both, whichever
 // pointers of `out` are not null. The scale is computed from out.tensor.tensor_scale->amax.
@@ -61,7 +61,7 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 // else (N, F). The activation's output will be an operand of the next GEMM. Its amax is found in the same
 // pass, from values that are computed as the GEMM's quantizer will compute them: from the groups.
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
-                               float* activation_amax_out, QuantStats* quant_stats, cudaStream_t stream);
+                               float* activation_amax_to_raise, QuantStats* quant_stats, cudaStream_t stream);
 // Stores x (BF16) in 1x16 groups. With `write_back`, x becomes what the groups hold, rounded to BF16. The
 // flag --attention groups needs this: attention then computes with the values that backward will read.
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,

@@ -124,7 +124,7 @@ struct ResidualStream {
     ResidualSumOutputs outputs_for(const ResidualNorm& next) const {
         return {.sum_out = next.saves_groups() ? buffer : TensorRef{},
                 .next_norm = next.norm,
-                .norm_output_amax_out = next.place_for_output_amax()};
+                .norm_output_amax_to_raise = next.place_for_output_amax()};
     }
     // The stream before the norm n, in the compute format.
     TensorRef before(const ResidualNorm& n) const { return n.saves_groups() ? buffer : n.norm.in; }
@@ -402,7 +402,7 @@ public:
     void core_attention_forward(const MicroBatch& micro_batch, const Layer& layer, const TensorRef& qkv) {
         if (qk_norms_ || saves_attention_in_groups_)
             return other_core_attention_forward(micro_batch, layer, qkv);
-        if (rotary_) rope(rope_args(micro_batch), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
+        if (rotary_) rope(rope_args(micro_batch), qkv, /*inverse=*/false, /*amax_to_raise=*/nullptr, stream_);
         attention_forward(attention_shape_args(micro_batch), qkv.data,
                           saved_tensor(micro_batch, layer, SavedKind::Attended).data,
                           saved_log_sum_exp(micro_batch, layer), layer.attention_out_proj.place_for_x_amax(),
@@ -597,8 +597,8 @@ public:
     // That holds for coat. (Qwen3: qk_norms_backward() changes dqkv after attention_backward(), so the amax
     // of dqkv takes a pass in make_g_operand_and_add_dbias().)
     //
-    // So a norm is told where the amax of dresidual() goes: dresidual_amax_out is place_for_g_amax() of the
-    // linear layer that reads dresidual() next.
+    // So a norm is told where the amax of dresidual() goes: dresidual_amax_to_raise is place_for_g_amax() of
+    // the linear layer that reads dresidual() next.
 
     // From the gradient of the residual stream after a layer to that before norm 2. This is what is on the
     // stack, from one kernel to the next. (What is in brackets, a linear layer allocates for one GEMM.)
@@ -643,9 +643,10 @@ public:
         return dact;
     }
 
-    // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax_out: for
-    // the down projection of the layer before; null at the first layer.
-    void attention_half_backward(const MicroBatch& micro_batch, Layer& layer, float* dresidual_amax_out) {
+    // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax_to_raise:
+    // for the down projection of the layer before; null at the first layer.
+    void attention_half_backward(const MicroBatch& micro_batch, Layer& layer,
+                                 float* dresidual_amax_to_raise) {
         const Arena::Scope scope(arena_);
         void* const place_of_gate_up = saved_tensor(micro_batch, layer, SavedKind::GateUp).data;
         // If dqkv_in_place_, dqkv takes the place of the layer's gate and up, which nobody needs any more
@@ -663,7 +664,8 @@ public:
         const auto g_amax_from =
             qk_norms_ ? LinearLayer::AmaxFrom::OwnPass : LinearLayer::AmaxFrom::EarlierKernel;
         const Operand g_operand = layer.qkv_proj.make_g_operand_and_add_dbias(lazy_stored(dqkv), g_amax_from);
-        linear_and_norm_backward(micro_batch, norm1_of(micro_batch, layer), g_operand, dresidual_amax_out);
+        linear_and_norm_backward(micro_batch, norm1_of(micro_batch, layer), g_operand,
+                                 dresidual_amax_to_raise);
         finish_bucket(micro_batch, layer.qkv_proj.bucket());
     }
     void attention_out_proj_backward(const MicroBatch& micro_batch, Layer& layer,
@@ -699,7 +701,7 @@ public:
                             .dqkv = dqkv.data,
                             .workspace = workspace,
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
-                            .dqkv_amax_out = qk_norms_ ? nullptr : layer.qkv_proj.place_for_g_amax()},
+                            .dqkv_amax_to_raise = qk_norms_ ? nullptr : layer.qkv_proj.place_for_g_amax()},
                            stream_);
         if (qk_norms_) qk_norms_backward(layer, qkv, dqkv);
     }
@@ -707,12 +709,12 @@ public:
     // A norm and the linear layer that reads its output. dgrad computes the gradient of the norm's output;
     // the norm's backward pass reads this gradient; wgrad reads the norm's output.
     void linear_and_norm_backward(const MicroBatch& micro_batch, const ResidualNorm& n,
-                                  const Operand& g_operand, float* dresidual_amax_out) {
+                                  const Operand& g_operand, float* dresidual_amax_to_raise) {
         Arena::Scope until_dresidual(arena_);  // for dnorm_output
         const TensorRef dnorm_output = allocate_tensor(micro_batch.N, config_.C);
         n.reader->dgrad(g_operand, dnorm_output);
         residual_norm_backward(micro_batch, n, dnorm_output, /*dresidual_in=*/dresidual(micro_batch),
-                               dresidual_amax_out);
+                               dresidual_amax_to_raise);
         until_dresidual.end();
         // lazy_norm() reads the row statistics that the norm's backward pass has just written
         n.reader->wgrad(g_operand, lazy_norm(n.norm), micro_batch.overwrites_gradients);
@@ -723,7 +725,7 @@ public:
     //   dresidual_in   dresidual(); no tensor at the head, where the residual stream ends
     void residual_norm_backward(const MicroBatch& micro_batch, const ResidualNorm& n,
                                 const TensorRef& dnorm_output, const TensorRef& dresidual_in,
-                                float* dresidual_amax_out) {
+                                float* dresidual_amax_to_raise) {
         const TensorRef dweight = gradient(n.weight_index);
         TensorRef dbias{};
         if (const std::optional<size_t> bias_index = parameter_state_.bias_index(n.weight_index))
@@ -732,7 +734,7 @@ public:
                       {.dnorm_output = dnorm_output,
                        .dresidual_in = dresidual_in,
                        .dresidual_out = dresidual(micro_batch),
-                       .dresidual_amax_out = dresidual_amax_out,
+                       .dresidual_amax_to_raise = dresidual_amax_to_raise,
                        .dweight = dweight,
                        .dbias = dbias},
                       memory_.norm_backward_workspace, stream_);
@@ -797,14 +799,14 @@ public:
         const TensorRef saved_output = saved_tensor(micro_batch, layer, SavedKind::Attended);
         const TensorRef output = allocate_buffer_if_in_groups(saved_output);
         if (rotary_ && !qk_norms_)
-            rope(rope_args(micro_batch), qkv, /*inverse=*/false, /*amax_out=*/nullptr, stream_);
+            rope(rope_args(micro_batch), qkv, /*inverse=*/false, /*amax_to_raise=*/nullptr, stream_);
         if (saves_attention_in_groups_)
             save_and_reload(qkv, saved_tensor(micro_batch, layer, SavedKind::Qkv));
         const TensorRef attention_qkv = make_attention_input(micro_batch, layer, qkv);
-        float* const output_amax_out =
+        float* const output_amax_to_raise =
             saves_attention_in_groups_ ? nullptr : layer.attention_out_proj.place_for_x_amax();
         attention_forward(attention_shape_args(micro_batch), attention_qkv.data, output.data,
-                          saved_log_sum_exp(micro_batch, layer), output_amax_out, stream_);
+                          saved_log_sum_exp(micro_batch, layer), output_amax_to_raise, stream_);
         if (!saves_attention_in_groups_) return;
         save_and_reload(output, saved_output);
         // The x of attention_out_proj is what the groups hold, so its amax takes a pass of its own

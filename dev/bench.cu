@@ -48,17 +48,17 @@ constexpr Run RUNS[] = {{"llama-2-7b", 8, 2048, 1}, {"tinyllama-1.1b", 16, 2048,
 class Clock {
 public:
     // Zero at the beginning of every timed operation.
-    float* amax_out() const { return amax_out_.get(); }
+    float* amax_to_raise() const { return amax_to_raise_.get(); }
 
     // The median time of an operation that does not wait for the GPU.
     double seconds(const std::function<void()>& run) const {
         // A GPU is slower after long GEMMs: all operations start after the same light work.
         for (int i = 0; i < REST; i++) dev::flush_cache();
-        return dev::median_seconds(run, [&] { clear_async(amax_out(), sizeof(float), nullptr); });
+        return dev::median_seconds(run, [&] { clear_async(amax_to_raise(), sizeof(float), nullptr); });
     }
 
 private:
-    dev::Buffer<float> amax_out_{1};
+    dev::Buffer<float> amax_to_raise_{1};
 };
 
 // -----------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ std::vector<Row> measure_operators(const RunSettings& s, Clock& clock, const Cei
         const double floor = std::max(o.flops / ceilings.at(o.ceiling), o.bytes / ceilings.at(COPY));
         rows.push_back({o, clock.seconds(run), floor});
     };
-    StepOperators(s, /*stream=*/nullptr, clock.amax_out(), measure, only);
+    StepOperators(s, /*stream=*/nullptr, clock.amax_to_raise(), measure, only);
     return rows;
 }
 

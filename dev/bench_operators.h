@@ -134,9 +134,9 @@ inline std::vector<int32_t> made_up_tokens(int64_t n, int64_t V) {
 // The operators of a step: the constructor makes the tensors of each in turn, and hands it to `measure`.
 class StepOperators {
 public:
-    StepOperators(const RunSettings& s, cudaStream_t stream, float* amax_out, const Measure& measure,
+    StepOperators(const RunSettings& s, cudaStream_t stream, float* amax_to_raise, const Measure& measure,
                   const std::string& only = "")
-        : settings_(s), stream_(stream), amax_place_(amax_out), measure_(measure), only_(only) {
+        : settings_(s), stream_(stream), amax_place_(amax_to_raise), measure_(measure), only_(only) {
         for (auto part :
              {&StepOperators::linear_layers, &StepOperators::attention, &StepOperators::norms,
               &StepOperators::attention_operands, &StepOperators::feed_forward, &StepOperators::weights,
@@ -162,7 +162,7 @@ private:
     const double layers_ = batches_ * double(c_.L);                    // layer passes per step
     const bool needs_amax_ =
         fp8_ && r_.x.granularity == PER_TENSOR && r_.scale_source == ScaleSource::JustInTime;
-    float* const amax_out_ = needs_amax_ ? amax_place_ : nullptr;
+    float* const amax_to_raise_ = needs_amax_ ? amax_place_ : nullptr;
     Memory scratch_{stream_}, memory_{stream_};
     CublasGemms gemms_{scratch_.take(CublasGemms::SCRATCH), r_.fast_accumulation};
 
@@ -190,17 +190,18 @@ private:
 
     // --- amax, quantize and column sums of coat.cu ---------------------------------------------------------
     void amax_pass(const std::string& name, double count, const LazyTensor& x) {
-        if (amax_out_)
-            pass(BETWEEN, name + ": amax", count, reads(x), [&] { compute_amax(x, amax_out_, stream_); });
+        if (amax_to_raise_)
+            pass(BETWEEN, name + ": amax", count, reads(x),
+                 [&] { compute_amax(x, amax_to_raise_, stream_); });
     }
     // amax: no earlier kernel has computed the amax of x
     void bias_pass(const std::string& name, double count, const LazyTensor& x, bool bias, bool amax) {
         if (!bias) return amax ? amax_pass(name, count, x) : void();
         const TensorRef gradient = random(1, x.cols);
         float* workspace = floats(COLUMN_PARTIALS * x.cols);
-        float* amax_out = amax ? amax_out_ : nullptr;
-        pass(BETWEEN, name + (amax_out ? ": bias gradient and amax" : ": bias gradient"), count, reads(x),
-             [&] { add_column_sums(x, gradient, workspace, amax_out, stream_); });
+        float* amax_to_raise = amax ? amax_to_raise_ : nullptr;
+        pass(BETWEEN, name + (amax_to_raise ? ": bias gradient and amax" : ": bias gradient"), count,
+             reads(x), [&] { add_column_sums(x, gradient, workspace, amax_to_raise, stream_); });
     }
     // Before what is timed: the amax that it takes for granted, or the delayed scale.
     void find_scale(const LazyTensor& x, const Operand& out) const {
@@ -287,9 +288,10 @@ private:
         const double flops = 2.0 * double(N_ * settings_.T * c_.q_cols());
         const double logs = 4.0 * double(N_ * c_.NH);
         const char* ceiling = gemm_ceiling(GemmKind::Fprop, TensorFormat{compute_}, r_);
-        auto both_passes = [&](const char* group, double count, const float2* rope_table, float* amax_out) {
+        auto both_passes = [&](const char* group, double count, const float2* rope_table,
+                               float* amax_to_raise) {
             add(group, "attention forward", count, size(qkv) + size(out) + logs, flops, ceiling,
-                [&] { attention_forward(shape, qkv.data, out.data, lse, amax_out, stream_); });
+                [&] { attention_forward(shape, qkv.data, out.data, lse, amax_to_raise, stream_); });
             const AttentionBackward tensors{.qkv = qkv.data,
                                             .out = out.data,
                                             .lse = lse,
@@ -297,13 +299,13 @@ private:
                                             .dqkv = dqkv.data,
                                             .workspace = workspace,
                                             .rope_table = rope_table,
-                                            .dqkv_amax_out = amax_out};
+                                            .dqkv_amax_to_raise = amax_to_raise};
             add(group, "attention backward", count, 2 * size(qkv) + 2 * size(out) + logs, 2.5 * flops,
                 ceiling, [&] { attention_backward(shape, tensors, stream_); });
         };
         // In a step attention takes amaxes, and undoes RoPE. What other libraries call attention does not
         // (dev/attention_peers.py compares it); its rows count for nothing in a step.
-        both_passes(ATTENTION, layers_, c_.arch.rope ? rope_of_model().table : nullptr, amax_out_);
+        both_passes(ATTENTION, layers_, c_.arch.rope ? rope_of_model().table : nullptr, amax_to_raise_);
         both_passes(ATTENTION_ALONE, 0, nullptr, nullptr);
     }
 
@@ -325,7 +327,7 @@ private:
         const NormBackwardTensors gradients{.dnorm_output = dy,
                                             .dresidual_in = dresidual_in,
                                             .dresidual_out = out,
-                                            .dresidual_amax_out = amax_out_,
+                                            .dresidual_amax_to_raise = amax_to_raise_,
                                             .dweight = dweight,
                                             .dbias = dbias};
         float* workspace = floats(norm_backward_workspace_floats(c_.C));
@@ -338,7 +340,7 @@ private:
         // The last sum of a micro-batch, which the final norm reads, has no groups; here it is as the others.
         pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
              [&] {
-                 residual_add(x, a, {groups_ ? out : TensorRef{}, n, amax_out_}, stream_);
+                 residual_add(x, a, {groups_ ? out : TensorRef{}, n, amax_to_raise_}, stream_);
              });
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
@@ -386,7 +388,8 @@ private:
                                     .tensor;
             pass(BETWEEN, "up: to " + r_.saved_inputs.text() + ", and the amax of " + name, layers_,
                  size(values) + size(saved), [&] {
-                     quantize_activation_input(c_.arch.gated, values, saved, amax_out_, nullptr, stream_);
+                     quantize_activation_input(c_.arch.gated, values, saved, amax_to_raise_, nullptr,
+                                               stream_);
                  });
         } else {
             amax_pass(name, layers_, activation);
@@ -436,8 +439,8 @@ private:
         const int32_t *on_device = memory_.upload(tokens), *rows = memory_.upload(order.order);
         const TokenRows* token_rows = memory_.upload(order.tokens);
         pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
-            embed(table, positions, on_device, settings_.T, {groups_ ? x : TensorRef{}, first, amax_out_},
-                  stream_);
+            embed(table, positions, on_device, settings_.T,
+                  {groups_ ? x : TensorRef{}, first, amax_to_raise_}, stream_);
         });
         pass(HEAD, "embedding backward", batches_,
              size(x) + 2.0 * double(distinct * c_.C * format_info(compute_).bytes), [&] {

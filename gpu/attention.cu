@@ -350,13 +350,13 @@ __global__ void __launch_bounds__(TileT::THREADS)
 }
 
 template <class TileT>
-void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* amax_out,
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* amax_to_raise,
              cudaStream_t stream) {
     const dim3 grid(unsigned(s.NH), unsigned(s.B), block_count(s.T, TileT::ROWS));
     launch("attention_forward", attention_forward_kernel<TileT>, grid, TileT::THREADS, 3 * TileT::BYTES,
            stream, s, qkv, out, lse);
     const TensorRef result{out, s.B * s.T, s.NH * s.HS, TensorFormat{s.format}};
-    if (amax_out) compute_amax(lazy_stored(result), amax_out, stream);
+    if (amax_to_raise) compute_amax(lazy_stored(result), amax_to_raise, stream);
 }
 
 template <class TileT>
@@ -375,8 +375,8 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
     // On Hopper the kernel itself undoes RoPE and finds the amax; here a pass over dqkv does.
     const TensorRef dqkv{tensors.dqkv, s.B * s.T, s.qkv_cols(), TensorFormat{s.format}};
     const Rope positions{tensors.rope_table, s.T, s.HS, /*rotated_cols=*/(s.NH + s.NKV) * s.HS};
-    if (tensors.rope_table) rope(positions, dqkv, /*inverse=*/true, tensors.dqkv_amax_out, stream);
-    else if (tensors.dqkv_amax_out) compute_amax(lazy_stored(dqkv), tensors.dqkv_amax_out, stream);
+    if (tensors.rope_table) rope(positions, dqkv, /*inverse=*/true, tensors.dqkv_amax_to_raise, stream);
+    else if (tensors.dqkv_amax_to_raise) compute_amax(lazy_stored(dqkv), tensors.dqkv_amax_to_raise, stream);
 }
 
 template <class TileT> size_t workspace(const AttentionShape& s) {
@@ -408,9 +408,10 @@ AttentionKernels any_gpu_attention(const AttentionShape& s) {
     return s.HS <= 64 ? ANY_GPU<bf16, 64> : ANY_GPU<bf16, 128>;
 }
 
-void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* amax_out,
+void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* amax_to_raise,
                        cudaStream_t stream) {
-    enqueue(stream, "attention_forward", [&] { fastest(s).forward(s, qkv, out, lse, amax_out, stream); });
+    enqueue(stream, "attention_forward",
+            [&] { fastest(s).forward(s, qkv, out, lse, amax_to_raise, stream); });
 }
 
 void attention_backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {

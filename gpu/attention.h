@@ -36,10 +36,10 @@ inline AttentionShape attention_shape(const ModelConfig& config, int64_t B, int6
 //   out        (B, T, NH HS)
 //   lse        (B, NH, T) in FP32, the log-sum-exp: the natural logarithm of the sum of exp(s) over the keys.
 //              Backward recomputes p from it
-//   amax_out   gets the amax of out; null if nobody needs it, as in FP32
+//   amax_to_raise   the amax of out; null if nobody needs it, as in FP32
 // Pointers are 16-byte aligned. A shape that no implementation supports is an Error.
-void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse, float* amax_out,
-                       cudaStream_t stream);
+void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse,
+                       float* amax_to_raise, cudaStream_t stream);
 
 // Where backward finds its inputs and leaves its results.
 struct AttentionBackward {
@@ -52,9 +52,9 @@ struct AttentionBackward {
     // RoPE, and rounded again, so that they equal what rope() makes of dqkv in a pass of its own, bit for
     // bit.
     void* dqkv;
-    void* workspace;           // attention_workspace(shape) bytes of temporary memory
-    const float2* rope_table;  // see Rope (gpu/layers.h); null if q and k were not rotated
-    float* dqkv_amax_out;      // gets the amax of dqkv; null if nobody needs it, as in FP32
+    void* workspace;            // attention_workspace(shape) bytes of temporary memory
+    const float2* rope_table;   // see Rope (gpu/layers.h); null if q and k were not rotated
+    float* dqkv_amax_to_raise;  // the amax of dqkv; null if nobody needs it, as in FP32
 };
 void attention_backward(const AttentionShape& shape, const AttentionBackward& tensors, cudaStream_t stream);
 size_t attention_workspace(const AttentionShape& shape);
@@ -62,7 +62,7 @@ size_t attention_workspace(const AttentionShape& shape);
 // An implementation, for one format and range of head sizes. The functions above choose one of them and call
 // it; tests and the ladder (dev/ladders/attention.cu) call each.
 struct AttentionKernels {
-    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, float* amax_out,
+    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, float* amax_to_raise,
                     cudaStream_t);
     void (*backward)(const AttentionShape&, const AttentionBackward&, cudaStream_t);
     size_t (*workspace)(const AttentionShape&);

@@ -56,7 +56,7 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
 // adds the sums of the threads. The block also finds the amax.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    add_column_sums_kernel(Producer producer, int64_t rows, float* partials, float* x_amax_out) {
+    add_column_sums_kernel(Producer producer, int64_t rows, float* partials, float* x_amax_to_raise) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ ColumnSums columns;
     ChunkValues sum[PLANES] = {};
@@ -69,15 +69,15 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
                     largest = larger_magnitude(largest, v[p][j]);
                 }
         });
-    if (x_amax_out) update_amax_by_warp(x_amax_out, magnitude_bits(largest));
+    if (x_amax_to_raise) update_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
     store_column_sums(producer, sum, columns, partials);
 }
 
-void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, float* x_amax_out,
+void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, float* x_amax_to_raise,
                      cudaStream_t stream) {
     with_producer(x, [&](auto producer) {
         launch("add_column_sums", add_column_sums_kernel<decltype(producer)>, column_grid(producer.width),
-               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, workspace, x_amax_out);
+               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, workspace, x_amax_to_raise);
     });
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }

@@ -19,9 +19,9 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
 // The number of partial sums that add_column_sums() takes of a column.
 inline constexpr int COLUMN_PARTIALS = 128;
 
-// Both stages: gradient (cols) += the column sums of x. In the same pass x_amax_out gets the amax of x.
+// Both stages: gradient (cols) += the column sums of x. The same pass finds the amax of x.
 // workspace: (COLUMN_PARTIALS, cols) floats.
-void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, float* x_amax_out,
+void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, float* x_amax_to_raise,
                      cudaStream_t stream);
 
 // Does what add_column_sums() and write_operand() (coat.h) do, with the same bits. Where it can, it reads x

@@ -114,7 +114,7 @@ Operand LinearLayer::allocate_g_operand(int64_t N, void* codes) const {
 
 Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from) {
     if (!shared_.formats.g.is_fp8() && is_stored_plain(g)) {  // g is its own operand
-        if (bias_index_) add_dbias(g, /*g_amax_out=*/nullptr);
+        if (bias_index_) add_dbias(g, /*g_amax_to_raise=*/nullptr);
         return {g.input};
     }
     const Operand g_operand = allocate_g_operand(g.rows, /*codes=*/nullptr);
@@ -158,7 +158,7 @@ void LinearLayer::write_g_operand_of_biased_layer(const LazyTensor& g, float* mi
     QuantStats* const quant_stats = quant_stats_of(OperandKind::G);
     if (!shared_.formats.g.is_fp8()) {
         write_operand(g, g_operand, quant_stats, stream());
-        add_dbias(lazy_stored(g_operand.tensor), /*g_amax_out=*/nullptr);
+        add_dbias(lazy_stored(g_operand.tensor), /*g_amax_to_raise=*/nullptr);
     } else if (missing_amax) {
         add_dbias(g, missing_amax);
         write_operand(g, g_operand, quant_stats, stream());
@@ -170,11 +170,12 @@ void LinearLayer::write_g_operand_of_biased_layer(const LazyTensor& g, float* mi
     }
 }
 
-// Adds the column sums of g to dbias. g_amax_out: where the amax of g goes, or null.
-void LinearLayer::add_dbias(const LazyTensor& g, float* g_amax_out) const {
+// Adds the column sums of g to dbias. g_amax_to_raise: where the amax of g goes, or null.
+void LinearLayer::add_dbias(const LazyTensor& g, float* g_amax_to_raise) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-    add_column_sums(g, shared_.sharding.gradient_to_write(*bias_index_), workspace, g_amax_out, stream());
+    add_column_sums(g, shared_.sharding.gradient_to_write(*bias_index_), workspace, g_amax_to_raise,
+                    stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -144,7 +144,7 @@ private:
 
     // These serve layers with a bias, delayed scaling, and several ranks (they can wait).
     void write_g_operand_of_biased_layer(const LazyTensor& g, float* missing_amax, const Operand& g_operand);
-    void add_dbias(const LazyTensor& g, float* g_amax_out) const;
+    void add_dbias(const LazyTensor& g, float* g_amax_to_raise) const;
     void compute_w_amax_if_needed() const;
     Operand w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const;
 };

@@ -43,13 +43,13 @@ __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* token
 
 // The kernel of residual_add() and of embed() (gpu/norm.h). It adds a and b, by rows_to_add(); b may be no
 // tensor. It writes the sum (N, C) to sum_out, if that is a tensor, and to norm_input, the memory of
-// next_norm.in. For that norm, it computes the row statistics and, if norm_output_amax_out is not null, the
-// amax of the norm's output.
+// next_norm.in. For that norm, it computes the row statistics and, if norm_output_amax_to_raise is not null,
+// the amax of the norm's output.
 template <class StoredView, class Element = typename StoredView::ComputeElement>
 __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     residual_add_kernel(PlainView<Element> a, PlainView<Element> b, const int32_t* tokens, int64_t T,
                         PlainView<Element> sum_out, StoredView norm_input, const Norm next_norm,
-                        float* norm_output_amax_out) {
+                        float* norm_output_amax_to_raise) {
     using LoadedChunk = typename PlainView<Element>::LoadedChunk;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next_norm.in.rows, C = next_norm.in.cols;
@@ -78,8 +78,8 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     RowSum sum_over_row;
     const RowStatistics statistics = row_statistics(for_norm, C, next_norm.rms, next_norm.eps, sum_over_row);
     if (row < rows && threadIdx.x == 0) next_norm.row_statistics[row] = statistics;
-    if (norm_output_amax_out)
-        update_amax_by_warp(norm_output_amax_out,
+    if (norm_output_amax_to_raise)
+        update_amax_by_warp(norm_output_amax_to_raise,
                             amax_bits_of_norm<Element>(next_norm, for_norm, statistics, live));
 }
 
@@ -92,7 +92,7 @@ void launch_residual_add(const char* what, const TensorRef& a, const TensorRef& 
         using Element = typename decltype(in)::ComputeElement;
         launch(what, residual_add_kernel<decltype(in)>, block_count(next_norm.in.rows, block.y), block,
                /*shared_bytes=*/0, stream, plain_view<Element>(a.data), plain_view<Element>(b.data), tokens,
-               T, plain_view<Element>(out.sum_out.data), in, next_norm, out.norm_output_amax_out);
+               T, plain_view<Element>(out.sum_out.data), in, next_norm, out.norm_output_amax_to_raise);
     });
 }
 

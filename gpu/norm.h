@@ -14,18 +14,18 @@ namespace coat::gpu {
 // store the sum, and which norm reads it next. The norm will read next_norm.in. So its row statistics, and
 // the amax of its output, are computed from what is stored there. What is written:
 //
-//   field                      norms 1 and 2 in coat           final norm
-//   sum_out                    the sum, in BF16                null: next_norm.in has the same values
-//   next_norm.in               the sum, in groups              the sum, in BF16
-//   next_norm.row_statistics   written                         written
-//   norm_output_amax_out       the amax of the norm's output   null: the output is not quantized
+//   field                       norms 1 and 2 in coat           final norm
+//   sum_out                     the sum, in BF16                null: next_norm.in has the same values
+//   next_norm.in                the sum, in groups              the sum, in BF16
+//   next_norm.row_statistics    written                         written
+//   norm_output_amax_to_raise   the amax of the norm's output   null: the output is not quantized
 //
 // In other recipes all norms have their input in the compute format, and a null sum_out, as the final norm
-// has. In all recipes norm_output_amax_out is null if the quantizer of the norm's output needs no amax.
+// has. In all recipes norm_output_amax_to_raise is null if the quantizer of the norm's output needs no amax.
 struct ResidualSumOutputs {
-    TensorRef sum_out;            // (N, C) the sum, rounded. It may be the memory of an operand of the sum
-    Norm next_norm;               // the norm that reads the sum
-    float* norm_output_amax_out;  // the amax of the norm's output
+    TensorRef sum_out;  // (N, C) the sum, rounded. It may be the memory of an operand of the sum
+    Norm next_norm;     // the norm that reads the sum
+    float* norm_output_amax_to_raise;  // the amax of the norm's output
 };
 // Adds a branch to the residual stream: x + branch, both (N, C).
 void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSumOutputs& out,
@@ -44,8 +44,8 @@ struct NormBackwardTensors {
     TensorRef dnorm_output;  // (N, C) the gradient of the norm's output
     TensorRef dresidual_in;  // (N, C) the gradient of the residual stream, or no tensor
     // It writes:
-    TensorRef dresidual_out;    // (N, C) dresidual_in + the gradient of the norm's input, rounded
-    float* dresidual_amax_out;  // the amax of dresidual_out
+    TensorRef dresidual_out;         // (N, C) dresidual_in + the gradient of the norm's input, rounded
+    float* dresidual_amax_to_raise;  // the amax of dresidual_out
     // It adds to:
     TensorRef dweight, dbias;  // (C); dbias is no tensor for RMSNorm
 };

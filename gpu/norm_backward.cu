@@ -194,7 +194,7 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
 // them and quantizes it with the amax from forward, and a larger value would saturate.
 template <class StoredView, bool RMS, int CHUNKS>
 __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
-    norm_backward_kernel(const NormBackward<StoredView, RMS, CHUNKS> backward, float* dresidual_amax_out,
+    norm_backward_kernel(const NormBackward<StoredView, RMS, CHUNKS> backward, float* dresidual_amax_to_raise,
                          float* partials) {
     const int64_t rows = backward.norm.in.rows;
     const uint32_t C = static_cast<uint32_t>(backward.norm.in.cols);
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
         if (row < rows && threadIdx.x == 0) backward.norm.row_statistics[row] = normed.statistics;
         backward.write_gradients(row, loaded, normed, dweight, dbias, largest);
     }
-    if (dresidual_amax_out) update_amax_by_warp(dresidual_amax_out, magnitude_bits(largest));
+    if (dresidual_amax_to_raise) update_amax_by_warp(dresidual_amax_to_raise, magnitude_bits(largest));
     __syncthreads();
     write_partials(sums_of_teams, C, partials);
     if (!RMS) write_partials(sums_of_teams + blockDim.y * float4s, C, partials + gridDim.x * C);
@@ -240,7 +240,7 @@ void launch_norm_backward(const Norm& n, StoredView in, const NormBackwardTensor
         .dresidual_out = plain_view<Element>(tensors.dresidual_out.data)};
     const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
     launch("norm_backward", norm_backward_kernel<StoredView, RMS, CHUNKS>, blocks, block, shared_bytes,
-           stream, backward, tensors.dresidual_amax_out, workspace);
+           stream, backward, tensors.dresidual_amax_to_raise, workspace);
 }
 
 // At the usual widths a thread has 3 chunks (768 columns), or 4 (multiples of 1024). A round is one chunk for

@@ -72,7 +72,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         store_moment(shard.m, a.fmax_m, i, moments.m);
         store_moment(shard.v, a.fmax_v, i, moments.v);
     }
-    if (shard.weight_amax_out) update_amax_by_warp(shard.weight_amax_out, largest_bits_w);
+    if (shard.weight_amax_to_raise) update_amax_by_warp(shard.weight_amax_to_raise, largest_bits_w);
     if (find_maxima && moments_need_scaling(shard.m.format))
         update_amax_by_warp(shard.m.max + 1, largest_bits_m);
     if (find_maxima && moments_need_scaling(shard.v.format))

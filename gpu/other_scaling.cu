@@ -85,13 +85,13 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
 }
 
 // Amaxes become scales in place. A scale block with a value that is not finite gets the scale NaN, so that no
-// code hides this value. amax_out gets the amax of the whole tensor.
+// code hides this value. amax_to_raise is the amax of the whole tensor.
 static __global__ void convert_amaxes_to_scales_kernel(float* scales, int64_t n, float fmax,
-                                                       float* amax_out) {
+                                                       float* amax_to_raise) {
     const int64_t i = thread_of_grid();
     const float amax = i < n ? scales[i] : 0.0f;
     if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
-    update_amax_by_warp(amax_out, magnitude_bits(amax));
+    update_amax_by_warp(amax_to_raise, magnitude_bits(amax));
 }
 
 // Computes the scales that the codes of x need: of row-major codes, of transposed codes, or of both, as `out`

@@ -50,7 +50,7 @@ void ParameterState::upload_shard_table() {
              .m = memory_.first_moments[i],
              .v = memory_.second_moments[i],
              .decays = p.role.decays,
-             .weight_amax_out = weight_amax_of(i),
+             .weight_amax_to_raise = weight_amax_of(i),
              .flat_minus_rank_offset = p.flat_offset + place.owned.first - place.rank_offset,
              .units_before_shard = place.units_before_parameter + place.owned.first / SHARD_UNIT});
     }

@@ -13,9 +13,10 @@
 //   - Tensors are in the compute format unless a comment says otherwise: BF16; in the recipe fp32, FP32.
 //   - An operator that computes a parameter's gradient adds to it. It is in BF16 or FP32 (gradient_format()
 //     of common/model.h). (A GEMM can also overwrite it: gpu/gemm.h.)
-//   - An argument whose name ends with amax_out is the place of an amax: usually the field `amax` of a
-//     TensorScale (below). The rest of the name says of which tensor. The operator sets the amax to the
-//     larger of its old value and the tensor's largest |x|. If the argument is null, nobody needs this amax.
+//   - An argument whose name ends with amax_to_raise points to an amax: usually the field `amax` of a
+//     TensorScale (below). The rest of the name says of which tensor. The operator raises the amax to the
+//     tensor's largest |x|, if that is larger. It does not clear the amax before (coat.h says who does). If
+//     the argument is null, nobody needs this amax.
 //   - `workspace` is temporary memory, which the caller provides. Afterwards it may be used for anything.
 //   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
 //     tensor is only read: the comment of the operator says what is written.

@@ -34,7 +34,7 @@ static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = 
         gpu::quantize_groups(x, out.ref(), /*write_back=*/false, stats, 0);
         return;
     }
-    if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(x), out.amax_out(), 0);
+    if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(x), out.amax_to_raise(), 0);
     gpu::quantize_operand(gpu::lazy_stored(x), out.operand(), stats, 0);
 }
 
@@ -182,7 +182,7 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
         operand.transposed = nullptr;
-        if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_out(), 0);
+        if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_to_raise(), 0);
         gpu::quantize_operand(gpu::lazy_stored(in.ref()), operand, nullptr, 0);
         reference::StoredMatrix wanted = reference::quantize(x.data(), padded, cols, q);
         std::fill(wanted.elements.begin() + rows * cols, wanted.elements.end(), 0xFF);
@@ -232,12 +232,13 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
             const Tensor gate_up(x, s, PLAIN_BF16), groups(s, E4M3_PER_1x16);
             const Tensor fused({1, 16}, E4M3_PER_TENSOR),
                 separate({1, 16}, E4M3_PER_TENSOR);  // for their amaxes
-            gpu::quantize_activation_input(gated, gate_up.ref(), groups.ref(), fused.amax_out(), nullptr, 0);
+            gpu::quantize_activation_input(gated, gate_up.ref(), groups.ref(), fused.amax_to_raise(), nullptr,
+                                           0);
             check_quantized(groups, x);
             const bool write_back = false;
             gpu::quantize_groups(gate_up.ref(), groups.ref(), write_back, nullptr, 0);
             CHECK(same_values(gate_up.values(), x));
-            gpu::compute_amax(gpu::lazy_activation(gated, groups.ref()), separate.amax_out(), 0);
+            gpu::compute_amax(gpu::lazy_activation(gated, groups.ref()), separate.amax_to_raise(), 0);
             CHECK(fused.amax() == separate.amax());
             CHECK(fused.amax() > 0);
         }
@@ -256,7 +257,7 @@ GPU_TEST_CASE(
                 sums(before, Format::FP32);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * s.cols);
             gpu::add_column_sums(gpu::lazy_stored(in.ref()), wanted_sums.ref(), workspace.get(), nullptr, 0);
-            if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_out(), 0);
+            if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_to_raise(), 0);
             const Buffer<QuantStats> stats({BEFORE});
             gpu::write_operand_and_add_column_sums(gpu::lazy_stored(in.ref()), out.operand(), sums.ref(),
                                                    workspace.get(), stats.get(), 0);

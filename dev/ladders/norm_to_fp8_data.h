@@ -94,7 +94,8 @@ private:
     void run_as_in_training() const {
         gpu::residual_add(
             view_of(device_x_), view_of(zeros_),
-            {.sum_out = {}, .next_norm = norm_, .norm_output_amax_out = &tensor_scale_.get()->amax}, nullptr);
+            {.sum_out = {}, .next_norm = norm_, .norm_output_amax_to_raise = &tensor_scale_.get()->amax},
+            nullptr);
         gpu::quantize_operand(gpu::lazy_norm(norm_),
                               {{t_.codes, t_.rows, t_.cols, E4M3_PER_TENSOR, t_.tensor_scale}}, nullptr,
                               nullptr);

@@ -152,7 +152,9 @@ struct RopeTable : Buffer<float2> {
 };
 
 // Where the amax of a tensor goes. Kernels take none of FP32.
-float* amax_of(const Tensor& x) { return x.format.element_format == Format::FP32 ? nullptr : x.amax_out(); }
+float* amax_of(const Tensor& x) {
+    return x.format.element_format == Format::FP32 ? nullptr : x.amax_to_raise();
+}
 
 // What forward gives, and what backward gives from exact out and lse, without RoPE and with it: each is
 // checked on its own.
@@ -177,7 +179,7 @@ struct Run {
                               .dqkv = result->codes.get(),
                               .workspace = workspace.get(),
                               .rope_table = result == &rotated_dqkv ? table.get() : nullptr,
-                              .dqkv_amax_out = amax_of(*result)},
+                              .dqkv_amax_to_raise = amax_of(*result)},
                              nullptr);
     }
     static float* floats(const Tensor& x) { return reinterpret_cast<float*>(x.codes.get()); }
@@ -193,7 +195,7 @@ void check_epilogues(const AttentionShape& s, const Run& run) {
     const Tensor wanted(run.dqkv.values(), {run.dqkv.rows, run.dqkv.cols}, run.dqkv.format);
     const RopeTable table(s);
     gpu::rope({.table = table.get(), .T = s.T, .HS = s.HS, .rotated_cols = (s.NH + s.NKV) * s.HS},
-              wanted.ref(), /*inverse=*/true, /*amax_out=*/nullptr, nullptr);
+              wanted.ref(), /*inverse=*/true, /*amax_to_raise=*/nullptr, nullptr);
     CHECK(run.rotated_dqkv.codes.read() == wanted.codes.read());
     for (const Tensor* x : {&run.out, &run.dqkv, &run.rotated_dqkv}) {
         const Floats values = x->values();
@@ -297,7 +299,7 @@ HOPPER_TEST_CASE("long attention_backward on Hopper: the same bits each time") {
         const Buffer<float> lse(s.NH * s.T);
         const AttentionKernels kernels = hopper_attention(s);
         const Buffer<uint8_t> workspace(int64_t(kernels.workspace(s)));
-        kernels.forward(s, in.codes.get(), out.codes.get(), lse.get(), /*amax_out=*/nullptr, nullptr);
+        kernels.forward(s, in.codes.get(), out.codes.get(), lse.get(), /*amax_to_raise=*/nullptr, nullptr);
         const RopeTable table(s);
         Bytes first;
         for (int turn = 0; turn < 20; turn++) {
@@ -310,7 +312,7 @@ HOPPER_TEST_CASE("long attention_backward on Hopper: the same bits each time") {
                               .dqkv = dqkv.get(),
                               .workspace = workspace.get(),
                               .rope_table = table.get(),
-                              .dqkv_amax_out = nullptr},
+                              .dqkv_amax_to_raise = nullptr},
                              nullptr);
             if (turn == 0) first = dqkv.read();
             else REQUIRE(dqkv.read() == first);

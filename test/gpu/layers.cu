@@ -84,7 +84,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                 gpu::residual_add(x.ref(), branch.ref(),
                                   {.sum_out = sum_out.ref(),
                                    .next_norm = c.norm(c.in.ref()),
-                                   .norm_output_amax_out = y.amax_out()},
+                                   .norm_output_amax_to_raise = y.amax_to_raise()},
                                   0);
                 Floats sum = x.values();
                 const Floats added = branch.values();
@@ -120,7 +120,7 @@ GPU_TEST_CASE("norm_backward: gradients of input and weight and bias; amax and s
                                        {.dnorm_output = dy.ref(),
                                         .dresidual_in = add ? g.ref() : TensorRef{},
                                         .dresidual_out = out.ref(),
-                                        .dresidual_amax_out = out.amax_out(),
+                                        .dresidual_amax_to_raise = out.amax_to_raise(),
                                         .dweight = dweight.ref(),
                                         .dbias = rms ? TensorRef{} : dbias.ref()},
                                        workspace.get(), 0);
@@ -152,9 +152,10 @@ GPU_TEST_CASE("embed and embedding_backward: tokens and positions") {
             const Tensor device_e(e, {V, C}, compute), device_p(p, {T, C}, compute),
                 device_g(g, {N, C}, compute), x({N, C}, compute);
             const NormCase c(rng, f, true, {N, C});
-            gpu::embed(device_e.ref(), positions ? device_p.ref() : TensorRef{}, device_tokens.get(), T,
-                       {.sum_out = x.ref(), .next_norm = c.norm(c.in.ref()), .norm_output_amax_out = nullptr},
-                       0);
+            gpu::embed(
+                device_e.ref(), positions ? device_p.ref() : TensorRef{}, device_tokens.get(), T,
+                {.sum_out = x.ref(), .next_norm = c.norm(c.in.ref()), .norm_output_amax_to_raise = nullptr},
+                0);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++)
                 sum[i] = e[tokens[i / C] * C + i % C] + (positions ? p[i / C % T * C + i % C] : 0);
@@ -221,11 +222,11 @@ GPU_TEST_CASE("rope and its inverse: q and k are rotated but not v; backward tak
                 reference::rope<double>(c, B, T, exact.data(), direction != FORWARD);
                 reference::rope<float>(c, B, T, in_float.data(), direction != FORWARD);
                 const Tensor got(x, {N, cols}, TensorFormat{compute});
-                float* const amax_out = direction == BACKWARD ? got.amax_out() : nullptr;
-                gpu::rope(rope, got.ref(), direction != FORWARD, amax_out, 0);
+                float* const amax_to_raise = direction == BACKWARD ? got.amax_to_raise() : nullptr;
+                gpu::rope(rope, got.ref(), direction != FORWARD, amax_to_raise, 0);
                 const Floats values = got.values();
                 check_as_float(values, exact, in_float, HS, compute);
-                CHECK(got.amax() == (amax_out ? reference::compute_amax(values.data(), N * cols) : 0));
+                CHECK(got.amax() == (amax_to_raise ? reference::compute_amax(values.data(), N * cols) : 0));
             }
         }
 }
@@ -265,7 +266,7 @@ GPU_TEST_CASE("qk_norms_and_rope and qk_norms_backward: heads of q and of k have
             gpu::qk_norms_and_rope(n, no_rope, in.ref(), out.ref(), 0);
             check_as_float(out.values(), forward(doubles(x), doubles(w)), forward(x, w), HS, compute);
             gpu::qk_norms_and_rope(n, rope, in.ref(), rotated.ref(), 0);
-            gpu::rope(rope, out.ref(), /*inverse=*/false, /*amax_out=*/nullptr, 0);
+            gpu::rope(rope, out.ref(), /*inverse=*/false, /*amax_to_raise=*/nullptr, 0);
             CHECK(same_bytes(rotated.codes.read(), out.codes.read()));
             auto backward = [&](const auto& xs, const auto& weights, auto dx, auto dw) {
                 reference::qk_norms_backward(c, N, xs.data(), weights.data(), dx.data(), dw.data());

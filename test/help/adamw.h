@@ -153,8 +153,8 @@ struct AdamWRun {
         for (const HostParam& p : params) {
             m.emplace_back(p.m, p.padded());
             v.emplace_back(p.v, p.padded());
-            float* const amax_out = amaxes.get() + table.size();
-            table.push_back({p.offset, p.size, m.back().ref(), v.back().ref(), p.decays, amax_out});
+            float* const amax_to_raise = amaxes.get() + table.size();
+            table.push_back({p.offset, p.size, m.back().ref(), v.back().ref(), p.decays, amax_to_raise});
         }
         const Buffer<gpu::Shard> shards(table);
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, 1.0, clip, skip}});

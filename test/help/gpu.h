@@ -158,7 +158,7 @@ public:
         return out;
     }
     // Where a kernel leaves the amax of the tensor.
-    float* amax_out() const { return &tensor_scale.get()->amax; }
+    float* amax_to_raise() const { return &tensor_scale.get()->amax; }
     float amax() const { return tensor_scale.read()[0].amax; }
     float scale() const { return tensor_scale.read()[0].scale; }
     Floats values() const {  // of all formats but those in blocks
@@ -288,7 +288,7 @@ inline void check_column_sums(const LazyTensor& x, const Floats& values) {
     for (bool with_amax : {true, false}) {
         const Tensor sums(before, Format::FP32);
         const Buffer<float> workspace(gpu::COLUMN_PARTIALS * x.cols);
-        gpu::add_column_sums(x, sums.ref(), workspace.get(), with_amax ? sums.amax_out() : nullptr, 0);
+        gpu::add_column_sums(x, sums.ref(), workspace.get(), with_amax ? sums.amax_to_raise() : nullptr, 0);
         CHECK(sums.amax() == (with_amax ? reference::compute_amax(values.data(), x.rows * x.cols) : 0));
         check_row_sums(sums, before, values, [](int64_t) { return 0; });
     }
@@ -304,7 +304,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
     check_as_float(values, exact, in_float, s.cols);
     check_column_sums(x, values);
     if (compute == Format::FP32) {
-        CHECK_THROWS_AS(gpu::compute_amax(x, bf16.amax_out(), 0), Error);
+        CHECK_THROWS_AS(gpu::compute_amax(x, bf16.amax_to_raise(), 0), Error);
         return;
     }
     gpu::store_values(x, bf16.ref(), 0);
@@ -316,7 +316,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
             Operand out = t->operand();
             if (t == &row_major) out.transposed = nullptr;
             if (t == &column_major) out.tensor.data = nullptr;
-            if (per_tensor) gpu::compute_amax(x, t->amax_out(), 0);
+            if (per_tensor) gpu::compute_amax(x, t->amax_to_raise(), 0);
             gpu::quantize_operand(x, out, nullptr, 0);
         }
         check_quantized(both, values);
