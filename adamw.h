@@ -48,8 +48,8 @@ struct Shard {
     int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
     bool decays;
-    // The amax of the new weights, which adamw() clears first. Null for what is no weight of a linear layer. (With delayed scaling it
-    // is always null.)
+    // The amax of the new weights, which adamw() clears first. Null for what is no weight of a linear layer.
+    // (With delayed scaling it is always null.)
     float* weight_amax_to_raise;
 
     // Two numbers make results independent of the number of ranks. (They can wait.)
