@@ -187,7 +187,7 @@ __device__ FactoredMoments decode_moments(const MomentScaling& scaling, uint2 co
         float magnitude = table[code % CODES_WITHOUT_SIGN];
         if (PATH == Path::Careful) magnitude = contract_carefully(scaling, inverse_k, magnitude);
         else if (Traits::EXPANDS) magnitude = contract_to_ratio(inverse_k, magnitude);
-        moments.unscaled[j] = with_sign<Traits>(magnitude, code);
+        moments.multiples[j] = with_sign<Traits>(magnitude, code);
     }
     if (PATH == Path::Careful) moments.factor = 1.0f;
     else moments.factor = Traits::EXPANDS ? scaling.max : scale_of(Traits::FMAX, scaling.max);
@@ -557,12 +557,12 @@ unsigned adamw_blocks(int64_t spans) {
     return static_cast<unsigned>(std::min(bundles, at_once * rounds));
 }
 
-MomentScales moment_scales(const OptimizerFormats& o) {
-    if (o.has_fp8_moment_groups()) return MomentScales::PerMomentGroup;
-    if (o.one_moment_group) return MomentScales::OnePerTensor;
+MomentGranularity moment_granularity(const OptimizerFormats& o) {
+    if (o.has_fp8_moment_groups()) return MomentGranularity::PerMomentGroup;
+    if (o.one_moment_group) return MomentGranularity::PerTensor;
     require(!moments_need_scaling(o.m_format) && !moments_need_scaling(o.v_format),
             "moments in moment groups must both be in FP8");
-    return MomentScales::None;
+    return MomentGranularity::Unscaled;
 }
 
 AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
@@ -610,7 +610,7 @@ __global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
 void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& shards,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
     const AdamWArguments arguments{.constants = kernel_constants(options),
-                                   .moment_scales = moment_scales(optimizer),
+                                   .granularity = moment_granularity(optimizer),
                                    .fmax_m = format_info(optimizer.m_format).fmax,
                                    .fmax_v = format_info(optimizer.v_format).fmax,
                                    .shards = shards.shards,
@@ -623,7 +623,7 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(shards.count, 128), 128,
            /*shared_bytes=*/0, stream, arguments);
     update_shards_without_moment_groups(arguments, stream);
-    if (arguments.moment_scales != MomentScales::PerMomentGroup || shards.elements.count == 0) return;
+    if (arguments.granularity != MomentGranularity::PerMomentGroup || shards.elements.count == 0) return;
     with_weights(weights, [&]<class WeightsKind>() {
         with_moment_traits(optimizer, [&]<class MTraits, class VTraits>() {
             launch("adamw", adamw_kernel<WeightsKind, MTraits, VTraits>,

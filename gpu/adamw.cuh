@@ -32,16 +32,16 @@ struct AdamWKernelConstants {
     float root_factor, scaled_eps;
 };
 
-// Eight old elements of a moment, as two factors: element j is factor * unscaled[j]. For example, an element
-// of a moment group in COAT is max * (|y| / FMAX)^(1/k), where y is the value of its code. There the factor
-// is max, the same for all eight.
+// Eight old elements of a moment, as multiples of a common factor: element j is factor * multiples[j]. For
+// example, the magnitude of an element of a moment group in COAT is max * (|y| / FMAX)^(1/k), where y is the
+// value of its code. There the factor is max.
 //
-// Why they are not multiplied at once: an element is only needed times b1, or b2. The product of the factor
-// and b1 is computed once for all eight (the compiler moves it out of the loop). So one multiplication less
-// is needed for each element.
+// Why the two are not multiplied at once: the equations multiply an old element of m by b1, and one of v by
+// b2. The product of the factor and b1 is computed once for all eight elements (the compiler moves it out of
+// the loop). This saves one multiplication for each element.
 struct FactoredMoments {
     float factor;
-    ChunkValues unscaled;
+    ChunkValues multiples;
 };
 struct NewMoments {
     ChunkValues m, v;
@@ -59,9 +59,9 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
     for (int j = 0; j < CHUNK; j++) {
         const float gradient = g[j] * clip_factor;
         // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
-        const float m = __fmaf_rn(constants.beta1 * old_m.factor, old_m.unscaled[j],
+        const float m = __fmaf_rn(constants.beta1 * old_m.factor, old_m.multiples[j],
                                   __fmaf_rn(constants.one_minus_beta1, gradient, 0.0f));
-        const float v = __fmaf_rn(constants.beta2 * old_v.factor, old_v.unscaled[j],
+        const float v = __fmaf_rn(constants.beta2 * old_v.factor, old_v.multiples[j],
                                   constants.one_minus_beta2 * (gradient * gradient));
         const float update =
             m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), constants.root_factor, constants.scaled_eps));
@@ -75,32 +75,51 @@ inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constant
 // ===========================================================================================================
 // 2. Eight weights in registers, and how they are rounded when they are stored
 //
-// A kernel is compiled for each kind of weights: Bf16Weights<true> with masters, as in COAT by default,
-// Bf16Weights<false> without, and Fp32Weights. All have these functions:
+// A kernel is compiled for each kind of weights: COAT's by default are Bf16Weights<true>, with masters. (The
+// others can wait: Bf16Weights<false>, without masters, and Fp32Weights.) The template parameter WeightsKind
+// stands for one of them. All have these functions:
 //   constructor       `first` is a position in the rank's order, from which i counts below
-//   load(), unpack()  eight weights, from position first + i on
+//   load(), unpack()  eight weights, from position first + i on; with a master, their masters
 //   store()           rounds eight weights and, if they are live, writes them. It raises largest_bits, the
-//                     bits of the largest magnitude so far. Random bits follow from `key`, the rounding_key()
-//                     of the update, and from `element`, the number of the first of these weights in the flat
-//                     order
+//                     bits of the largest magnitude of rounded weights so far. Without masters it needs
+//                     random bits. They follow from `key`, the rounding_key() (common/random.h) of the
+//                     update, and from `element`, the number of the first of these weights in the flat order
 
-// BF16 weights. A number is added to the bits of an FP32 value, and the upper half of the sum is the weight:
-//   with a master      the number is 0x8000, which rounds to nearest, and ties away from zero. Then what the
-//                      weight lacks fits in 16 bits, the remainder: bits = (weight << 16) + signed remainder.
-//                      So the remainder is bits & 0xFFFF, as split_master() on the CPU computes it. store()
-//                      has only the sum at hand: bits + 0x8000. Its lower half with the highest bit
-//                      flipped is the same
+// BF16 weights. Rounding adds a number to the bits of an FP32 value, and the upper half of the sum is the
+// weight:
+//   with a master      the number is 0x8000, which rounds to nearest, and ties away from zero. What the
+//                      weight lacks fits in 16 bits with a sign. It is stored as the remainder:
+//                        bits of the master = (weight << 16) + remainder
+//                      So the remainder is the lower half of the master's bits, read as a signed number.
+//                      For example, the master 0x3F8D9000 has the weight 0x3F8E. The remainder is 0x9000,
+//                      read as -0x7000, and 0x3F8E0000 - 0x7000 = 0x3F8D9000
 //   without a master   the number is 16 random bits, so that an update is kept on average. Rounding to
 //                      nearest would lose every update below half the distance to the next BF16 value
 template <bool MASTER> struct Bf16Weights {
+    using EightOf16Bits = PlainView<bf16>::LoadedChunk;  // two in a word
     struct LoadedChunk {
-        PlainView<bf16>::LoadedChunk weights, remainders;  // 16 bits each
+        EightOf16Bits weights, remainders;
     };
     bf16* weights;
     int16_t* remainders;  // null without a master
 
     __device__ Bf16Weights(const Weights& w, int64_t first)
         : weights(static_cast<bf16*>(w.values) + first), remainders(MASTER ? w.remainders + first : nullptr) {
+    }
+    __device__ LoadedChunk load(int64_t i) const {
+        LoadedChunk loaded{};
+        loaded.weights = *reinterpret_cast<const EightOf16Bits*>(weights + i);
+        if (MASTER) loaded.remainders = *reinterpret_cast<const EightOf16Bits*>(remainders + i);
+        return loaded;
+    }
+    __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
+        PlainView<bf16>::unpack(loaded.weights.words, v);
+        if (!MASTER) return;
+        for (int j = 0; j < CHUNK; j++) {
+            const uint32_t two = loaded.remainders.words[j / 2];
+            const int32_t remainder = static_cast<int32_t>(j % 2 ? two : two << 16) >> 16;  // with its sign
+            v[j] = __uint_as_float(__float_as_uint(v[j]) + remainder);
+        }
     }
 
     // For __byte_perm(): the lower halves of two words, or their upper halves. Each digit is the number of a
@@ -111,45 +130,21 @@ template <bool MASTER> struct Bf16Weights {
         return {__byte_perm(words[0], words[1], half), __byte_perm(words[2], words[3], half),
                 __byte_perm(words[4], words[5], half), __byte_perm(words[6], words[7], half)};
     }
-
-    __device__ LoadedChunk load(int64_t i) const {
-        LoadedChunk loaded{};
-        loaded.weights = *reinterpret_cast<const PlainView<bf16>::LoadedChunk*>(weights + i);
-        if (MASTER)
-            loaded.remainders = *reinterpret_cast<const PlainView<bf16>::LoadedChunk*>(remainders + i);
-        return loaded;
-    }
-    __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
-        if constexpr (!MASTER) {
-            PlainView<bf16>::unpack(loaded.weights.words, v);
-        } else {
-            // A remainder with its highest bit flipped is the lower half of the sum; the bits are the sum
-            // minus 0x8000. A word has two weights, or two remainders.
-            for (int j = 0; j < CHUNK; j++) {
-                const uint32_t two_lower_halves = loaded.remainders.words[j / 2] ^ 0x80008000u;
-                const uint32_t sum =
-                    __byte_perm(two_lower_halves, loaded.weights.words[j / 2], j % 2 ? UPPER : LOWER);
-                v[j] = __uint_as_float(sum - 0x8000u);
-            }
-        }
-    }
     __device__ void store(int64_t i, const ChunkValues& v, uint64_t key, uint64_t element, bool live,
                           uint32_t& largest_bits) const {
         // With a master nobody uses the random bits, so the compiler leaves them out.
         const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
-        uint32_t sums[CHUNK];
+        uint32_t bits[CHUNK], sums[CHUNK];
         for (int j = 0; j < CHUNK; j++) {
             // Each of the two random numbers has 16 bits for each of four weights.
             const uint32_t random_16 = static_cast<uint32_t>((random[j / 4] >> (16 * (j % 4))) & 0xFFFF);
-            sums[j] = __float_as_uint(v[j]) + (MASTER ? 0x8000u : random_16);
+            bits[j] = __float_as_uint(v[j]);
+            sums[j] = bits[j] + (MASTER ? 0x8000u : random_16);
             largest_bits = max(largest_bits, sums[j] & 0x7FFF0000u);
         }
         if (!live) return;
         store_at_once(weights + i, halves_of(sums, UPPER));
-        if (!MASTER) return;
-        const uint4 lower = halves_of(sums, LOWER);
-        store_at_once(remainders + i, make_uint4(lower.x ^ 0x80008000u, lower.y ^ 0x80008000u,
-                                                 lower.z ^ 0x80008000u, lower.w ^ 0x80008000u));
+        if (MASTER) store_at_once(remainders + i, halves_of(bits, LOWER));
     }
 };
 
@@ -179,17 +174,17 @@ template <class F> void with_weights(const Weights& w, F f) {
 // ===========================================================================================================
 // 3. The arguments of the kernels
 
-// How an optimizer scales its moments, which decides which kernel updates them. (Norm weights and biases have
-// FP32 moments with every optimizer.)
-enum class MomentScales : uint8_t {
-    None,            // moments in FP32 or BF16: other_optimizers.cu
-    OnePerTensor,    // FP8 or FP16, one scale for the whole moment of a parameter: other_optimizers.cu
+// How many elements of a moment an optimizer scales together, which decides which kernel updates them. (Norm
+// weights and biases have FP32 moments with every optimizer.)
+enum class MomentGranularity : uint8_t {
+    Unscaled,        // moments in FP32 or BF16: other_optimizers.cu
+    PerTensor,       // FP8 or FP16, one scale for the whole moment of a parameter: other_optimizers.cu
     PerMomentGroup,  // FP8, a moment scaling for each 128 elements: adamw.cu
 };
 
 struct AdamWArguments {
     AdamWKernelConstants constants;
-    MomentScales moment_scales;
+    MomentGranularity granularity;
     float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
     const Shard* shards;
     int shard_count;
@@ -202,7 +197,7 @@ struct AdamWArguments {
     // Only m is looked at: where m is in moment groups, v is, too
     // (OptimizerFormats::has_fp8_moment_groups()).
     __device__ bool in_fp8_moment_groups(const Shard& shard) const {
-        return moment_scales == MomentScales::PerMomentGroup && moments_need_scaling(shard.m.format);
+        return granularity == MomentGranularity::PerMomentGroup && moments_need_scaling(shard.m.format);
     }
 };
 

@@ -14,17 +14,17 @@ static __device__ FactoredMoments load_moment(const MomentRef& m, float fmax, in
     FactoredMoments old;
     if (!moments_need_scaling(m.format)) {
         old.factor = 1.0f;
-        Bf16OrFp32{m.data, m.format == Format::FP32}.load_values(i, old.unscaled);
+        Bf16OrFp32{m.data, m.format == Format::FP32}.load_values(i, old.multiples);
         return old;
     }
     old.factor = scale_of(fmax, m.max[0]);
     if (m.format == Format::FP16) {
         alignas(16) __half fp16[CHUNK];
         *reinterpret_cast<uint4*>(fp16) = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
-        for (int j = 0; j < CHUNK; j++) old.unscaled[j] = __half2float(fp16[j]);
+        for (int j = 0; j < CHUNK; j++) old.multiples[j] = __half2float(fp16[j]);
     } else {
         decode(/*e5m2=*/m.format == Format::E5M2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK),
-               /*scale=*/1.0f, old.unscaled);
+               /*scale=*/1.0f, old.multiples);
     }
     return old;
 }
@@ -103,10 +103,10 @@ void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t s
     const int64_t useful = ceil_div(a.elements.count, ADAMW_THREADS * CHUNK);
     // With FP8 moment groups, adamw_kernel updates the matrices. The rest, norm weights and biases, needs few
     // blocks each.
-    const bool no_matrices = a.moment_scales == MomentScales::PerMomentGroup;
+    const bool no_matrices = a.granularity == MomentGranularity::PerMomentGroup;
     const int64_t blocks_per_shard = std::min<int64_t>(useful, no_matrices ? 8 : 4 * multiprocessors());
     const dim3 grid(static_cast<unsigned>(blocks_per_shard), shards);
-    const bool one_scale = a.moment_scales == MomentScales::OnePerTensor;
+    const bool one_scale = a.granularity == MomentGranularity::PerTensor;
     if (one_scale)
         launch("clear_new_maxima", clear_new_maxima_kernel, block_count(shards, 128), 128, /*shared_bytes=*/0,
                stream, a);
