@@ -7,8 +7,13 @@
 // wants.
 //
 // cuBLAS is column-major: it takes a row-major matrix of this program for the transpose of that matrix. So it
-// is not asked for out = left right, but for out^T = right^T left^T. A of cuBLAS is our right operand, and B
-// is our left one.
+// is asked for the transpose of `out`, in which the factors have changed places: its A is our right operand,
+// and its B is our left one. For example fprop, y = x w^T:
+//
+//   in memory, row-major    what cuBLAS sees    what it is in y^T = w x^T
+//   y (N, out)              y^T (out, N)        the result
+//   w (out, in)             w^T (in, out)       A, which cuBLAS is to transpose
+//   x (N, in)               x^T (in, N)         B, as it is
 #include "gemm.h"
 
 #include <algorithm>
@@ -50,7 +55,7 @@ struct Matrix {
     int64_t rows, cols;
     bool transpose;
     Format format;
-    int32_t scale_mode = ONE_SCALE;
+    int32_t scale_mode;
 
     // The shape of the matrix or, if `transpose`, of its transpose.
     int64_t factor_rows() const { return transpose ? cols : rows; }
@@ -59,53 +64,48 @@ struct Matrix {
 
 }  // namespace
 
-// Along what each GEMM sums in its operands (table: common/formats.h). A of cuBLAS is the right operand, and
-// B is the left one.
-struct SumsAlong {
-    SumAlong a, b;
-};
-constexpr SumsAlong SUMS_ALONG[] = {
-    {.a = SumAlong::Row, .b = SumAlong::Row},        // Fprop
-    {.a = SumAlong::Column, .b = SumAlong::Row},     // Dgrad
-    {.a = SumAlong::Column, .b = SumAlong::Column},  // Wgrad
-};
+// Along what a GEMM sums in its left operand, and in its right one (table: common/formats.h).
+static SumAlong sum_in_left(GemmKind kind) {
+    return kind == GemmKind::Wgrad ? SumAlong::Column : SumAlong::Row;
+}
+static SumAlong sum_in_right(GemmKind kind) {
+    return kind == GemmKind::Fprop ? SumAlong::Row : SumAlong::Column;
+}
 
-// The Matrix of an operand, which is A of cuBLAS if is_a, else B. What cuBLAS is given, and whether it is to
-// transpose that:
+// The scales of the codes that a GEMM reads. (Null in BF16 and FP32.)
+static const float* scales_of(const Operand& operand, bool reads_transposed_codes) {
+    const TensorRef& tensor = operand.tensor;
+    if (!tensor.format.is_fp8()) return nullptr;
+    if (tensor.format.granularity == PER_TENSOR)
+        return tensor.tensor_scale ? &tensor.tensor_scale->scale : nullptr;
+    return reads_transposed_codes ? operand.transposed_block_scales : operand.block_scales;
+}
+
+// The Matrix of an operand, which is A of cuBLAS if is_a, else B.
+//
+// cuBLAS computes A B: it sums along the rows of A, and along the columns of B. What is contiguous in memory
+// is a column for cuBLAS. So if the sum goes along contiguous elements, A must be transposed, and B must not.
+// If it does not, B must be transposed, and A must not. In FP8 the sum always goes along contiguous elements:
+// the GEMM reads the form of the codes, row-major or transposed, in which it does.
 //
 //   operand                     in FP8                           in BF16 and FP32
 //   A, summed along rows        row-major codes, to transpose    row-major values, to transpose
 //   A, summed along columns     transposed codes, to transpose   row-major values
 //   B, summed along rows        row-major codes                  row-major values
 //   B, summed along columns     transposed codes                 row-major values, to transpose
-//
-// For cuBLAS a contiguous line is a column. It computes A B, so it sums along the columns of B and the rows
-// of A. In FP8 both must be contiguous: so B is given as it is, and in place of A the transpose of A, which
-// cuBLAS transposes back.
 static Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
-    const bool along_columns = sum_along == SumAlong::Column;
     const TensorRef& tensor = operand.tensor;
-    const TensorFormat& format = tensor.format;
-    if (!format.is_fp8()) {
-        const bool along_rows = !along_columns;
-        return {.data = tensor.data,
-                .scales = nullptr,
-                .rows = tensor.cols,
-                .cols = tensor.rows,
-                .transpose = is_a ? along_rows : along_columns,
-                .format = format.element_format};
-    }
-    const float* scales = along_columns ? operand.transposed_block_scales : operand.block_scales;
-    if (format.granularity == PER_TENSOR)
-        scales = tensor.tensor_scale ? &tensor.tensor_scale->scale : nullptr;
-    const Matrix matrix{.data = along_columns ? operand.transposed : tensor.data,
-                        .scales = scales,
-                        .rows = along_columns ? tensor.rows : tensor.cols,
-                        .cols = along_columns ? tensor.cols : tensor.rows,
-                        .transpose = is_a,
-                        .format = format.element_format,
-                        .scale_mode = scale_mode(format.granularity)};
-    require(matrix.data && matrix.scales,
+    const bool fp8 = tensor.format.is_fp8();
+    const bool reads_transposed_codes = fp8 && sum_along == SumAlong::Column;
+    const bool sum_is_contiguous = fp8 || sum_along == SumAlong::Row;
+    const Matrix matrix{.data = reads_transposed_codes ? operand.transposed : tensor.data,
+                        .scales = scales_of(operand, reads_transposed_codes),
+                        .rows = reads_transposed_codes ? tensor.rows : tensor.cols,
+                        .cols = reads_transposed_codes ? tensor.cols : tensor.rows,
+                        .transpose = is_a ? sum_is_contiguous : !sum_is_contiguous,
+                        .format = tensor.format.element_format,
+                        .scale_mode = scale_mode(tensor.format.granularity)};
+    require(!fp8 || (matrix.data && matrix.scales),
             "an FP8 operand lacks the codes, row-major or transposed, that this GEMM reads, or their scales");
     return matrix;
 }
@@ -201,6 +201,7 @@ static std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t h
                       CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES})
         prefer(name, uint32_t{16});
     cublasLtMatmulHeuristicResult_t found[CANDIDATES];
+    // The status is not checked: if the call fails, n stays 0, and run() throws an Error
     int n = 0;
     cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out,
                                    &problem.out, &preference, CANDIDATES, found, &n);
@@ -223,9 +224,8 @@ CublasGemms::~CublasGemms() {
 
 void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, const TensorRef& out,
                       cudaStream_t stream, const GemmOptions& options) {
-    const SumsAlong& sums_along = SUMS_ALONG[int(kind)];
-    const Matrix a = matrix_of(right, /*is_a=*/true, sums_along.a);
-    const Matrix b = matrix_of(left, /*is_a=*/false, sums_along.b);
+    const Matrix a = matrix_of(right, /*is_a=*/true, sum_in_right(kind));
+    const Matrix b = matrix_of(left, /*is_a=*/false, sum_in_left(kind));
     const int64_t depth = a.factor_cols();
     require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,
             "the shapes of a GEMM do not fit");

@@ -12,7 +12,8 @@
 
 namespace coat::gpu {
 
-enum class GemmKind : uint8_t { Fprop, Dgrad, Wgrad };  // which of the three GEMMs of a linear layer
+// Which of the three GEMMs of a linear layer. (FastAccumulation of common/recipes.h has the same order.)
+enum class GemmKind : uint8_t { Fprop, Dgrad, Wgrad };
 
 struct GemmOptions {
     bool overwrite = true;       // out = the product; otherwise out += the product
@@ -50,7 +51,7 @@ private:
         Format cublas_a, cublas_b, out;
         int32_t cublas_a_scales, cublas_b_scales;  // cuBLASLt's scale modes
         int64_t rows, cols;                        // the shape of `out`
-        int64_t depth;                             // the length of the dimension that is reduced
+        int64_t depth;                             // the length of the dimension that is summed over
         bool biased;
         auto operator<=>(const Key&) const = default;
     };

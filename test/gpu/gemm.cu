@@ -10,7 +10,7 @@ using gpu::GemmKind;
 
 namespace {
 
-// One of the three GEMMs of a linear layer: out (M, N) = a b, reduced over K.
+// One of the three GEMMs of a linear layer: out (M, N) = a b, summed over K.
 struct GemmCase {
     GemmKind kind;
     const char* name;
