@@ -590,12 +590,12 @@ public:
     //   operand               what it is                 who computes its amax
     //   down_proj.g           dresidual() at the end     norm_backward() of norm 1 of layer l + 1, or of the
     //                         of the layer               final norm: backward comes from there
-    //   gate_up_proj.g        dgate_up                   a pass in write_g_operand_and_add_dbias()
+    //   gate_up_proj.g        dgate_up                   a pass in write_g_operand()
     //   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
     //   qkv_proj.g            dqkv                       attention_backward()
     //
     // That holds for coat. (Qwen3: qk_norms_backward() changes dqkv after attention_backward(), so the amax
-    // of dqkv takes a pass in make_g_operand_and_add_dbias().)
+    // of dqkv takes a pass in make_g_operand().)
     //
     // So a norm is told where the amax of dresidual() goes: dresidual_amax_to_raise is place_for_g_amax() of
     // the linear layer that reads dresidual() next.
@@ -622,8 +622,8 @@ public:
         const TensorRef dact = make_dact(micro_batch, layer, gate_up);
         // activation
         begin_bucket(micro_batch, layer.gate_up_proj.bucket());
-        layer.gate_up_proj.write_g_operand_and_add_dbias(lazy_activation_backward(gated_, gate_up, dact),
-                                                         LinearLayer::AmaxFrom::OwnPass, dgate_up_operand);
+        layer.gate_up_proj.write_g_operand(lazy_activation_backward(gated_, gate_up, dact),
+                                           LinearLayer::AmaxFrom::ExtraPass, dgate_up_operand);
         until_dgate_up.end();
         // gate and up projection, norm 2
         linear_and_norm_backward(micro_batch, norm2_of(micro_batch, layer), dgate_up_operand,
@@ -634,8 +634,8 @@ public:
     // the caller.
     TensorRef make_dact(const MicroBatch& micro_batch, Layer& layer, const TensorRef& gate_up) {
         begin_bucket(micro_batch, layer.down_proj.bucket());
-        const Operand g_operand = layer.down_proj.make_g_operand_and_add_dbias(
-            lazy_stored(dresidual(micro_batch)), LinearLayer::AmaxFrom::EarlierKernel);
+        const Operand g_operand = layer.down_proj.make_g_operand(lazy_stored(dresidual(micro_batch)),
+                                                                 LinearLayer::AmaxFrom::EarlierKernel);
         layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), micro_batch.overwrites_gradients);
         const TensorRef dact = allocate_tensor(micro_batch.N, config_.F);
         layer.down_proj.dgrad(g_operand, dact);
@@ -662,8 +662,8 @@ public:
         until_dqkv.end();
         // q, k, v projection, norm 1
         const auto g_amax_from =
-            qk_norms_ ? LinearLayer::AmaxFrom::OwnPass : LinearLayer::AmaxFrom::EarlierKernel;
-        const Operand g_operand = layer.qkv_proj.make_g_operand_and_add_dbias(lazy_stored(dqkv), g_amax_from);
+            qk_norms_ ? LinearLayer::AmaxFrom::ExtraPass : LinearLayer::AmaxFrom::EarlierKernel;
+        const Operand g_operand = layer.qkv_proj.make_g_operand(lazy_stored(dqkv), g_amax_from);
         linear_and_norm_backward(micro_batch, norm1_of(micro_batch, layer), g_operand,
                                  dresidual_amax_to_raise);
         finish_bucket(micro_batch, layer.qkv_proj.bucket());
@@ -672,7 +672,7 @@ public:
                                      const TensorRef& dattended) {
         const Arena::Scope scope(arena_);
         begin_bucket(micro_batch, layer.attention_out_proj.bucket());
-        const Operand g_operand = layer.attention_out_proj.make_g_operand_and_add_dbias(
+        const Operand g_operand = layer.attention_out_proj.make_g_operand(
             lazy_stored(dresidual(micro_batch)), LinearLayer::AmaxFrom::EarlierKernel);
         layer.attention_out_proj.wgrad(g_operand,
                                        lazy_stored(saved_tensor(micro_batch, layer, SavedKind::Attended)),

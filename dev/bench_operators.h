@@ -508,6 +508,7 @@ private:
         GradientState* state = memory_.take<GradientState>(sizeof(GradientState));
         const int64_t units = ceil_div(n, SHARD_UNIT);
         double* sums = memory_.take<double>((1 + units) * 8);
+        const double* loss = memory_.take<double>(sizeof(double));
 
         const double count = double(total) / double(n);
         auto state_bytes = [&](Format f) {
@@ -525,7 +526,7 @@ private:
                                .gradients = gradient.data,
                                .gradient_format = compute_};
         auto norm = [&] {
-            compute_gradient_squares(g, {0, units}, nullptr, sums, stream_);
+            compute_gradient_squares(g, {0, units}, loss, sums, stream_);
             update_gradient_state(sums, units, 1, 1, state, stream_);
         };
         norm();  // adamw below reads its result

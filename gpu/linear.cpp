@@ -56,26 +56,29 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
 // -----------------------------------------------------------------------------------------------------------
 // Operands
 
-// Whether x is stored in the compute format: then in recipes without FP8 a GEMM can read x as it is.
-static bool is_stored_plain(const LazyTensor& x) {
-    return x.op == LazyOp::Stored && !x.input.format.is_fp8();
+// Whether a GEMM can read `source` as it is: in recipes without FP8, if it is stored in the compute format.
+bool LinearLayer::is_its_own_operand(OperandKind kind, const LazyTensor& source) const {
+    const bool is_stored_plain = source.op == LazyOp::Stored && !source.input.format.is_fp8();
+    return is_stored_plain && !format_of(shared_.formats, kind).is_fp8();
 }
 
 static Operand with_block_scales(const TensorRef& tensor, void* transposed);  // rowwise, deepseek: below
 
-// needed_rows: the operand's rows, before they are rounded up for an FP8 GEMM. codes: where the row-major
-// codes go; if null, memory is allocated for them, too.
-Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, Form form, void* codes) const {
+//   needed_rows   the operand's rows, before they are rounded up for an FP8 GEMM
+//   row_major     where the row-major elements go; if null, memory is allocated for them, too
+Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, Form form,
+                                      void* row_major) const {
     const TensorFormat& format = format_of(shared_.formats, kind);
     const int64_t rows = rows_of_gemm(format, needed_rows);
     const int64_t cols = kind == OperandKind::G ? out_ : in_;
-    if (!codes && form != Form::Transposed) codes = arena().allocate(operand_bytes(format, rows, cols));
+    if (!row_major && form != Form::Transposed)
+        row_major = arena().allocate(operand_bytes(format, rows, cols));
     void* transposed = nullptr;
     if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(format, cols, rows));
 
     TensorScale* const by_kind[] = {x_tensor_scale_, w_tensor_scale_, g_tensor_scale_};
     const TensorRef tensor{
-        .data = codes, .rows = rows, .cols = cols, .format = format, .tensor_scale = by_kind[int(kind)]};
+        .data = row_major, .rows = rows, .cols = cols, .format = format, .tensor_scale = by_kind[int(kind)]};
     // In FP8 both forms have the one scale of the tensor. BF16 and FP32, whose granularity counts as
     // PER_TENSOR, too, have no scale and no second form.
     if (format.granularity == PER_TENSOR)
@@ -86,8 +89,8 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
 // The operand of x or of w in the form that `gemm` reads (Operand in gpu/tensors.h): row-major for fprop,
 // else transposed.
 Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const {
+    if (is_its_own_operand(kind, source)) return {source.input};
     const bool fp8 = format_of(shared_.formats, kind).is_fp8();
-    if (!fp8 && is_stored_plain(source)) return {source.input};
     const Form form = fp8 && gemm != GemmKind::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = allocate_operand(kind, source.rows, form);
     write_operand(source, operand, quant_stats_of(kind), stream());
@@ -107,29 +110,27 @@ Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     return make_operand(OperandKind::W, lazy_stored(w), gemm);
 }
 
-Operand LinearLayer::allocate_g_operand(int64_t N, void* codes) const {
-    const Form form = shared_.formats.g.is_fp8() ? Form::Both : Form::RowMajor;
-    return allocate_operand(OperandKind::G, N, form, codes);
+Operand LinearLayer::make_g_operand(const LazyTensor& g, AmaxFrom g_amax_from) {
+    const Operand g_operand = is_its_own_operand(OperandKind::G, g)
+                                  ? Operand{g.input}
+                                  : allocate_g_operand(g.rows, /*row_major=*/nullptr);
+    write_g_operand(g, g_amax_from, g_operand);
+    return g_operand;
 }
 
-Operand LinearLayer::make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from) {
-    if (!shared_.formats.g.is_fp8() && is_stored_plain(g)) {  // g is its own operand
-        if (bias_index_) add_dbias(g, /*g_amax_to_raise=*/nullptr);
-        return {g.input};
-    }
-    const Operand g_operand = allocate_g_operand(g.rows, /*codes=*/nullptr);
-    write_g_operand_and_add_dbias(g, g_amax_from, g_operand);
-    return g_operand;
+Operand LinearLayer::allocate_g_operand(int64_t N, void* row_major) const {
+    const Form form = shared_.formats.g.is_fp8() ? Form::Both : Form::RowMajor;
+    return allocate_operand(OperandKind::G, N, form, row_major);
 }
 
 // The operand of g is made in one pass, if the amax of g is known; else in two, of which the first finds the
 // amax.
-void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from,
-                                                const Operand& g_operand) {
-    float* const missing_amax = g_amax_from == AmaxFrom::OwnPass ? place_for_g_amax() : nullptr;
-    if (bias_index_) return write_g_operand_of_biased_layer(g, missing_amax, g_operand);
+void LinearLayer::write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand) {
+    float* const missing_amax = g_amax_from == AmaxFrom::ExtraPass ? place_for_g_amax() : nullptr;
+    if (bias_index_) return write_g_operand_and_add_dbias(g, missing_amax, g_operand);  // this can wait
     if (missing_amax) compute_amax(g, missing_amax, stream());
-    write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
+    if (!is_its_own_operand(OperandKind::G, g))
+        write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
 }
 
 void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
@@ -137,10 +138,10 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Layers with a bias: GPT-2, and q, k and v of Qwen2 (this can wait)
+// Layers with a bias: GPT-2, and q, k and v of Qwen2 (this can wait). Their column sums: gpu/column_sums.h
 
-// Does what write_g_operand_and_add_dbias() does without a bias, and adds the column sums of g to dbias. In
-// FP8, dbias is the sum of g before g is rounded to codes. These are the passes over g:
+// write_g_operand() of a layer with a bias: also adds the column sums of g to dbias. In FP8, dbias is the sum
+// of g before g is rounded to codes. These are the passes over g:
 //
 //   amax of g        first pass          second pass
 //   known            operand and dbias
@@ -153,11 +154,11 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 //   in BF16                 first the operand, then dbias, as the sum of the values that were stored
 //
 // missing_amax: where the amax of g goes, if it is to be computed; else null.
-void LinearLayer::write_g_operand_of_biased_layer(const LazyTensor& g, float* missing_amax,
-                                                  const Operand& g_operand) {
+void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, float* missing_amax,
+                                                const Operand& g_operand) {
     QuantStats* const quant_stats = quant_stats_of(OperandKind::G);
     if (!shared_.formats.g.is_fp8()) {
-        write_operand(g, g_operand, quant_stats, stream());
+        if (!is_its_own_operand(OperandKind::G, g)) write_operand(g, g_operand, quant_stats, stream());
         add_dbias(lazy_stored(g_operand.tensor), /*g_amax_to_raise=*/nullptr);
     } else if (missing_amax) {
         add_dbias(g, missing_amax);

@@ -6,40 +6,38 @@
 // Operand in gpu/tensors.h says which GEMM reads which of these two forms. (In recipes without FP8 the
 // operands are BF16 or FP32 values, in one form.)
 //
-// How long the operands live:
-//   x_operand   for one GEMM. Forward keeps what x is computed from (LazyTensor), and the amax of x. From
-//               these two, wgrad makes the operand again.
-//   w_operand   for one GEMM. (With several micro-batches on one GPU: for a step, in a cache.)
-//   g_operand   for dgrad and wgrad. The caller makes it, and decides when its memory is given back.
+// What is quantized when, and how long the operand lives:
+//
+//   x_operand   made for one GEMM: in forward for fprop, and in backward for wgrad. In between, the tensors
+//               are saved from which x is computed, and the amax of x is in the ScaleTable
+//   w_operand   made for one GEMM: in forward for fprop, and in backward for dgrad. (If weights are cached,
+//               it is made once per step: `caches_weights`, below)
+//   g_operand   made once in backward, for dgrad and wgrad. The caller makes it, and decides when its memory
+//               is given back
 //
 // Memory comes from the Arena (gpu/arena.h), which is a stack. A function whose name begins with allocate_
 // takes memory, one with write_ writes the codes there, and one with make_ does both. An operand lives as
 // long as the Arena::Scope in which its memory was taken.
 //
 // Amaxes. In coat a tensor has one scale, so its amax must be known before its codes are made. Usually an
-// earlier kernel has the values at hand: it is given place_for_x_amax() or place_for_g_amax() of the linear
-// layer that will read the tensor, and stores the amax there. If no earlier kernel has the values, a pass
-// over the tensor computes the amax just before the codes are made. model.cu says who computes which amax, at
-// the head of its sections on forward and on backward. (In recipes that need no amaxes both functions return
-// null.)
+// earlier kernel has the values in registers. It is given place_for_x_amax() or place_for_g_amax() of the
+// linear layer that will read the tensor, and stores the amax there. For example, the residual sum
+// (gpu/norm.h) computes the output of the next norm, which is x of the linear layer after this norm; so it
+// stores the amax of x. If no earlier kernel has the values, an extra pass over the tensor computes the amax
+// just before the codes are made. (Two tables in model.cu list who computes each amax: at the head of its
+// sections on forward and on backward. In recipes that need no amaxes both functions return null.)
 //
-// What is quantized when:
-//   forward    x and w, for fprop
-//   backward   g once, for dgrad and wgrad; w again, for dgrad; and x again, for wgrad, with the amax from
-//              forward
+// What a linear layer uses of other files, besides the kernels of coat.h:
 //
-// What a linear layer uses of other files, besides the kernels of coat.h and gpu/column_sums.h:
-//
-//   GpuContext              the settings of the run, the stream, and the arena (gpu/context.h)
-//   ParameterState          (gpu/parameter_state.h)
-//     params                the list of all parameters; a weight is known by its index in it
-//     bias_index()          the index of the bias that belongs to a weight, if there is one
-//     linear_layer_index()  the number of a linear layer in the order of forward
+//   GpuContext               the settings of the run, the stream, and the arena (gpu/context.h)
+//     quant_stats_of()       null, unless quantization is measured
+//   ParameterState           (gpu/parameter_state.h)
+//     params                 the list of all parameters; a weight is known by its index in it
+//     bias_index()           the index of the bias that belongs to a weight, if there is one
+//     linear_layer_index()   the number of a linear layer in the order of forward
 //   ScaleTable               an amax and a scale for each operand (gpu/scale_table.h)
-//   quant_stats_of()        null, unless quantization is measured
-//   FP8_GEMM_MULTIPLE       16 rows (gpu/memory_layout.h)
-//   Sharding                weights and gradients. With one GPU they are those of ParameterState: see the
-//                           class Unsharded in gpu/sharding.h
+//   Sharding                 where weights and gradients are: weight(), gradient_to_write() (gpu/sharding.h)
+//   FP8_GEMM_MULTIPLE        16 rows (gpu/memory_layout.h)
 #pragma once
 #include <optional>
 
@@ -55,13 +53,14 @@ struct SharedByLinearLayers {
     const ScaleTable& scale_table;
     Sharding& sharding;
     CublasGemms& gemms;
-    // Whether the FP8 codes of all weights are made once per step, in both forms.
+    // Whether the FP8 codes of all weights are made once per step, in both forms: on one GPU, if a step has
+    // several micro-batches and there is enough memory.
     const bool caches_weights;
     const LinearFormats formats = linear_formats(context.settings);
 
-    // Whether the amax of an operand must be known before its codes are made: in FP8 with one scale per
-    // tensor. In every recipe either x, w and g are all stored so, or none of them is. (With delayed scaling
-    // the answer is yes only as long as some history of amaxes is empty.)
+    // Whether the amax of an operand must be known before its codes are made: always in coat, where an
+    // operand is in FP8 and has one scale. In every recipe the answer is the same for x, w and g. (This can
+    // wait: with delayed scaling the answer is yes only as long as some history of amaxes is empty.)
     bool needs_amax_before_codes() const {
         const bool per_tensor = formats.x.is_fp8() && formats.x.granularity == PER_TENSOR;
         return per_tensor && (!scale_table.delayed() || scale_table.any_empty_history);
@@ -81,20 +80,21 @@ public:
     // dw = g^T x; or, if `overwrite` is false, dw += g^T x.
     void wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite);
 
-    // --- The operand of g; and dbias, the gradient of the bias
+    // --- The operand of g
     // Where the amax of g comes from, if it is needed:
     //   EarlierKernel   an earlier kernel has left it at place_for_g_amax()
-    //   OwnPass         a pass over g computes it first
-    enum class AmaxFrom : uint8_t { EarlierKernel, OwnPass };
+    //   ExtraPass       an extra pass over g computes it first
+    enum class AmaxFrom : uint8_t { EarlierKernel, ExtraPass };
     // Makes the operand of g. If the layer has a bias, which those of Llama have not, the function also adds
-    // the column sums of g to dbias. (In recipes without FP8 a stored g is its own operand: no memory is
-    // allocated.)
-    Operand make_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from);
-    // The two parts of make_g_operand_and_add_dbias(). Only dgate_up (model.cu) needs them: its memory must
-    // be allocated before that of dact, from which it is computed. codes: where the row-major codes go; if
-    // null, memory is allocated for them, too.
-    Operand allocate_g_operand(int64_t N, void* codes) const;
-    void write_g_operand_and_add_dbias(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand);
+    // the column sums of g to dbias, the gradient of the bias. (In recipes without FP8 a stored g is its own
+    // operand: no memory is allocated.)
+    Operand make_g_operand(const LazyTensor& g, AmaxFrom g_amax_from);
+    // The two parts of make_g_operand(). Only mlp_half_backward() of model.cu calls them by themselves. There
+    // g is dgate_up, which is computed from dact, and g_operand is needed longer than dact. So on the stack
+    // g_operand must lie below dact, and its memory is allocated first.
+    //   row_major   where the row-major elements go; if null, memory is allocated for them, too
+    Operand allocate_g_operand(int64_t N, void* row_major) const;
+    void write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand);
 
     // --- Amaxes
     // Where a kernel that has the values of x or of g leaves their amax. Null if none is needed.
@@ -123,8 +123,8 @@ private:
     const std::optional<size_t> bias_index_;  // the index of the bias (out), if there is one
     const int64_t out_, in_;
     const int64_t linear_layer_index_;  // the number of this layer in the order of forward
-    // The amax of each operand, and its one scale. (If rows or blocks have scales, these lie elsewhere, and
-    // the amax serves only to notice infinity and NaN.)
+    // The amax of each operand, and its one scale. (If rows or blocks have scales, these lie elsewhere. The
+    // amax, which gpu/other_scaling.cu then writes, serves only to notice infinity and NaN.)
     TensorScale* const x_tensor_scale_;
     TensorScale* const w_tensor_scale_;
     TensorScale* const g_tensor_scale_;
@@ -138,12 +138,13 @@ private:
         return shared_.context.quant_stats_of(measured_tensor(kind));
     }
 
-    Operand allocate_operand(OperandKind kind, int64_t rows, Form form, void* codes = nullptr) const;
+    bool is_its_own_operand(OperandKind kind, const LazyTensor& source) const;
+    Operand allocate_operand(OperandKind kind, int64_t rows, Form form, void* row_major = nullptr) const;
     Operand make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const;
     Operand get_or_make_w_operand(GemmKind gemm) const;
 
     // These serve layers with a bias, delayed scaling, and several ranks (they can wait).
-    void write_g_operand_of_biased_layer(const LazyTensor& g, float* missing_amax, const Operand& g_operand);
+    void write_g_operand_and_add_dbias(const LazyTensor& g, float* missing_amax, const Operand& g_operand);
     void add_dbias(const LazyTensor& g, float* g_amax_to_raise) const;
     void compute_w_amax_if_needed() const;
     Operand w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const;

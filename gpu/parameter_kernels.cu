@@ -50,7 +50,7 @@ static __global__ void __launch_bounds__(THREADS)
                                     int64_t first_shard_unit, const double* loss, double* loss_and_squares) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
-    if (warp == 0 && lane == 0) loss_and_squares[0] = loss ? *loss : 0;
+    if (warp == 0 && lane == 0) loss_and_squares[0] = *loss;
     int64_t units_of_earlier_shards = 0;
     for (int i = 0; i < shard_count; i++) {
         const int64_t offset = shards[i].rank_offset - first, size = shards[i].size;

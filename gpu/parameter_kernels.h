@@ -16,7 +16,7 @@ namespace coat::gpu {
 // Computes the sums of squares of the gradients. A sum is over SHARD_UNIT elements of a parameter, which are
 // called a shard unit (common/ranks.h). What is written, loss_and_squares (1 + shard_units.count), begins
 // with the loss, because a loss that is not finite skips the step:
-//   loss_and_squares[0]       *loss, or 0 if loss is null
+//   loss_and_squares[0]       *loss
 //   loss_and_squares[1 + u]   the sum of squares of the shard unit shard_units.first + u
 void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units, const double* loss,
                               double* loss_and_squares, cudaStream_t stream);
