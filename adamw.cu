@@ -6,13 +6,13 @@
 //
 //   1. dynamic range expansion of one element of a moment
 //   2. a thread's eight elements of m, and its eight of v
-//   3. new moment scalings, and how a warp keeps those of its elements
+//   3. max and k of new moments, and how a warp keeps those of its elements
 //   4. the kernel
 //   5. the launch
 //
 // Which bytes move. An update moves 14.25 bytes for each element:
 //   2 x 6.125   read and written: the BF16 weight (2), the remainder of its FP32 master (2), m (1), v (1),
-//               and its part of two moment scalings (16 bytes for 128 elements: 0.125)
+//               and its part of max and k of two moment groups (16 bytes for 128 elements: 0.125)
 //   2           only read: the gradient in BF16
 // An H200 moves these bytes at 87% of its copy bandwidth.
 //
@@ -29,8 +29,8 @@ namespace {
 // A power a^b is computed as 2^(b log2 a). Each logarithm and each exponential is one instruction
 // (gpu/device.cuh).
 
-// The moment scaling of a moment group (common/formats.h).
-struct MomentScaling {
+// Of a moment group (common/formats.h).
+struct MaxAndK {
     float max, k;
 };
 
@@ -93,25 +93,25 @@ enum class Path : uint8_t { Fast, Careful };
 
 // A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X) is
 // LOG2_RANGE / k.)
-template <class Traits> __device__ bool is_wide(const MomentScaling& scaling) {
-    return Traits::EXPANDS && Traits::LOG2_RANGE > 120.0f * scaling.k;
+template <class Traits> __device__ bool is_wide(const MaxAndK& max_and_k) {
+    return Traits::EXPANDS && Traits::LOG2_RANGE > 120.0f * max_and_k.k;
 }
 // Encoding divides by max, so it needs care also if max is very small.
-template <class Traits> __device__ bool is_wide_or_small(const MomentScaling& scaling) {
-    const bool normal = scaling.max >= 0x1p-100f || scaling.max == 0;
-    return Traits::EXPANDS && (is_wide<Traits>(scaling) || !normal);
+template <class Traits> __device__ bool is_wide_or_small(const MaxAndK& max_and_k) {
+    const bool normal = max_and_k.max >= 0x1p-100f || max_and_k.max == 0;
+    return Traits::EXPANDS && (is_wide<Traits>(max_and_k) || !normal);
 }
 // expand_magnitude() with intermediate results that stay normal: the difference of two logarithms takes the
 // place of the logarithm of a ratio.
-template <class Traits> __device__ float expand_carefully(const MomentScaling& scaling, float x) {
-    return Traits::FMAX * fast_exp2(scaling.k * (log2f(fabsf(x)) - log2f(scaling.max)));
+template <class Traits> __device__ float expand_carefully(const MaxAndK& max_and_k, float x) {
+    return Traits::FMAX * fast_exp2(max_and_k.k * (log2f(fabsf(x)) - log2f(max_and_k.max)));
 }
 // Returns |x|, not |x| / max as contract_to_ratio() does: the power alone may underflow where its product
 // with max does not. If the product underflows, too, the result is 0, where the CPU's contract() returns
 // 2^-149. For v this is harmless: beside eps = 1e-8 the root of 2^-149 vanishes, so the update is the same.
-__device__ float contract_carefully(const MomentScaling& scaling, float inverse_k, float log2_ratio) {
+__device__ float contract_carefully(const MaxAndK& max_and_k, float inverse_k, float log2_ratio) {
     const float root = exp2f(0.5f * (log2_ratio * inverse_k));
-    return root * scaling.max * root;
+    return root * max_and_k.max * root;
 }
 
 // ===========================================================================================================
@@ -137,14 +137,14 @@ template <class Traits> __device__ uint2 encode_with_signs(ChunkValues& y, const
 //   - On the fast path R_X is at most about 2^120, so R_X^(-1/512) is at least 2^(-120/512) = 0.85.
 //   - 0.85 FMIN is nearer to FMIN than to 0, so y is rounded to FMIN.
 template <class Traits, Path PATH>
-__device__ uint2 encode_moments(const MomentScaling& scaling, const ChunkValues& x) {
-    const float inverse_max = inverse_of_max(scaling.max);
-    const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, scaling.max));  // used without expansion
+__device__ uint2 encode_moments(const MaxAndK& max_and_k, const ChunkValues& x) {
+    const float inverse_max = inverse_of_max(max_and_k.max);
+    const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, max_and_k.max));  // used without expansion
     ChunkValues y;
     for (int j = 0; j < CHUNK; j++) {
         if (PATH == Path::Careful)
-            y[j] = at_least_fmin<Traits>(expand_carefully<Traits>(scaling, x[j]), x[j]);
-        else if (Traits::EXPANDS) y[j] = expand_magnitude<Traits>(scaling.k, inverse_max, x[j]);
+            y[j] = at_least_fmin<Traits>(expand_carefully<Traits>(max_and_k, x[j]), x[j]);
+        else if (Traits::EXPANDS) y[j] = expand_magnitude<Traits>(max_and_k.k, inverse_max, x[j]);
         else y[j] = at_least_fmin<Traits>(fabsf(x[j]) * inverse_scale, x[j]);
     }
     return encode_with_signs<Traits>(y, x);
@@ -178,19 +178,19 @@ template <class Traits> __device__ float with_sign(float magnitude, uint32_t cod
 //   1            with expansion, on the careful path
 //   max / FMAX   without expansion: the scale
 template <class Traits, Path PATH>
-__device__ FactoredMoments decode_moments(const MomentScaling& scaling, uint2 codes,
+__device__ FactoredMoments decode_moments(const MaxAndK& max_and_k, uint2 codes,
                                           const float (&table)[CODES_WITHOUT_SIGN]) {
-    const float inverse_k = fast_reciprocal(scaling.k);
+    const float inverse_k = fast_reciprocal(max_and_k.k);
     FactoredMoments moments;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t code = code_of(codes, j);
         float magnitude = table[code % CODES_WITHOUT_SIGN];
-        if (PATH == Path::Careful) magnitude = contract_carefully(scaling, inverse_k, magnitude);
+        if (PATH == Path::Careful) magnitude = contract_carefully(max_and_k, inverse_k, magnitude);
         else if (Traits::EXPANDS) magnitude = contract_to_ratio(inverse_k, magnitude);
         moments.multiples[j] = with_sign<Traits>(magnitude, code);
     }
     if (PATH == Path::Careful) moments.factor = 1.0f;
-    else moments.factor = Traits::EXPANDS ? scaling.max : scale_of(Traits::FMAX, scaling.max);
+    else moments.factor = Traits::EXPANDS ? max_and_k.max : scale_of(Traits::FMAX, max_and_k.max);
     return moments;
 }
 
@@ -199,9 +199,9 @@ __device__ FactoredMoments decode_moments(const MomentScaling& scaling, uint2 co
 // needs care.
 
 // A span is 128 consecutive elements. Their first moments are one moment group, and their second moments
-// another. So a span has two moment scalings, which are four fields: max and k of m, and max and k of v.
+// another. So a span has four fields: max and k of m, and max and k of v.
 struct SpanFields {
-    MomentScaling m, v;
+    MaxAndK m, v;
 };
 struct Codes {  // of the thread's eight elements of m, and of its eight of v
     uint2 m, v;
@@ -232,7 +232,7 @@ __device__ Codes encode_both(const SpanFields& fields, const NewMoments& moments
 }
 
 // ===========================================================================================================
-// 3. New moment scalings, and how a warp keeps the fields of a bundle
+// 3. max and k of new moments, and how a warp keeps the fields of a bundle
 //
 // Words for parts of a parameter, from small to large:
 //   span     128 consecutive elements, which have four fields
@@ -275,10 +275,10 @@ template <class Value> __device__ Value load_global(const void* from) {
     return __ldca(static_cast<const Value*>(from));
 }
 
-// The moment scaling of a moment group, from its new elements x in 16 lanes. Magnitudes are compared by their
-// bits, which have the same order as integers. For a zero, bits - 1 is the largest integer, so the minimum
-// leaves zeros out. (In a moment group of zeros max_magnitude and min_magnitude are 0.)
-template <class Traits> __device__ MomentScaling scaling_of_new_moments(const ChunkValues& x) {
+// max and k of a moment group, from its new elements x in 16 lanes. Magnitudes are compared by their bits,
+// which have the same order as integers. For a zero, bits - 1 is the largest integer, so the minimum leaves
+// zeros out. (In a moment group of zeros max_magnitude and min_magnitude are 0.)
+template <class Traits> __device__ MaxAndK max_and_k_of_new_moments(const ChunkValues& x) {
     uint32_t largest_bits = 0, smallest_bits_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits = magnitude_bits(x[j]);
@@ -327,8 +327,8 @@ struct FieldOfLane {
     }
     // The field of a span that this lane keeps.
     __device__ float choose_from(const SpanFields& fields) const {
-        const MomentScaling scaling = is_of_v ? fields.v : fields.m;
-        return is_k ? scaling.k : scaling.max;
+        const MaxAndK max_and_k = is_of_v ? fields.v : fields.m;
+        return is_k ? max_and_k.k : max_and_k.max;
     }
 };
 
@@ -338,8 +338,8 @@ __device__ SpanFields fields_from_lanes(float kept, int pair) {
     auto field_of_span = [&](int field) {
         return __shfl_sync(ALL_LANES, kept, pair * FIELDS_PER_SPAN + field, LANES_PER_SPAN);
     };
-    const MomentScaling m{.max = field_of_span(0), .k = field_of_span(1)};
-    const MomentScaling v{.max = field_of_span(2), .k = field_of_span(3)};
+    const MaxAndK m{.max = field_of_span(0), .k = field_of_span(1)};
+    const MaxAndK v{.max = field_of_span(2), .k = field_of_span(3)};
     return {.m = m, .v = v};
 }
 
@@ -421,8 +421,8 @@ __device__ SpanFields update_span(const ElementsOfThread<WeightsKind>& elements,
     const DecodedMoments old = decode_both<MTraits, VTraits>(old_fields, loaded.codes, tables);
     const NewMoments moments =
         adamw_of_chunk(a.constants, elements.clip_factor, elements.decay, g, old.m, old.v, w);
-    const SpanFields new_fields{.m = scaling_of_new_moments<MTraits>(moments.m),
-                                .v = scaling_of_new_moments<VTraits>(moments.v)};
+    const SpanFields new_fields{.m = max_and_k_of_new_moments<MTraits>(moments.m),
+                                .v = max_and_k_of_new_moments<VTraits>(moments.v)};
     const Codes codes = encode_both<MTraits, VTraits>(new_fields, moments);
     elements.store(span, w, codes, largest_bits);
     return new_fields;
@@ -560,7 +560,7 @@ unsigned adamw_blocks(int64_t spans) {
 MomentGranularity moment_granularity(const OptimizerFormats& o) {
     if (o.has_fp8_moment_groups()) return MomentGranularity::PerMomentGroup;
     if (o.one_moment_group) return MomentGranularity::PerTensor;
-    require(!moments_need_scaling(o.m_format) && !moments_need_scaling(o.v_format),
+    require(!has_moment_groups(o.m_format) && !has_moment_groups(o.v_format),
             "moments in moment groups must both be in FP8");
     return MomentGranularity::Unscaled;
 }

@@ -25,7 +25,7 @@ struct Weights {
 };
 
 // One moment, m or v, of one shard. In COAT an element is a byte, its FP8 code. 128 consecutive elements are
-// a moment group, which has two FP32 values, its moment scaling (common/formats.h):
+// a moment group, which has two FP32 values (common/formats.h):
 //   max   the largest magnitude in the moment group
 //   k     the expansion exponent
 // They say how the codes are decoded. The paper's scale follows from both, s = max^k / FMAX, so it is not

@@ -12,10 +12,10 @@
 //                   rounded to FP32)
 //   group           a scale block of 1x16 in activations: 16 neighbouring features of one token. The word
 //                   `group` alone never means a moment group
-//   moment group    128 consecutive elements of an optimizer moment, or the whole moment of a parameter
-//   moment scaling  the numbers (max, k) that are stored for a moment group: max is its amax, and k is the
-//                   exponent of dynamic range expansion. Without expansion there is no k, and the scale is
-//                   max / FMAX
+//   moment group    128 consecutive elements of an optimizer moment (in the optimizer fp8lm: the whole moment
+//                   of a parameter)
+//   max, k          what a moment group stores besides its codes: max is its amax, and k is the exponent of
+//                   dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX
 //   micro-batch     the sequences that go through the model together. A step adds up the gradients of one or
 //                   more micro-batches
 //   heads           those of attention: NH query heads and NKV key/value heads

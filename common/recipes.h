@@ -102,15 +102,15 @@ template <class Formats> const TensorFormat& format_of(const Formats& formats, O
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// Optimizers: how AdamW's moments are stored between steps (paper, section 4). Moments in FP8 and FP16 have a
-// moment scaling for each moment group. A moment group has 128 elements. (In FP8-LM, arXiv 2310.18313, it is
-// the whole moment of a parameter.)
+// Optimizers: how AdamW's moments are stored between steps (paper, section 4). Moments in FP8 and FP16 are
+// divided into moment groups of 128 elements. (In FP8-LM, arXiv 2310.18313, a moment group is the whole
+// moment of a parameter.)
 
 inline constexpr int MOMENT_GROUP_SIZE = 128;
 
-// Whether moments in this format have moment scalings. FP8 and FP16 do: their range is too small for moments
-// without a scale.
-COAT_HD constexpr bool moments_need_scaling(Format f) { return f != Format::FP32 && f != Format::BF16; }
+// Whether moments in this format have moment groups, each with its max. FP8 and FP16 do: their range is too
+// small for moments without a scale.
+COAT_HD constexpr bool has_moment_groups(Format f) { return f != Format::FP32 && f != Format::BF16; }
 
 // How the moments of AdamW are stored: a row of optimizers().
 struct OptimizerFormats {
@@ -121,10 +121,9 @@ struct OptimizerFormats {
     const char* about = "";         // a line of --help
 
     bool uses_expansion(Format f) const { return expansion && is_fp8(f); }
-    // The number of moment scalings of n elements of a moment in format f: that of the moment groups, or 0 if
-    // the format is not scaled.
-    int64_t moment_scaling_count(Format f, int64_t n) const {
-        if (!moments_need_scaling(f)) return 0;
+    // The number of moment groups of n elements of a moment in format f; 0 if the format has none.
+    int64_t moment_group_count(Format f, int64_t n) const {
+        if (!has_moment_groups(f)) return 0;
         return one_moment_group ? 1 : ceil_div(n, MOMENT_GROUP_SIZE);
     }
     // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for such moments. In every

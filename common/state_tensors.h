@@ -17,7 +17,7 @@ struct StateTensor {
     std::vector<int64_t> shape;
     Param param;
     // How many consecutive elements of the parameter share one element of this tensor; ALL: all elements. For
-    // example, the 128 elements of a moment group share the max of their moment scaling.
+    // example, the 128 elements of a moment group share one max.
     int64_t shared_by = 1;
     static constexpr int64_t ALL = 0;
 
@@ -78,8 +78,8 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& confi
     return table;
 }
 
-// The remainders of the masters, the moments with their moment scalings, and the state of delayed scaling. A
-// BF16 weight and its signed 16-bit remainder are the FP32 master (reference/rounding.h, split_master).
+// The remainders of the masters, the moments with their max and k, and the state of delayed scaling. A BF16
+// weight and its signed 16-bit remainder are the FP32 master (reference/rounding.h, split_master).
 inline std::vector<StateTensor> tensors_besides_weights(const RunSettings& s) {
     std::vector<StateTensor> table;
     for (const Param& p : parameters(s.config)) {
@@ -96,7 +96,7 @@ inline std::vector<StateTensor> tensors_besides_weights(const RunSettings& s) {
         for (const auto& [moment, wanted] :
              {std::pair<std::string, Format>{".m", s.optimizer.m_format}, {".v", s.optimizer.v_format}}) {
             const Format f = p.moment_format(wanted);
-            const int64_t moment_groups = s.optimizer.moment_scaling_count(f, p.size());
+            const int64_t moment_groups = s.optimizer.moment_group_count(f, p.size());
             const int64_t shared_by = s.optimizer.one_moment_group ? StateTensor::ALL : MOMENT_GROUP_SIZE;
             add(moment, format_info(f).safetensors_dtype, format_info(f).bytes, {p.rows, p.cols}, 1);
             if (moment_groups) add(moment + ".max", "F32", 4, {moment_groups}, shared_by);

@@ -496,7 +496,7 @@ private:
         auto moment = [&](Format f) -> MomentRef {
             void* codes = memory_.take(n * format_info(f).bytes);
             return {codes,
-                    moments_need_scaling(f) ? floats(std::max<int64_t>(o.moment_scaling_count(f, n), 2))
+                    has_moment_groups(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2))
                                             : nullptr,
                     o.uses_expansion(f) ? memory_.upload(ones) : nullptr, f};
         };
@@ -512,7 +512,7 @@ private:
 
         const double count = double(total) / double(n);
         auto state_bytes = [&](Format f) {
-            const double scales = moments_need_scaling(f) && !o.one_moment_group
+            const double scales = has_moment_groups(f) && !o.one_moment_group
                                       ? (o.uses_expansion(f) ? 8.0 : 4.0) / double(MOMENT_GROUP_SIZE)
                                       : 0;
             return format_info(f).bytes + scales;

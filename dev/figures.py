@@ -726,7 +726,7 @@ def memory(plans):
 
         over_activations = gb.pop("gradients stored over activations", 0)  # negative
         areas = {"weights": part("weights", "remainder", "amaxes") * np.ones(4),
-                 "moments": part("moments", "moment scaling") * np.ones(4),
+                 "moments": part("moments") * np.ones(4),
                  "operands": part("operands", "CUDA", "page tables") * np.ones(4),
                  "gradients": part("gradients") * np.ones(4) + over_activations * np.array([1, 1, 0, 0])}
         areas["saved activations"] = sum(gb.values()) * np.array([0, 1, 0, 0])  # what is left

@@ -178,7 +178,7 @@ template <class F> void with_weights(const Weights& w, F f) {
 enum class MomentGranularity : uint8_t {
     Unscaled,        // moments in FP32 or BF16: other_optimizers.cu
     PerTensor,       // FP8 or FP16, one scale for the whole moment of a parameter: other_optimizers.cu
-    PerMomentGroup,  // FP8, a moment scaling for each 128 elements: adamw.cu
+    PerMomentGroup,  // FP8, max and k for each 128 elements: adamw.cu
 };
 
 struct AdamWArguments {
@@ -196,7 +196,7 @@ struct AdamWArguments {
     // Only m is looked at: where m is in moment groups, v is, too
     // (OptimizerFormats::has_fp8_moment_groups()).
     __device__ bool in_fp8_moment_groups(const Shard& shard) const {
-        return granularity == MomentGranularity::PerMomentGroup && moments_need_scaling(shard.m.format);
+        return granularity == MomentGranularity::PerMomentGroup && has_moment_groups(shard.m.format);
     }
 };
 

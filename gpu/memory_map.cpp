@@ -14,12 +14,12 @@ static void allocate_moments(MemoryMap& map, GpuContext& context, const std::vec
     const int64_t maxima = o.one_moment_group ? 2 : 1;
     map.moments_begin = arena.allocate(0);  // the place of the next allocation
     auto allocate = [&](Format f, const Range& owned) {
-        const int64_t moment_groups = o.moment_scaling_count(f, owned.count);
+        const int64_t moment_groups = o.moment_group_count(f, owned.count);
         MomentRef moment{.data = arena.allocate(padded_count(owned) * format_info(f).bytes),
                          .max = nullptr,
                          .k = nullptr,
                          .format = f};
-        if (moments_need_scaling(f)) moment.max = arena.allocate<float>(moment_groups * maxima);
+        if (has_moment_groups(f)) moment.max = arena.allocate<float>(moment_groups * maxima);
         if (o.uses_expansion(f)) moment.k = arena.allocate<float>(moment_groups);
         return moment;
     };

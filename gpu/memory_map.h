@@ -79,7 +79,7 @@ struct MemoryMap {
     Weights weights;
     Shard* shards;                                         // AdamW's table of parameters
     std::vector<MomentRef> first_moments, second_moments;  // by parameter
-    void* moments_begin;    // where all moments and their moment scalings begin
+    void* moments_begin;    // where all moments begin, with their max and k
     int64_t moments_bytes;  // how many bytes they take together
 
     TensorScale* scale_table;  // (scale_table_size): see ScaleTable

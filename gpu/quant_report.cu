@@ -89,7 +89,7 @@ void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const 
                            cudaStream_t stream) {
     constexpr int64_t MOST_MEASURED = 1 << 18, PIECES = 128;
     static_assert(MOST_MEASURED / PIECES % MOMENT_GROUP_SIZE == 0, "a piece consists of whole moment groups");
-    if (count == 0 || (!moments_need_scaling(m.format) && !moments_need_scaling(v.format))) return;
+    if (count == 0 || (!has_moment_groups(m.format) && !has_moment_groups(v.format))) return;
     const int64_t pieces = count > MOST_MEASURED ? PIECES : 1;
     const int64_t length = std::min(count, MOST_MEASURED) / pieces;                   // of a piece
     const int64_t distance = count / pieces / MOMENT_GROUP_SIZE * MOMENT_GROUP_SIZE;  // from piece to piece

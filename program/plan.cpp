@@ -135,7 +135,7 @@ static std::vector<Operator> backward_operators(const RunSettings& s, const Form
 // The update of one moment, whose format is f.
 static Operator moment_operator(const RunSettings& s, const char* name, Format f) {
     std::string writes = format_info(f).name;
-    if (moments_need_scaling(f)) {
+    if (has_moment_groups(f)) {
         writes += s.optimizer.uses_expansion(f) ? ", max and k" : ", max";
         writes += s.optimizer.one_moment_group ? " per tensor" : concat(" per ", MOMENT_GROUP_SIZE);
     }
@@ -192,7 +192,7 @@ std::vector<MemoryRow> memory_plan(const RunSettings& s) {
         {Gradients, "gradients", gradients * format_info(dw).bytes, "parameter", count},
         {Optimizer, "first moments", kept_of[".m"], "parameter", count},
         {Optimizer, "second moments", kept_of[".v"], "parameter", count},
-        {Optimizer, "moment scalings",
+        {Optimizer, "max and k of moments",
          kept_of[".m.max"] + kept_of[".m.k"] + kept_of[".v.max"] + kept_of[".v.k"], "parameter", count},
         {Activations, "final norm input", N * config.C * format_info(compute).bytes, "token", N},
     };

@@ -8,9 +8,9 @@
 //   expand:    E(x) = sign(x) |x|^k           k = log(R) / log(R_X), so that E(X) has the range R
 //   quantize:  code = encode(E(x) / s)        s = E(max) / FMAX
 //   contract:  x = E^-1(decode(code) * s)
-// Here max is max|X|. Since E(x) / s = sign(x) FMAX (|x| / max)^k, nothing is stored but the codes and the
-// moment scaling (max, k). If R_X is above R, k is below 1: the moment group is compressed instead, and
-// loses a little precision.
+// Here max is max|X|. Since E(x) / s = sign(x) FMAX (|x| / max)^k, nothing is stored but the codes,
+// max and k. If R_X is above R, k is below 1: the moment group is compressed instead, and loses a little
+// precision.
 #include "optimizer.h"
 
 #include <algorithm>
@@ -62,7 +62,7 @@ void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count) {
     expanded = optimizer.uses_expansion(f);
     n = count;
     one_moment_group = optimizer.one_moment_group;
-    const int64_t moment_groups = optimizer.moment_scaling_count(f, n);
+    const int64_t moment_groups = optimizer.moment_group_count(f, n);
     elements.assign(n * format_info(f).bytes, 0);
     max.assign(moment_groups, 0.0f);
     k.assign(expanded ? moment_groups : 0, 1.0f);
@@ -71,7 +71,7 @@ void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count) {
 // Element i, decoded.
 float Moment::value(int64_t i) const {
     const float y = read_element(format, elements.data(), i);
-    if (!moments_need_scaling(format)) return y;
+    if (!has_moment_groups(format)) return y;
     const int64_t moment_group = i / moment_group_size();
     const float max_magnitude = max[moment_group];
     if (expanded) return contract(format, y, max_magnitude, k[moment_group]);
@@ -83,8 +83,7 @@ void Moment::load(float* x) const {
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
-// Stores the elements from first to end - 1, which form one moment group: first the moment scaling, then the
-// codes.
+// Stores the elements from first to end - 1, which form one moment group: first max and k, then the codes.
 //
 // A second moment that became zero would make the next update explode, because the update divides by
 // sqrt(v) + eps. So a positive second moment gets at least the smallest positive code, that of FMIN. Without
@@ -122,7 +121,7 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
 
 // Stores x (n) by moment groups. Formats that are not scaled have no moment groups.
 void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
-    if (!moments_need_scaling(format)) {
+    if (!has_moment_groups(format)) {
 #pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
         for (int64_t i = 0; i < n; i++) write_element(format, elements.data(), i, x[i]);
         return;

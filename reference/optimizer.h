@@ -16,12 +16,12 @@ float expand(Format f, float x, float max_magnitude, float k);
 // The inverse of expand(). The result has the sign of y, and at most the magnitude max_magnitude.
 float contract(Format f, float y, float max_magnitude, float k);
 
-// One moment (n) of one parameter, in any format. The elements of a moment group share a moment scaling (max,
-// k). The last moment group may be short. A moment group of zeros has max = 0 and k = 1. x' is the value that
-// is read back:
+// One moment (n) of one parameter, in any format. The elements of a moment group share max and k. The
+// last moment group may be short. A moment group of zeros has max = 0 and k = 1. x' is the value that is read
+// back:
 //   with expansion:  code = encode(expand(x)),  x' = contract(decode(code))
 //   else:            code = encode(x / s),      x' = decode(code) * s,       with s = scale_of(max), and no k
-// FP32 and BF16 moments have no moment scalings, and their elements are values.
+// FP32 and BF16 moments have no moment groups, and their elements are values.
 struct Moment {
     Format format = Format::FP32;
     bool expanded = false;

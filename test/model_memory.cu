@@ -172,8 +172,8 @@ static std::map<std::string, int64_t> allocated_bytes(const RunSettings& s) {
     auto name_moments = [&](const std::vector<gpu::MomentRef>& moments, const std::string& name) {
         for (const gpu::MomentRef& moment : moments) {
             begins[moment.data] = name;
-            if (moment.max) begins[moment.max] = "moment scalings";
-            if (moment.k) begins[moment.k] = "moment scalings";
+            if (moment.max) begins[moment.max] = "max and k of moments";
+            if (moment.k) begins[moment.k] = "max and k of moments";
         }
     };
     name_moments(m.first_moments, "first moments");

@@ -15,7 +15,7 @@
 //
 //   contract   a code becomes a number             sign(y) max (|y| / 448)^(1/k), y its value in E4M3
 //   update     AdamW changes m, v and the weight
-//   scaling    of a moment group's new moments     max, the largest magnitude, and k (equation 4)
+//   max and k  of a moment group's new moments     max, the largest magnitude, and k (equation 4)
 //   expand     a number becomes a code             sign(x) 448 (|x| / max)^k, rounded to E4M3
 //
 // What is stored. All but the gradient is read and written, so these are 14.25 bytes a parameter:
@@ -24,15 +24,15 @@
 //   s.remainder[i]               what the weight lacks of its FP32 master   2
 //   s.gradient[i]                BF16                                       2
 //   s.m.codes[i], s.v.codes[i]   E4M3                                       1 each
-//   s.m.scaling(span), s.v...    max and k of m and of v, in FP32           16 for 128 parameters
+//   s.m.max_and_k(span), s.v...  max and k of m and of v, in FP32           16 for 128 parameters
 //
 // max and k of m and of v are the four fields of a span. A kernel's arguments have these types, which
 // adamw_data.h defines:
 //
 //   State s         n; weight, remainder and gradient; s.m and s.v, each a Moment
-//   Moment          codes, max and k. moment.scaling(span) reads max and k of a span, and
-//                   moment.set_scaling(span, scaling) stores them
-//   MomentScaling   max and k of one moment group
+//   Moment          codes, max and k. moment.max_and_k(span) reads max and k of a span, and
+//                   moment.set_max_and_k(span, max_and_k) stores them
+//   MaxAndK         max and k of one moment group
 //   Constants c     lr, beta1, beta2, eps and decay; one_minus_beta1 and one_minus_beta2;
 //                   bias_correction1, 1 - beta1^t; bias_correction2_sqrt, the root of 1 - beta2^t
 //
@@ -127,19 +127,19 @@ unsigned blocks_with(int64_t n, int64_t parameters_of_block) {
 // The equations. Later rungs have structs of their own, with the same functions.
 struct AsWritten {
     // sign max (|y| / FMAX)^(1/k).
-    static __device__ float contract(const MomentScaling& s, uint8_t code) {
+    static __device__ float contract(const MaxAndK& s, uint8_t code) {
         const float y = decode(code);
         if (y == 0) return 0.0f;
         return copysignf(s.max * powf(fabsf(y) / FMAX, 1 / s.k), y);
     }
     // sign FMAX (|x| / max)^k.
-    static __device__ uint8_t expand(const MomentScaling& s, float x) {
+    static __device__ uint8_t expand(const MaxAndK& s, float x) {
         if (x == 0) return 0;
         return encode(copysignf(FMAX * powf(fabsf(x) / s.max, s.k), x));
     }
     // Equation 4: k = log(FMAX / FMIN) / log(max / min), rounded to a multiple of 1/256 from 1/16 to 64.
     // min_magnitude is the smallest magnitude that is not 0.
-    static __device__ MomentScaling scaling(float max_magnitude, float min_magnitude) {
+    static __device__ MaxAndK max_and_k(float max_magnitude, float min_magnitude) {
         if (max_magnitude == 0) return {max_magnitude, 1.0f};
         const float log_ratio = log2f(max_magnitude) - log2f(min_magnitude);
         if (!(log_ratio * 64.0f > LOG2_RANGE)) return {max_magnitude, 64.0f};  // also if log_ratio is 0
@@ -172,15 +172,15 @@ __device__ float extreme_of_block(float x, bool largest) {
 __device__ void store_moment(const Moment& moment, int64_t i, int64_t span, float x) {
     const float max_magnitude = extreme_of_block(fabsf(x), true);
     const float min_magnitude = extreme_of_block(x == 0 ? INFINITY : fabsf(x), false);
-    const MomentScaling s = AsWritten::scaling(max_magnitude, min_magnitude);
+    const MaxAndK s = AsWritten::max_and_k(max_magnitude, min_magnitude);
     moment.codes[i] = AsWritten::expand(s, x);
-    if (threadIdx.x == 0) moment.set_scaling(span, s);
+    if (threadIdx.x == 0) moment.set_max_and_k(span, s);
 }
 __global__ void rung1(State s, Constants c) {
     const int64_t span = blockIdx.x;
     const int64_t i = span * SPAN + threadIdx.x;
-    float m = AsWritten::contract(s.m.scaling(span), s.m.codes[i]);
-    float v = AsWritten::contract(s.v.scaling(span), s.v.codes[i]);
+    float m = AsWritten::contract(s.m.max_and_k(span), s.m.codes[i]);
+    float v = AsWritten::contract(s.v.max_and_k(span), s.v.codes[i]);
     float w = master_of(s.weight[i], s.remainder[i]);
     __syncthreads();  // all threads have read the fields, which thread 0 will overwrite
     AsWritten::update(c, __bfloat162float(s.gradient[i]), m, v, w);
@@ -213,8 +213,8 @@ void launch_rung1(const State& s, const Constants& c) { rung1<<<blocks_with(s.n,
 //
 // Predict: the time. Does it matter now how many bytes a load has?
 
-// The scaling (max and k) of a moment group, of which each lane of the warp has four elements: all get it.
-template <class Arithmetic> __device__ MomentScaling scaling_of_warp(const float (&x)[4]) {
+// max and k of a moment group, of which each lane of the warp has four elements: all get it.
+template <class Arithmetic> __device__ MaxAndK max_and_k_of_warp(const float (&x)[4]) {
     uint32_t top = 0, smallest_bits_minus_1 = 0xFFFFFFFFu;
     for (float value : x) {
         const uint32_t bits = __float_as_uint(fabsf(value));
@@ -226,15 +226,15 @@ template <class Arithmetic> __device__ MomentScaling scaling_of_warp(const float
         smallest_bits_minus_1 =
             min(smallest_bits_minus_1, __shfl_xor_sync(ALL_LANES, smallest_bits_minus_1, lanes));
     }
-    return Arithmetic::scaling(__uint_as_float(top), __uint_as_float(smallest_bits_minus_1 + 1));
+    return Arithmetic::max_and_k(__uint_as_float(top), __uint_as_float(smallest_bits_minus_1 + 1));
 }
 
 template <class Arithmetic> __global__ void rungs2_and_3(State s, Constants c) {
     const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
     if (i >= s.n) return;  // with all the lanes of its span
     const int64_t span = i / SPAN;
-    const MomentScaling old_m = s.m.scaling(span);
-    const MomentScaling old_v = s.v.scaling(span);
+    const MaxAndK old_m = s.m.max_and_k(span);
+    const MaxAndK old_v = s.v.max_and_k(span);
     // Four elements of 2 bytes are loaded as one uint2 (two words of 32 bits), four codes as one word.
     uint2 weights = *reinterpret_cast<const uint2*>(s.weight + i);
     uint2 remainders = *reinterpret_cast<const uint2*>(s.remainder + i);
@@ -255,8 +255,8 @@ template <class Arithmetic> __global__ void rungs2_and_3(State s, Constants c) {
         weight[j] = weight_of(w);
         remainder[j] = remainder_of(w);
     }
-    const MomentScaling new_m = scaling_of_warp<Arithmetic>(m);
-    const MomentScaling new_v = scaling_of_warp<Arithmetic>(v);
+    const MaxAndK new_m = max_and_k_of_warp<Arithmetic>(m);
+    const MaxAndK new_v = max_and_k_of_warp<Arithmetic>(v);
     for (int j = 0; j < 4; j++) codes_m[j] = Arithmetic::expand(new_m, m[j]);
     for (int j = 0; j < 4; j++) codes_v[j] = Arithmetic::expand(new_v, v[j]);
     *reinterpret_cast<uint2*>(s.weight + i) = weights;
@@ -264,8 +264,8 @@ template <class Arithmetic> __global__ void rungs2_and_3(State s, Constants c) {
     *reinterpret_cast<uint32_t*>(s.m.codes + i) = words_m;
     *reinterpret_cast<uint32_t*>(s.v.codes + i) = words_v;
     if (i % SPAN != 0) return;  // the span's first lane stores the fields
-    s.m.set_scaling(span, new_m);
-    s.v.set_scaling(span, new_v);
+    s.m.set_max_and_k(span, new_m);
+    s.v.set_max_and_k(span, new_v);
 }
 void launch_rung2(const State& s, const Constants& c) {
     rungs2_and_3<AsWritten><<<blocks_with(s.n, 4 * THREADS), THREADS>>>(s, c);
@@ -299,14 +299,14 @@ void launch_rung2(const State& s, const Constants& c) {
 // log2f, which consists of multiplications and additions.
 //
 // Predict: how many times faster does it become?
-struct SpecialFunctions : AsWritten {  // scaling() and update() are those of AsWritten
+struct SpecialFunctions : AsWritten {  // max_and_k() and update() are those of AsWritten
     static __device__ float power(float x, float y) { return fast_exp2(y * fast_log2(x)); }
-    static __device__ float contract(const MomentScaling& s, uint8_t code) {
+    static __device__ float contract(const MaxAndK& s, uint8_t code) {
         const float y = decode(code);
         if (y == 0) return 0.0f;
         return copysignf(s.max * power(fabsf(y) / FMAX, 1 / s.k), y);
     }
-    static __device__ uint8_t expand(const MomentScaling& s, float x) {
+    static __device__ uint8_t expand(const MaxAndK& s, float x) {
         if (x == 0) return 0;
         return encode(copysignf(FMAX * power(fabsf(x) / s.max, s.k), x));
     }
@@ -325,7 +325,7 @@ void launch_rung3(const State& s, const Constants& c) {
 //   uint2 weights, ..., uint32_t words_v               Elements<N> e: Neighbours<uint16_t, N> weight, ..., v
 //   the five loads; the four stores                    Elements<N>::load(s, i); e.store(s, i)
 //   contract(old_m, codes_m[j]) for each j             contract(old.m, e.m, m): all N at once
-//   scaling_of_warp: 32 lanes have a span              scaling_of_span: SPAN / N lanes have one
+//   max_and_k_of_warp: 32 lanes have a span            max_and_k_of_span: SPAN / N lanes have one
 //   what stands between the loads and the stores       update_elements(arithmetic, c, old, e)
 //   the kernel around it                               rungs4_to_6
 //
@@ -351,13 +351,13 @@ template <int N> struct Elements {  // of one lane, as they are stored
         v.store(s.v.codes + i);
     }
 };
-struct ScalingOfBoth {  // of a span
-    MomentScaling m, v;
+struct MaxAndKOfBoth {  // of a span
+    MaxAndK m, v;
 };
 
-// The scaling of a moment group whose elements LANES neighbouring lanes have, N each: all of them get it.
-// With LANES = 32 and N = 4 it is scaling_of_warp.
-template <class Arithmetic, int LANES, int N> __device__ MomentScaling scaling_of_span(const float (&x)[N]) {
+// max and k of a moment group whose elements LANES neighbouring lanes have, N each: all of them get it.
+// With LANES = 32 and N = 4 it is max_and_k_of_warp.
+template <class Arithmetic, int LANES, int N> __device__ MaxAndK max_and_k_of_span(const float (&x)[N]) {
     uint32_t top = 0, smallest_bits_minus_1 = 0xFFFFFFFFu;
     for (float value : x) {
         const uint32_t bits = __float_as_uint(fabsf(value));
@@ -369,14 +369,14 @@ template <class Arithmetic, int LANES, int N> __device__ MomentScaling scaling_o
         smallest_bits_minus_1 =
             min(smallest_bits_minus_1, __shfl_xor_sync(ALL_LANES, smallest_bits_minus_1, lanes));
     }
-    return Arithmetic::scaling(__uint_as_float(top), __uint_as_float(smallest_bits_minus_1 + 1));
+    return Arithmetic::max_and_k(__uint_as_float(top), __uint_as_float(smallest_bits_minus_1 + 1));
 }
 
 // The step for the N elements that this lane has of a span: they are updated in place, and the span's new
 // fields are returned. All lanes of the warp call it.
 template <class Arithmetic, int N>
-__device__ ScalingOfBoth update_elements(const Arithmetic& arithmetic, const Constants& c,
-                                         const ScalingOfBoth& old, Elements<N>& e) {
+__device__ MaxAndKOfBoth update_elements(const Arithmetic& arithmetic, const Constants& c,
+                                         const MaxAndKOfBoth& old, Elements<N>& e) {
     float m[N], v[N];
     arithmetic.contract(old.m, e.m, m);
     arithmetic.contract(old.v, e.v, v);
@@ -387,7 +387,7 @@ __device__ ScalingOfBoth update_elements(const Arithmetic& arithmetic, const Con
         e.remainder[j] = remainder_of(w);
     }
     constexpr int LANES = SPAN / N;
-    const ScalingOfBoth now{scaling_of_span<Arithmetic, LANES>(m), scaling_of_span<Arithmetic, LANES>(v)};
+    const MaxAndKOfBoth now{max_and_k_of_span<Arithmetic, LANES>(m), max_and_k_of_span<Arithmetic, LANES>(v)};
     e.m = arithmetic.expand(now.m, m);
     e.v = arithmetic.expand(now.v, v);
     return now;
@@ -399,13 +399,13 @@ template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constant
     const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
     if (i >= s.n) return;  // with all the lanes of its span
     const int64_t span = i / SPAN;
-    const ScalingOfBoth old{s.m.scaling(span), s.v.scaling(span)};
+    const MaxAndKOfBoth old{s.m.max_and_k(span), s.v.max_and_k(span)};
     Elements<N> e = Elements<N>::load(s, i);
-    const ScalingOfBoth now = update_elements(arithmetic, c, old, e);
+    const MaxAndKOfBoth now = update_elements(arithmetic, c, old, e);
     e.store(s, i);
     if (i % SPAN != 0) return;  // the span's first lane stores the fields
-    s.m.set_scaling(span, now.m);
-    s.v.set_scaling(span, now.v);
+    s.m.set_max_and_k(span, now.m);
+    s.v.set_max_and_k(span, now.v);
 }
 
 // ===========================================================================================================
@@ -452,7 +452,7 @@ template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constant
 // fast_log2_of_normal make it 0, or where max is below 2^-100, which takes its place. For these cases the
 // kernel that trains has a second, careful path; the rungs have none.
 struct Reciprocals {
-    static __device__ MomentScaling scaling(float max_magnitude, float min_magnitude) {
+    static __device__ MaxAndK max_and_k(float max_magnitude, float min_magnitude) {
         const float log_ratio = fmaxf(fast_log2(max_magnitude) - fast_log2(min_magnitude), 0.0f);
         const float k = rintf(256.0f * LOG2_RANGE * fast_reciprocal(log_ratio)) * (1 / 256.0f);
         const float within_limits = fminf(fmaxf(k, 1 / 16.0f), 64.0f);
@@ -465,7 +465,7 @@ struct Reciprocals {
         w -= c.lr * (step + c.decay * w);
     }
     template <int N>
-    __device__ void contract(const MomentScaling& s, const Neighbours<uint8_t, N>& codes,
+    __device__ void contract(const MaxAndK& s, const Neighbours<uint8_t, N>& codes,
                              float (&x)[N]) const {
         const float inverse_k = fast_reciprocal(s.k);
         for (int j = 0; j < N; j++) {
@@ -475,7 +475,7 @@ struct Reciprocals {
         }
     }
     template <int N>
-    __device__ Neighbours<uint8_t, N> expand(const MomentScaling& s, const float (&x)[N]) const {
+    __device__ Neighbours<uint8_t, N> expand(const MaxAndK& s, const float (&x)[N]) const {
         const float inverse_max = fast_reciprocal(fmaxf(s.max, 0x1p-100f));
         Neighbours<uint8_t, N> codes;
         for (int j = 0; j < N; j++) {
@@ -547,7 +547,7 @@ struct Table : Reciprocals {
         logarithms = table;
     }
     template <int N>
-    __device__ void contract(const MomentScaling& s, const Neighbours<uint8_t, N>& codes,
+    __device__ void contract(const MaxAndK& s, const Neighbours<uint8_t, N>& codes,
                              float (&x)[N]) const {
         const float inverse_k = fast_reciprocal(s.k);
         for (int j = 0; j < N; j++) {
@@ -598,24 +598,24 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
     auto load = [&](int64_t span) {
         return Elements<CHUNK>::load(s, inside(span) * SPAN + lane_of_span * CHUNK);
     };
-    auto load_scaling = [&](int64_t span) -> ScalingOfBoth {
-        return {s.m.scaling(inside(span)), s.v.scaling(inside(span))};
+    auto load_max_and_k = [&](int64_t span) -> MaxAndKOfBoth {
+        return {s.m.max_and_k(inside(span)), s.v.max_and_k(inside(span))};
     };
 
     int64_t span = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 16;
     Elements<CHUNK> next = load(span);
-    ScalingOfBoth next_scaling = load_scaling(span);
+    MaxAndKOfBoth next_max_and_k = load_max_and_k(span);
     for (; span - half < spans; span += halves) {  // both halves of a warp, or none
         Elements<CHUNK> e = next;
-        const ScalingOfBoth old = next_scaling;
+        const MaxAndKOfBoth old = next_max_and_k;
         next = load(span + halves);
-        next_scaling = load_scaling(span + halves);
-        const ScalingOfBoth now = update_elements(arithmetic, c, old, e);
+        next_max_and_k = load_max_and_k(span + halves);
+        const MaxAndKOfBoth now = update_elements(arithmetic, c, old, e);
         if (span >= spans) continue;
         e.store(s, span * SPAN + lane_of_span * CHUNK);
         if (lane_of_span != 0) continue;
-        s.m.set_scaling(span, now.m);
-        s.v.set_scaling(span, now.v);
+        s.m.set_max_and_k(span, now.m);
+        s.v.set_max_and_k(span, now.v);
     }
 }
 // Blocks that run at once.
@@ -672,17 +672,17 @@ struct FieldOfLane {
         const Moment moment = is_of_v ? s.v : s.m;
         in_memory = is_k ? moment.k : moment.max;
     }
-    __device__ float among(const ScalingOfBoth& both) const {
-        const MomentScaling scaling = is_of_v ? both.v : both.m;
-        return is_k ? scaling.k : scaling.max;
+    __device__ float among(const MaxAndKOfBoth& both) const {
+        const MaxAndK max_and_k = is_of_v ? both.v : both.m;
+        return is_k ? max_and_k.k : max_and_k.max;
     }
 };
 
 // The fields of the span that this half of the warp has of a pair, from the lanes that keep them.
-__device__ ScalingOfBoth scaling_of_pair(float kept, int pair) {
+__device__ MaxAndKOfBoth max_and_k_of_pair(float kept, int pair) {
     auto field_of_span = [&](int field) { return __shfl_sync(ALL_LANES, kept, pair * 4 + field, 16); };
-    const MomentScaling m{field_of_span(0), field_of_span(1)};
-    const MomentScaling v{field_of_span(2), field_of_span(3)};
+    const MaxAndK m{field_of_span(0), field_of_span(1)};
+    const MaxAndK v{field_of_span(2), field_of_span(3)};
     return {m, v};
 }
 
@@ -710,7 +710,7 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung8(State s, Constants c) 
             const int64_t span = bundle + 2 * pair + half;
             Elements<CHUNK> e = next;
             next = load(pair + 1 < PAIRS ? span + 2 : next_bundle + half);
-            const ScalingOfBoth now = update_elements(arithmetic, c, scaling_of_pair(old_kept, pair), e);
+            const MaxAndKOfBoth now = update_elements(arithmetic, c, max_and_k_of_pair(old_kept, pair), e);
             if (pair == mine.pair) new_kept = mine.among(now);
             if (span < spans) e.store(s, span * SPAN + lane_of_span * CHUNK);
         }

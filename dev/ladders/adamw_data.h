@@ -10,15 +10,15 @@ namespace ladder {
 
 constexpr int SPAN = MOMENT_GROUP_SIZE;  // the parameters of a span: 128
 
-struct MomentScaling {  // of a moment group: two of the four fields of a span
+struct MaxAndK {  // of a moment group: two of the four fields of a span
     float max, k;
 };
 struct Moment {
     uint8_t* codes;  // (n)
     float* max;      // (n / 128)
     float* k;        // (n / 128)
-    __device__ MomentScaling scaling(int64_t span) const { return {max[span], k[span]}; }
-    __device__ void set_scaling(int64_t span, const MomentScaling& s) const {
+    __device__ MaxAndK max_and_k(int64_t span) const { return {max[span], k[span]}; }
+    __device__ void set_max_and_k(int64_t span, const MaxAndK& s) const {
         max[span] = s.max;
         k[span] = s.k;
     }

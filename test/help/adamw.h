@@ -39,7 +39,7 @@ inline Floats load(const Moment& m) {
 }
 inline Doubles load_exactly(const Moment& m) {
     Doubles x = doubles(load(m));
-    if (!moments_need_scaling(m.format)) return x;
+    if (!has_moment_groups(m.format)) return x;
     const double fmax = format_info(m.format).fmax;
     for (const MomentGroup& g : moment_groups(m))
         for (int64_t i = g.first; i < g.last; i++) {
@@ -314,7 +314,7 @@ struct MomentCheck {
 
     // keep_positive: what is above zero stays above zero.
     void check(bool keep_positive) const {
-        if (!moments_need_scaling(got.format)) {
+        if (!has_moment_groups(got.format)) {
             check_as_float(load(got), exact, in_float, MOMENT_GROUP_SIZE, got.format, terms);
             return;
         }

@@ -43,7 +43,7 @@ static bool is_expanded_value(Format f, double exact, double got, double max, do
 // whole tensor has one scale (fp8lm) may a positive second moment become 0.
 static void check_moment(Format f, bool expansion, bool one_moment_group, bool second, const Floats& x) {
     const int64_t n = int64_t(x.size()), size = one_moment_group ? n : MOMENT_GROUP_SIZE;
-    const bool scaled = moments_need_scaling(f), expands = expansion && is_fp8(f);
+    const bool scaled = has_moment_groups(f), expands = expansion && is_fp8(f);
     const bool positive = second && !one_moment_group;
     Moment moment;
     moment.init({.name = "",
