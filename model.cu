@@ -10,7 +10,8 @@
 //   GpuModel::step()
 //     begin_step_or_evaluation()          clears what the last step has found out
 //     run_micro_batch()                   for each micro-batch of the step
-//       Network::forward_and_backward()
+//       Network::begin_micro_batch()      copies tokens and targets to the GPU
+//       forward_and_backward()
 //         forward()
 //           embed_and_save()              the embedding, where the residual stream begins
 //           for each layer:
@@ -21,13 +22,14 @@
 //           mlp_half_backward()           the gradients of mlp_half_forward(), in opposite order
 //           attention_half_backward()     those of attention_half_forward(), in opposite order
 //       add_embedding_gradients()         from the gradient of the residual stream
-//     Network::write_loss_or_nan()        after each micro-batch: NaN, if FP8 codes hide infinity or NaN
+//     Network::check_amaxes()             after each micro-batch: whether FP8 codes hide infinity or NaN
 //     update_parameters()                 AdamW: ParameterState::update() (gpu/parameter_state.cpp)
 //     fetch_result()                      the loss and the norm of the gradients
 //
 // For example, these are the kernels that mlp_half_forward() launches in coat. There are N tokens; C is the
 // hidden size, and F the width of gate and of up. The amax of norm 2's output was found by the residual sum
-// in the attention half; those of the weights were found by the last update.
+// in the attention half. Those of the weights were found by the last update (in the first step, by the
+// initialization).
 //
 //   kernel                        reads                          writes
 //   quantize_operand()            norm 2's input (N, C), groups  codes of norm 2's output
@@ -45,10 +47,10 @@
 // The quantizers are in coat.cu, residual_add() is in gpu/norm.cu, and a GEMM is a call of cuBLASLt
 // (gpu/gemm.cpp). A linear layer, gpu/linear.cpp, calls the quantizers and the GEMM.
 //
-// The rest of this file is to be read when you know these files, from top to bottom: first rules of memory
-// and structs, then the classes. In each class the functions of the list above stand in its order, with those
-// that they call between them. What can wait is at the end of the class: what other models and recipes need,
-// evaluations, prompts and reports.
+// Read the rest of this file when you have read the files above it in the table of README.md. First come
+// rules of memory and structs, then the classes. In each class the functions of the list above stand in its
+// order, with those that they call between them. What can wait is at the end of the class: what other models
+// and recipes need, evaluations, prompts and reports.
 #include "coat.h"
 #include "gpu/attention.h"
 #include "gpu/column_sums.h"
@@ -71,10 +73,12 @@ using namespace gpu;
 //
 //   1. Memory is one allocation, the arena, which is a stack. (Its map is in gpu/memory_map.h.) What lasts
 //      for the run is allocated at the beginning. What a step needs besides is allocated where it is used,
-//      and given back when the Arena::Scope around it ends. A Scope with the name until_x holds what is
-//      needed until x is computed; where that is in the middle of a function, end() ends it. What must
-//      outlive a Scope is allocated before the Scope begins. A function whose name begins with allocate_ or
-//      make_ takes the memory of its result from the Scope of its caller.
+//      and given back when the Arena::Scope around it ends. mlp_half_backward() is an example of the rest:
+//        - A Scope with the name until_x holds what is needed until x is computed. If that is in the middle
+//          of a function, end() ends the Scope there: until_dgate_up.
+//        - What must outlive a Scope is allocated before the Scope begins: dgate_up_operand.
+//        - A function whose name begins with allocate_ or make_ may take memory for its result. This memory
+//          belongs to the Scope of the caller: make_dact().
 //   2. saved_per_layer() in common/architecture.h lists what is saved for backward. Outputs of norms and of
 //      activation functions are not saved, and exist only as operands of GEMMs. A LazyTensor (gpu/tensors.h)
 //      says what such an output is computed from. The kernel that makes the operand computes it.
@@ -82,8 +86,8 @@ using namespace gpu;
 //      the order of a step. "-" means that the place is not touched:
 //
 //        place                 forward             head                  backward, layer by layer
-//        memory_.residual_end  the input of the    the gradient of       the gradient of the residual stream
-//                              final norm          this input
+//        final_norm_input()    the input of the    the gradient of       the gradient of the residual stream:
+//                              final norm          this input            dresidual()
 //        gate and up of a      gate and up         -                     the operand of dgate_up, if
 //        layer                                                           dgate_up_in_place_; then dqkv, if
 //                                                                        dqkv_in_place_
@@ -102,15 +106,21 @@ struct Layer {
     std::vector<TensorRef> saved_tensors;
 };
 
-// A norm of the residual stream.
+// A norm of the residual stream, between two linear layers.
 struct ResidualNorm {
     Norm norm;            // as kernels are given it; norm.in is the norm's saved input
     size_t weight_index;  // the index of the norm's weight in ParameterState::params
+    // The linear layer whose output was added to the residual stream last. In backward it reads the gradient
+    // that this norm computes. Null for the first norm 1: the embedding comes before it.
+    LinearLayer* linear_before;
     // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
-    LinearLayer* reader;
+    LinearLayer* linear_after;
 
     bool saves_groups() const { return norm.in.format.is_fp8(); }
-    float* place_for_output_amax() const { return reader ? reader->place_for_x_amax() : nullptr; }
+    float* place_for_output_amax() const { return linear_after ? linear_after->place_for_x_amax() : nullptr; }
+    float* place_for_dresidual_amax() const {
+        return linear_before ? linear_before->place_for_g_amax() : nullptr;
+    }
 };
 
 // The residual stream (N, C) in forward. In coat each residual sum is stored twice: in groups, as the saved
@@ -118,7 +128,8 @@ struct ResidualNorm {
 // sum, the input of the final norm, is stored once, in BF16. (Recipes that save no groups store each sum
 // once, as the saved input of that norm. They have no buffer.)
 struct ResidualStream {
-    TensorRef buffer;  // (N, C), or no tensor
+    TensorRef buffer;   // or no tensor
+    TensorRef current;  // the last sum, in the compute format: the buffer, or the input of the next norm
 
     // Where a residual sum is stored that the norm `next` is to read.
     ResidualSumOutputs outputs_for(const ResidualNorm& next) const {
@@ -126,12 +137,11 @@ struct ResidualStream {
                 .next_norm = next.norm,
                 .norm_output_amax_to_raise = next.place_for_output_amax()};
     }
-    // The stream before the norm n, in the compute format.
-    TensorRef before(const ResidualNorm& n) const { return n.saves_groups() ? buffer : n.norm.in; }
+    // To be called after such a sum.
+    void advance_to(const ResidualNorm& next) { current = next.saves_groups() ? buffer : next.norm.in; }
 };
 
-// B sequences of T tokens: a micro-batch of a step or of an evaluation, or a prompt. Every function that
-// depends on these numbers is given the MicroBatch.
+// B sequences of T tokens: a micro-batch of a step or of an evaluation, or a prompt.
 struct MicroBatch {
     int64_t B, T;
     int64_t N = B * T;  // tokens
@@ -142,8 +152,8 @@ struct MicroBatch {
     // (With several ranks they always overwrite: backward writes to a buffer, from which the gradients are
     // sent, and the sums of the step lie elsewhere.)
     bool overwrites_gradients = true;
-    // The settings of the update, if finish_bucket() does it (--gradients none). Otherwise null.
-    const AdamWOptions* options_of_update_in_backward = nullptr;
+    // The settings of the update, if finish_bucket() does it (--gradients none).
+    std::optional<AdamWOptions> update_in_backward = std::nullopt;
 };
 
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
@@ -151,9 +161,9 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 // ===========================================================================================================
 // 1. Forward and backward of a micro-batch
 //
-// GpuModel, below, calls forward_and_backward(), add_embedding_gradients() and write_loss_or_nan(); and for
-// evaluations forward() and the functions at the end of the class. All functions are public, so that they can
-// stand in the order of a step.
+// GpuModel, below, calls begin_micro_batch(), forward_and_backward(), add_embedding_gradients() and
+// check_amaxes(); and for evaluations forward() and the functions at the end of the class. All functions are
+// public, so that they can stand in the order of a step.
 
 class Network {
     // Each member may use the members above it.
@@ -163,15 +173,16 @@ class Network {
     const Recipe& recipe_ = settings_.recipe;
     const cudaStream_t stream_ = context_.stream;
     Arena& arena_ = context_.arena;
-    const MemoryMap& memory_;          // where everything is that lasts for the run
-    ScaleTable& scale_table_;          // the amaxes and scales of operands
-    ParameterState& parameter_state_;  // weights, gradients, moments of this rank
+    const MemoryMap& memory_;  // where everything is that lasts for the run
+    ScaleTable& scale_table_;
+    ParameterState& parameter_state_;
     // The interface to the other GPUs. With one GPU its functions do nothing, or return what this GPU has:
     // see the class Unsharded in gpu/sharding.h.
     Sharding& sharding_;
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
-    SharedByLinearLayers shared_by_linear_layers_;  // what the linear layers share
+    SharedByLinearLayers shared_by_linear_layers_;
     std::vector<Layer> layers_;
+    MicroBatch micro_batch_{.B = 0, .T = 0};  // what is computed now: see begin_micro_batch()
 
     // Weights, as indices into ParameterState::params. A tied head has the index of the embedding.
     const size_t embedding_index_ = parameter_state_.index("embedding");
@@ -187,12 +198,11 @@ class Network {
 
     // Two tensors of backward may take the place of a layer's saved gate and up (rule 3 above).
     //
-    // dgate_up_in_place_: whether the row-major elements of dgate_up do: in coat, bf16 and fp32. Two
-    // conditions must hold:
-    //   - Elements have as many bytes in both, so that the kernel may write over its input.
-    //   - dgate_up has one scale per tensor, or none. Scales of rows or blocks would lie right after the
-    //     codes (gpu/linear.cpp). There they would overwrite the scales of the groups of gate and up, which
-    //     the kernel still reads.
+    // dgate_up_in_place_: whether the row-major elements of dgate_up do. They can if an element has as many
+    // bytes as one of gate and up: then the kernel may write over its input. In coat both are FP8 codes; in
+    // bf16 and fp32 both are values. (In coat it is false where a GPU has no FP8 GEMMs. The second condition
+    // decides in no recipe of the table. It is for groups of gate and up beside scales of rows or blocks,
+    // which lie right after the codes, where they would overwrite the scales of the groups.)
     const bool dgate_up_in_place_ = format_info(shared_by_linear_layers_.formats.g.element_format).bytes ==
                                         format_info(recipe_.saved_inputs.element_format).bytes &&
                                     shared_by_linear_layers_.formats.g.granularity == PER_TENSOR;
@@ -271,24 +281,21 @@ public:
     }
 
     // What a layer has saved, or is to save: the rows of this micro-batch.
-    TensorRef saved_tensor(const MicroBatch& micro_batch, const Layer& layer, SavedKind kind) const {
+    TensorRef saved_tensor(const Layer& layer, SavedKind kind) const {
         TensorRef tensor = layer.saved_tensors[static_cast<size_t>(kind)];
-        tensor.rows = micro_batch.N;
+        tensor.rows = micro_batch_.N;
         return tensor;
     }
 
-    // The buffer memory_.residual_end (N, C) has two tensors, one after the other:
-    //   - in forward the residual stream after the last layer, which is the input of the final norm
-    //   - in backward the gradient of the residual stream, which begins when the backward pass of the final
-    //     norm overwrites this input
-    TensorRef final_norm_input(const MicroBatch& micro_batch) const {
-        return tensor_at(memory_.residual_end, micro_batch.N, config_.C);
+    // The residual stream (N, C) after the last layer. In backward its gradient takes its place, and stays
+    // there while it becomes the gradient of the stream before the last layer, before the one before, ...:
+    // the backward pass of the final norm overwrites its input.
+    TensorRef final_norm_input() const {
+        return tensor_at(memory_.final_norm_input_or_dresidual, micro_batch_.N, config_.C);
     }
-    TensorRef dresidual(const MicroBatch& micro_batch) const {
-        return tensor_at(memory_.residual_end, micro_batch.N, config_.C);
-    }
+    TensorRef dresidual() const { return final_norm_input(); }
 
-    // The norms of the residual stream, with their inputs.
+    // The norms of the residual stream, with their inputs. norm1_of(l) and norm2_of(l) are those of layer l.
     Norm norm_args(size_t weight_index, const TensorRef& in) const {
         const std::optional<size_t> bias_index = parameter_state_.bias_index(weight_index);
         return {.in = in,
@@ -298,36 +305,49 @@ public:
                 .rms = config_.arch.rms,
                 .eps = config_.norm_eps};
     }
-    ResidualNorm norm1_of(const MicroBatch& micro_batch, Layer& layer) const {
-        return {.norm = norm_args(layer.norm1_weight_index,
-                                  saved_tensor(micro_batch, layer, SavedKind::Norm1Input)),
+    ResidualNorm norm1_of(int64_t l) {
+        Layer& layer = layers_[l];
+        return {.norm = norm_args(layer.norm1_weight_index, saved_tensor(layer, SavedKind::Norm1Input)),
                 .weight_index = layer.norm1_weight_index,
-                .reader = &layer.qkv_proj};
+                .linear_before = l > 0 ? &layers_[l - 1].down_proj : nullptr,
+                .linear_after = &layer.qkv_proj};
     }
-    ResidualNorm norm2_of(const MicroBatch& micro_batch, Layer& layer) const {
-        return {.norm = norm_args(layer.norm2_weight_index,
-                                  saved_tensor(micro_batch, layer, SavedKind::Norm2Input)),
+    ResidualNorm norm2_of(int64_t l) {
+        Layer& layer = layers_[l];
+        return {.norm = norm_args(layer.norm2_weight_index, saved_tensor(layer, SavedKind::Norm2Input)),
                 .weight_index = layer.norm2_weight_index,
-                .reader = &layer.gate_up_proj};
+                .linear_before = &layer.attention_out_proj,
+                .linear_after = &layer.gate_up_proj};
     }
-    ResidualNorm final_norm(const MicroBatch& micro_batch) const {
-        return {.norm = norm_args(final_norm_weight_index_, final_norm_input(micro_batch)),
+    ResidualNorm final_norm() {
+        return {.norm = norm_args(final_norm_weight_index_, final_norm_input()),
                 .weight_index = final_norm_weight_index_,
-                .reader = nullptr};
+                .linear_before = &layers_.back().down_proj,
+                .linear_after = nullptr};
     }
+    // The norm that reads the residual stream after layer l.
+    ResidualNorm norm_after_layer(int64_t l) { return l + 1 < config_.L ? norm1_of(l + 1) : final_norm(); }
 
     // -------------------------------------------------------------------------------------------------------
     // A micro-batch
 
+    // What follows is computed of this micro-batch. Copies its tokens and targets (B, T) to the GPU, as soon
+    // as the micro-batch before has run. targets: null for a prompt.
+    void begin_micro_batch(const MicroBatch& micro_batch, const int32_t* tokens, const int32_t* targets) {
+        micro_batch_ = micro_batch;
+        const int64_t bytes = micro_batch.N * INT32_BYTES;
+        context_.wait_then_start_copy_to_gpu(memory_.tokens, tokens, bytes);
+        if (targets) context_.wait_then_start_copy_to_gpu(memory_.targets, targets, bytes);
+    }
+
     // Adds the losses to memory_.outcome()->loss, and computes all gradients but those that follow in
     // add_embedding_gradients().
-    void forward_and_backward(const MicroBatch& micro_batch) {
-        forward(micro_batch);
-        head_forward_and_backward(micro_batch);
+    void forward_and_backward() {
+        forward();
+        head_forward_and_backward();
         for (int64_t l = config_.L - 1; l >= 0; l--) {
-            mlp_half_backward(micro_batch, layers_[l]);
-            attention_half_backward(micro_batch, layers_[l],
-                                    l > 0 ? layers_[l - 1].down_proj.place_for_g_amax() : nullptr);
+            mlp_half_backward(l);
+            attention_half_backward(l);
         }
     }
 
@@ -341,7 +361,7 @@ public:
     //   gate_up_proj.x        output of norm 2      add_branch_and_save() in attention_half_forward()
     //   down_proj.x           output of the         quantize_activation_input(), which saves gate and up in
     //                         activation            groups
-    //   each w                the weight            the last update
+    //   each w                the weight            the last update; in the first step, initialization
     //
     // That is the recipe coat. In other runs a pass of its own computes some amaxes,
     // compute_x_amax_if_needed():
@@ -350,81 +370,75 @@ public:
     // Delayed scaling (te) needs amaxes before the operands only while a history of amaxes is empty.
 
     // The embedding and all layers, up to the input of the final norm.
-    void forward(const MicroBatch& micro_batch) {
+    void forward() {
         const Arena::Scope scope(arena_);
         ResidualStream residual{};
-        if (recipe_.saved_inputs.is_fp8()) residual.buffer = allocate_tensor(micro_batch.N, config_.C);
+        if (recipe_.saved_inputs.is_fp8()) residual.buffer = allocate_tensor(micro_batch_.N, config_.C);
         // Each micro-batch has its own amaxes. (Delayed scaling: begin_delayed_scaling() clears them)
         if (!scale_table_.delayed()) scale_table_.clear_operand_amaxes();
-        embed_and_save(micro_batch, residual, norm1_of(micro_batch, layers_[0]));
+        embed_and_save(residual, norm1_of(0));
         for (int64_t l = 0; l < config_.L; l++) {
-            const bool last = l + 1 == config_.L;
-            attention_half_forward(micro_batch, layers_[l], residual);
-            mlp_half_forward(micro_batch, layers_[l], residual,
-                             last ? final_norm(micro_batch) : norm1_of(micro_batch, layers_[l + 1]));
+            attention_half_forward(l, residual);
+            mlp_half_forward(l, residual);
         }
     }
 
     // The embedding: a row of the weight for each token, and in GPT-2 a row for its position. The sum is
     // saved as the input of the first norm 1.
-    void embed_and_save(const MicroBatch& micro_batch, const ResidualStream& residual,
-                        const ResidualNorm& first_norm) {
+    void embed_and_save(ResidualStream& residual, const ResidualNorm& first_norm) {
         sharding_.gather_weights(Sharding::EMBEDDING_GATHER_UNIT, Direction::Forward);  // several ranks
         const TensorRef positions = rotary_ ? TensorRef{} : weight(parameter_state_.index("positions"));
-        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch.T,
+        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T,
               residual.outputs_for(first_norm), stream_);
+        residual.advance_to(first_norm);
         measure_norm_input_errors(residual, first_norm);  // for the quantization report only
     }
 
-    // The first half of a layer.
-    void attention_half_forward(const MicroBatch& micro_batch, Layer& layer, const ResidualStream& residual) {
+    // The first half of layer l.
+    void attention_half_forward(int64_t l, ResidualStream& residual) {
         const Arena::Scope scope(arena_);
-        const ResidualNorm norm1 = norm1_of(micro_batch, layer);
+        Layer& layer = layers_[l];
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). lazy_norm() computes nothing yet:
         // fprop() computes x while it makes the codes of x
-        const LazyTensor x = lazy_norm(norm1.norm);
-        const TensorRef qkv = allocate_buffer_if_in_groups(saved_tensor(micro_batch, layer, SavedKind::Qkv));
+        const LazyTensor x = lazy_norm(norm1_of(l).norm);
+        const TensorRef qkv = allocate_buffer_if_in_groups(saved_tensor(layer, SavedKind::Qkv));
         layer.qkv_proj.fprop(x, qkv);
         // attention with rotary positions -> (N, q_cols)
-        core_attention_forward(micro_batch, layer, qkv);
+        core_attention_forward(layer, qkv);
         // attention output projection: (N, q_cols) -> (N, C)
-        const TensorRef branch = allocate_tensor(micro_batch.N, config_.C);
-        const TensorRef attended = saved_tensor(micro_batch, layer, SavedKind::Attended);
+        const TensorRef branch = allocate_tensor(micro_batch_.N, config_.C);
+        const TensorRef attended = saved_tensor(layer, SavedKind::Attended);
         layer.attention_out_proj.fprop(lazy_stored(attended), branch);
         // residual sum, which saves the input of norm 2
-        add_branch_and_save(residual, norm1, branch, norm2_of(micro_batch, layer));
+        add_branch_and_save(residual, branch, norm2_of(l));
     }
     // Attention, causal, within each sequence of T tokens. Saves q, k and v, and the output of attention
     // (N, q_cols), whose amax it finds.
     //
     // qkv is the tensor that is saved. (Qwen3 and runs with --attention groups have a function of their own,
     // which can wait.)
-    void core_attention_forward(const MicroBatch& micro_batch, const Layer& layer, const TensorRef& qkv) {
+    void core_attention_forward(const Layer& layer, const TensorRef& qkv) {
         if (qk_norms_ || saves_attention_in_groups_)
-            return other_core_attention_forward(micro_batch, layer, qkv);
-        if (rotary_) rope(rope_args(micro_batch), qkv, /*inverse=*/false, /*amax_to_raise=*/nullptr, stream_);
-        attention_forward(attention_shape_args(micro_batch), qkv.data,
-                          saved_tensor(micro_batch, layer, SavedKind::Attended).data,
-                          saved_log_sum_exp(micro_batch, layer), layer.attention_out_proj.place_for_x_amax(),
-                          stream_);
+            return core_attention_forward_of_qwen3_or_groups(layer, qkv);
+        if (rotary_) rope(rope_args(), qkv, /*inverse=*/false, /*amax_to_raise=*/nullptr, stream_);
+        attention_forward(attention_shape_args(), qkv.data, saved_tensor(layer, SavedKind::Attended).data,
+                          saved_log_sum_exp(layer), layer.attention_out_proj.place_for_x_amax(), stream_);
     }
 
-    // The second half of a layer (table of its kernels: at the top of this file). next: the norm that reads
-    // the residual stream after this layer.
-    void mlp_half_forward(const MicroBatch& micro_batch, Layer& layer, const ResidualStream& residual,
-                          const ResidualNorm& next) {
+    // The second half of layer l (table of its kernels: at the top of this file).
+    void mlp_half_forward(int64_t l, ResidualStream& residual) {
         const Arena::Scope scope(arena_);
-        const ResidualNorm norm2 = norm2_of(micro_batch, layer);
-        const TensorRef gate_up = saved_tensor(micro_batch, layer, SavedKind::GateUp);
+        Layer& layer = layers_[l];
+        const TensorRef gate_up = saved_tensor(layer, SavedKind::GateUp);
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. Again fprop() computes x
-        const LazyTensor x = lazy_norm(norm2.norm);
+        const LazyTensor x = lazy_norm(norm2_of(l).norm);
         // Each branch of the `if` saves gate and up. It also finds the amax of down_proj's x, the output of
         // the activation, if down_proj needs this amax
         if (gate_up.format.is_fp8()) {
             // coat: the projection's output is the widest tensor of a layer. It exists only until its groups
             // are saved
             const Arena::Scope until_saved(arena_);
-            const TensorRef before_groups = allocate_tensor(micro_batch.N, gate_up.cols);
+            const TensorRef before_groups = allocate_tensor(micro_batch_.N, gate_up.cols);
             layer.gate_up_proj.fprop(x, before_groups);
             quantize_activation_input(gated_, before_groups, gate_up, layer.down_proj.place_for_x_amax(),
                                       context_.quant_stats_of(MeasuredTensor::ActivationInput), stream_);
@@ -434,36 +448,35 @@ public:
             layer.down_proj.compute_x_amax_if_needed(lazy_activation(gated_, gate_up));
         }
         // activation, which fprop() computes, and down projection: (N, F) -> (N, C)
-        const TensorRef branch = allocate_tensor(micro_batch.N, config_.C);
+        const TensorRef branch = allocate_tensor(micro_batch_.N, config_.C);
         layer.down_proj.fprop(lazy_activation(gated_, gate_up), branch);
         // residual sum, which saves the input of the next norm
-        add_branch_and_save(residual, norm2, branch, next);
+        add_branch_and_save(residual, branch, norm_after_layer(l));
     }
 
     // The residual sum at the end of half a layer: adds `branch` to the residual stream, and saves the sum as
-    // the input of the norm `next`. Also computes the amax of this norm's output. own_norm: the norm of this
-    // half, which has read the residual stream before.
-    void add_branch_and_save(const ResidualStream& residual, const ResidualNorm& own_norm,
-                             const TensorRef& branch, const ResidualNorm& next) {
-        residual_add(residual.before(own_norm), branch, residual.outputs_for(next), stream_);
+    // the input of the norm `next`. Also computes the amax of this norm's output.
+    void add_branch_and_save(ResidualStream& residual, const TensorRef& branch, const ResidualNorm& next) {
+        residual_add(residual.current, branch, residual.outputs_for(next), stream_);
+        residual.advance_to(next);
         measure_norm_input_errors(residual, next);
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // The gradients of a bucket (adamw.h): those parameters whose gradients backward completes at the same
-    // time. Whatever adds to the gradients of a bucket is launched between begin_bucket() and
-    // finish_bucket(). With one GPU begin_bucket() clears some gradients in the first micro-batch of a step,
-    // and finish_bucket() usually does nothing.
+    // Buckets. Backward completes the gradients of a linear layer, of its bias, and of the norm before it at
+    // the same time. They are a bucket (adamw.h). The final norm and an untied head are another; so are the
+    // embeddings. Every kernel that adds to the gradients of a bucket is launched between begin_bucket() and
+    // finish_bucket(), and the next bucket begins after that. With one GPU and kept gradients the two
+    // functions only clear the gradients of norms, biases and embeddings, in the first micro-batch of a step.
+    // (What else they do, for several GPUs, --gradients none and reports, can wait.)
 
-    // To be called before the first kernel that adds to the gradients of a bucket. (Only the GEMMs of the
-    // head run earlier: make_head_gradient_sum().)
-    void begin_bucket(const MicroBatch& micro_batch, int64_t bucket) {
-        sharding_.wait_for_gradient_buffer(bucket);
-        if (micro_batch.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
+    void begin_bucket(int64_t bucket) {
+        sharding_.wait_for_gradient_buffer(bucket);  // with one GPU this does nothing
+        if (micro_batch_.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
     }
     // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to gradients, so
-    // these gradients begin at zero. The gradient of the head's weight is left out: a GEMM has written it
-    // before, even if the weight is a tied embedding.
+    // these gradients begin at zero. The gradient of the head's weight is left out: its GEMMs ran before its
+    // bucket began, even if the weight is a tied embedding.
     void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
         const BucketRange& range = parameter_state_.buckets[bucket];
         for (size_t i = range.first_param; i < range.end_param; i++) {
@@ -472,22 +485,18 @@ public:
                 clear_async(gradient(i).data, p.padded_size() * parameter_state_.gradient_bytes, stream_);
         }
     }
-    // To be called when everything is launched that adds to the gradients of a bucket in this micro-batch, or
-    // that reads the weights of the bucket. Usually there is nothing to do: the gradients are where the
-    // update reads them. In other runs:
-    //   - With several ranks, each rank sends the gradients to those that own them, where they are added.
-    //   - With --gradients none, the weights of the bucket are updated.
-    //   - In measure_quantization(), what storing the moments would lose is measured.
-    void finish_bucket(const MicroBatch& micro_batch, int64_t bucket) {
-        if (context_.quant_report) {
+    // The gradients of the bucket are complete in this micro-batch, and are where the update reads them.
+    // Nothing that is launched later in the micro-batch reads the weights of the bucket.
+    void finish_bucket(int64_t bucket) {
+        // measure_quantization(): what storing the moments would lose is measured
+        if (context_.quant_report)
             parameter_state_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
-            return;
-        }
-        sharding_.reduce_gradients(bucket, micro_batch.is_first);
-        if (micro_batch.options_of_update_in_backward) {
-            write_loss_or_nan(&memory_.outcome()->loss_or_nan);
-            parameter_state_.update(*micro_batch.options_of_update_in_backward, bucket, bucket + 1,
-                                    sharding_);
+        // Several ranks: each sends the gradients to those that own them, where they are added
+        else if (sharding_.sends_gradients()) sharding_.reduce_gradients(bucket, micro_batch_.is_first);
+        // --gradients none: the weights of the bucket are updated
+        if (micro_batch_.update_in_backward) {
+            check_amaxes(&memory_.outcome()->loss_or_nan);
+            parameter_state_.update(*micro_batch_.update_in_backward, bucket, bucket + 1, sharding_);
         }
     }
 
@@ -496,36 +505,35 @@ public:
     // a slice of HEAD_SLICE_TOKENS tokens at a time.
 
     // The loss; the gradient of the head's weight; and the gradient of the residual stream at the final norm.
-    void head_forward_and_backward(const MicroBatch& micro_batch) {
+    void head_forward_and_backward() {
         const Arena::Scope scope(arena_);
-        const TensorRef dnorm_output = allocate_tensor(micro_batch.N, config_.C);
+        const TensorRef dnorm_output = allocate_tensor(micro_batch_.N, config_.C);
         // With several ranks: gathers the head, and begins to gather the last layer, where backward goes next
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Backward);
-        const TensorRef dweight = make_head_gradient_sum(micro_batch);
-        for (int64_t first = 0; first < micro_batch.N; first += HEAD_SLICE_TOKENS)
-            head_slice_forward_and_backward(micro_batch, first, dnorm_output, dweight);
-        add_up_losses(micro_batch);
+        const TensorRef dweight = make_head_gradient_sum();
+        for (int64_t first = 0; first < micro_batch_.N; first += HEAD_SLICE_TOKENS)
+            head_slice_forward_and_backward(first, dnorm_output, dweight);
+        add_losses_to_outcome();
         store_head_gradient_sum(dweight);
         // final norm: the gradient of the residual stream begins here. An untied head is in the final norm's
         // bucket, too, and its gradient is complete
         const int64_t bucket = parameter_state_.params[final_norm_weight_index_].bucket;
-        begin_bucket(micro_batch, bucket);
-        residual_norm_backward(micro_batch, final_norm(micro_batch), dnorm_output,
-                               /*dresidual_in=*/TensorRef{}, layers_.back().down_proj.place_for_g_amax());
-        finish_bucket(micro_batch, bucket);
+        begin_bucket(bucket);
+        residual_norm_backward(final_norm(), dnorm_output, /*dresidual_in=*/TensorRef{});
+        finish_bucket(bucket);
     }
     // For the tokens of a slice, from number `first` on: computes the losses and their rows of dnorm_output,
     // and adds to dweight, the gradient of the head's weight. (If gradients are overwritten, the first slice
     // overwrites dweight.)
-    void head_slice_forward_and_backward(const MicroBatch& micro_batch, int64_t first,
-                                         const TensorRef& dnorm_output, const TensorRef& dweight) {
+    void head_slice_forward_and_backward(int64_t first, const TensorRef& dnorm_output,
+                                         const TensorRef& dweight) {
         const Arena::Scope scope(arena_);
-        const auto [norm_output, logits] = make_logits(micro_batch, first, slice_tokens(micro_batch, first));
+        const auto [norm_output, logits] = make_norm_output_and_logits(first, tokens_in_slice(first));
         cross_entropy_forward_and_backward(logits, config_.V, memory_.targets + first,
                                            &memory_.step_exchange->loss_weight, memory_.losses + first,
                                            stream_);
         const TensorRef& dlogits = logits;  // the gradients have taken the place of the logits
-        const bool overwrites = micro_batch.overwrites_gradients && first == 0;
+        const bool overwrites = micro_batch_.overwrites_gradients && first == 0;
         // The head is not quantized: the operands of its GEMMs are the tensors themselves
         const Operand g{dlogits}, w{weight(head_index_)}, x{norm_output};
         gemms_.run(GemmKind::Wgrad, g, x, dweight, stream_, {.overwrite = overwrites});
@@ -537,10 +545,10 @@ public:
         TensorRef logits;       // (n, padded_V)
     };
     // Computes the output of the final norm and the logits of n tokens, from number `first` on.
-    HeadOutput make_logits(const MicroBatch& micro_batch, int64_t first, int64_t n) {
+    HeadOutput make_norm_output_and_logits(int64_t first, int64_t n) {
         const HeadOutput out{.norm_output = allocate_tensor(n, config_.C),
                              .logits = allocate_tensor(n, config_.padded_V())};
-        Norm norm_of_slice = final_norm(micro_batch).norm;
+        Norm norm_of_slice = final_norm().norm;
         norm_of_slice.in = row_slice(norm_of_slice.in, first, n);
         norm_of_slice.row_statistics += first;
         // In the compute format: no recipe quantizes the head
@@ -549,20 +557,19 @@ public:
         gemms_.run(GemmKind::Fprop, x, w, out.logits, stream_);
         return out;
     }
-    int64_t slice_tokens(const MicroBatch& micro_batch, int64_t first) const {
-        return std::min(HEAD_SLICE_TOKENS, micro_batch.N - first);
+    int64_t tokens_in_slice(int64_t first) const {
+        return std::min(HEAD_SLICE_TOKENS, micro_batch_.N - first);
     }
 
     // memory_.outcome()->loss += the sum of the losses * StepExchange::loss_weight.
-    void add_up_losses(const MicroBatch& micro_batch) {
-        add_loss_sum(memory_.losses, micro_batch.N, &memory_.step_exchange->loss_weight,
+    void add_losses_to_outcome() {
+        add_loss_sum(memory_.losses, micro_batch_.N, &memory_.step_exchange->loss_weight,
                      &memory_.outcome()->loss, stream_);
     }
 
-    // Returns where the slices add up the gradient of the head's weight. This is the place of the gradient.
-    // But if a gradient in BF16 would be rounded too often (head_sum_in_fp32()), it is an FP32 sum, for which
-    // memory is allocated.
-    TensorRef make_head_gradient_sum(const MicroBatch& micro_batch) {
+    // Returns the tensor to which the slices add the gradient of the head's weight: the gradient itself. But
+    // if a gradient in BF16 would be rounded too often (head_sum_in_fp32()), it is a temporary FP32 sum.
+    TensorRef make_head_gradient_sum() {
         const TensorRef dweight = gradient(head_index_);
         // With several ranks: the bucket of the head begins here, because the GEMMs of the slices write to it
         sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
@@ -572,10 +579,10 @@ public:
                                  .cols = dweight.cols,
                                  .format = PLAIN_FP32};
         // A later micro-batch begins the sum with the gradient of the earlier ones
-        if (!micro_batch.overwrites_gradients) store_values(lazy_stored(dweight), fp32_sum, stream_);
+        if (!micro_batch_.overwrites_gradients) store_values(lazy_stored(dweight), fp32_sum, stream_);
         return fp32_sum;
     }
-    // Rounds an FP32 sum, and stores it at the place of the gradient. (Other sums are there already.)
+    // Rounds a temporary FP32 sum, and stores it as the gradient.
     void store_head_gradient_sum(const TensorRef& sum) {
         if (head_sum_in_fp32(settings_)) store_values(lazy_stored(sum), gradient(head_index_), stream_);
     }
@@ -597,11 +604,11 @@ public:
     // That holds for coat. (Qwen3: qk_norms_backward() changes dqkv after attention_backward(), so the amax
     // of dqkv takes a pass in make_g_operand().)
     //
-    // So a norm is told where the amax of dresidual() goes: dresidual_amax_to_raise is place_for_g_amax() of
-    // the linear layer that reads dresidual() next.
+    // So a norm must know the linear layer that reads dresidual() next: ResidualNorm::linear_before.
 
-    // From the gradient of the residual stream after a layer to that before norm 2. This is what is on the
-    // stack, from one kernel to the next. (What is in brackets, a linear layer allocates for one GEMM.)
+    // Layer l, from the gradient of the residual stream after a layer to that before norm 2. This is what is
+    // on the stack, from one kernel to the next. (What is in brackets, a linear layer allocates for one
+    // GEMM.)
     //
     //   dgate_up_operand | g_operand of down_proj | [x_operand]          wgrad of down_proj
     //   dgate_up_operand | g_operand of down_proj | dact | [w_operand]   dgrad of down_proj: dact
@@ -609,94 +616,88 @@ public:
     //   dgate_up_operand | dnorm_output | [w_operand]                    dgrad of gate_up_proj: dnorm_output
     //   dgate_up_operand | dnorm_output                                  norm 2: dresidual()
     //   dgate_up_operand | [x_operand]                                   wgrad of gate_up_proj
-    void mlp_half_backward(const MicroBatch& micro_batch, Layer& layer) {
+    void mlp_half_backward(int64_t l) {
         const Arena::Scope scope(arena_);
-        const TensorRef gate_up = saved_tensor(micro_batch, layer, SavedKind::GateUp);
+        Layer& layer = layers_[l];
+        const TensorRef gate_up = saved_tensor(layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. This operand is computed
         // from dact and outlives dact, so its memory is allocated first; that of its row-major elements is
         // the place of the saved gate and up, if dgate_up_in_place_
-        const Operand dgate_up_operand =
-            layer.gate_up_proj.allocate_g_operand(micro_batch.N, dgate_up_in_place_ ? gate_up.data : nullptr);
+        const Operand dgate_up_operand = layer.gate_up_proj.allocate_g_operand(
+            micro_batch_.N, dgate_up_in_place_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
-        const TensorRef dact = make_dact(micro_batch, layer, gate_up);
+        begin_bucket(layer.down_proj.bucket());
+        const TensorRef dact = make_dact(layer, gate_up);
+        finish_bucket(layer.down_proj.bucket());
         // activation
-        begin_bucket(micro_batch, layer.gate_up_proj.bucket());
+        begin_bucket(layer.gate_up_proj.bucket());
         layer.gate_up_proj.write_g_operand(lazy_activation_backward(gated_, gate_up, dact),
                                            LinearLayer::AmaxFrom::ExtraPass, dgate_up_operand);
         until_dgate_up.end();
         // gate and up projection, norm 2
-        linear_and_norm_backward(micro_batch, norm2_of(micro_batch, layer), dgate_up_operand,
-                                 layer.attention_out_proj.place_for_g_amax());
-        finish_bucket(micro_batch, layer.gate_up_proj.bucket());
+        linear_and_norm_backward(norm2_of(l), dgate_up_operand);
+        finish_bucket(layer.gate_up_proj.bucket());
     }
     // The backward pass of the down projection, which computes dact. Its g_operand, too, is in the Scope of
     // the caller.
-    TensorRef make_dact(const MicroBatch& micro_batch, Layer& layer, const TensorRef& gate_up) {
-        begin_bucket(micro_batch, layer.down_proj.bucket());
-        const Operand g_operand = layer.down_proj.make_g_operand(lazy_stored(dresidual(micro_batch)),
-                                                                 LinearLayer::AmaxFrom::EarlierKernel);
-        layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), micro_batch.overwrites_gradients);
-        const TensorRef dact = allocate_tensor(micro_batch.N, config_.F);
+    TensorRef make_dact(Layer& layer, const TensorRef& gate_up) {
+        const Operand g_operand =
+            layer.down_proj.make_g_operand(lazy_stored(dresidual()), LinearLayer::AmaxFrom::EarlierKernel);
+        layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), micro_batch_.overwrites_gradients);
+        const TensorRef dact = allocate_tensor(micro_batch_.N, config_.F);
         layer.down_proj.dgrad(g_operand, dact);
-        finish_bucket(micro_batch, layer.down_proj.bucket());
         return dact;
     }
 
-    // From the gradient of the residual stream before norm 2 to that before norm 1. dresidual_amax_to_raise:
-    // for the down projection of the layer before; null at the first layer.
-    void attention_half_backward(const MicroBatch& micro_batch, Layer& layer,
-                                 float* dresidual_amax_to_raise) {
+    // Layer l, from the gradient of the residual stream before norm 2 to that before norm 1.
+    void attention_half_backward(int64_t l) {
         const Arena::Scope scope(arena_);
-        void* const place_of_gate_up = saved_tensor(micro_batch, layer, SavedKind::GateUp).data;
+        Layer& layer = layers_[l];
+        void* const place_of_gate_up = saved_tensor(layer, SavedKind::GateUp).data;
         // If dqkv_in_place_, dqkv takes the place of the layer's gate and up, which nobody needs any more
-        const TensorRef dqkv = dqkv_in_place_ ? tensor_at(place_of_gate_up, micro_batch.N, config_.qkv_cols())
-                                              : allocate_tensor(micro_batch.N, config_.qkv_cols());
+        const TensorRef dqkv = dqkv_in_place_
+                                   ? tensor_at(place_of_gate_up, micro_batch_.N, config_.qkv_cols())
+                                   : allocate_tensor(micro_batch_.N, config_.qkv_cols());
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from
         // attention output projection: wgrad and dgrad -> dattended (N, q_cols)
-        const TensorRef dattended = allocate_tensor(micro_batch.N, config_.q_cols());
-        attention_out_proj_backward(micro_batch, layer, dattended);
+        const TensorRef dattended = allocate_tensor(micro_batch_.N, config_.q_cols());
+        begin_bucket(layer.attention_out_proj.bucket());
+        attention_out_proj_backward(layer, dattended);
+        finish_bucket(layer.attention_out_proj.bucket());
         // attention with rotary positions
-        begin_bucket(micro_batch, layer.qkv_proj.bucket());
-        core_attention_backward(micro_batch, layer, dattended, dqkv);
+        begin_bucket(layer.qkv_proj.bucket());
+        core_attention_backward(layer, dattended, dqkv);
         until_dqkv.end();
         // q, k, v projection, norm 1
         const auto g_amax_from =
             qk_norms_ ? LinearLayer::AmaxFrom::ExtraPass : LinearLayer::AmaxFrom::EarlierKernel;
         const Operand g_operand = layer.qkv_proj.make_g_operand(lazy_stored(dqkv), g_amax_from);
-        linear_and_norm_backward(micro_batch, norm1_of(micro_batch, layer), g_operand,
-                                 dresidual_amax_to_raise);
-        finish_bucket(micro_batch, layer.qkv_proj.bucket());
+        linear_and_norm_backward(norm1_of(l), g_operand);
+        finish_bucket(layer.qkv_proj.bucket());
     }
-    void attention_out_proj_backward(const MicroBatch& micro_batch, Layer& layer,
-                                     const TensorRef& dattended) {
+    void attention_out_proj_backward(Layer& layer, const TensorRef& dattended) {
         const Arena::Scope scope(arena_);
-        begin_bucket(micro_batch, layer.attention_out_proj.bucket());
         const Operand g_operand = layer.attention_out_proj.make_g_operand(
-            lazy_stored(dresidual(micro_batch)), LinearLayer::AmaxFrom::EarlierKernel);
-        layer.attention_out_proj.wgrad(g_operand,
-                                       lazy_stored(saved_tensor(micro_batch, layer, SavedKind::Attended)),
-                                       micro_batch.overwrites_gradients);
+            lazy_stored(dresidual()), LinearLayer::AmaxFrom::EarlierKernel);
+        layer.attention_out_proj.wgrad(g_operand, lazy_stored(saved_tensor(layer, SavedKind::Attended)),
+                                       micro_batch_.overwrites_gradients);
         layer.attention_out_proj.dgrad(g_operand, dattended);
-        finish_bucket(micro_batch, layer.attention_out_proj.bucket());
     }
     // dattended -> dqkv, the gradient of what the q, k, v projection has written; and the amax of
     // dqkv. (Qwen3: without the amax, because the backward pass of qk_norms follows, which changes dqkv.)
-    void core_attention_backward(const MicroBatch& micro_batch, Layer& layer, const TensorRef& dattended,
-                                 const TensorRef& dqkv) {
+    void core_attention_backward(Layer& layer, const TensorRef& dattended, const TensorRef& dqkv) {
         const Arena::Scope scope(arena_);
         // The saved tensors themselves, except with --attention groups
-        const TensorRef qkv =
-            make_loaded_buffer_if_in_groups(saved_tensor(micro_batch, layer, SavedKind::Qkv));
-        const TensorRef attended =
-            make_loaded_buffer_if_in_groups(saved_tensor(micro_batch, layer, SavedKind::Attended));
+        const TensorRef qkv = make_loaded_buffer_if_in_groups(saved_tensor(layer, SavedKind::Qkv));
+        const TensorRef attended = make_loaded_buffer_if_in_groups(saved_tensor(layer, SavedKind::Attended));
         void* const workspace =
-            arena_.allocate(static_cast<int64_t>(attention_workspace(attention_shape_args(micro_batch))));
-        const TensorRef attention_qkv = make_attention_input(micro_batch, layer, qkv);
-        attention_backward(attention_shape_args(micro_batch),
+            arena_.allocate(static_cast<int64_t>(attention_workspace(attention_shape_args())));
+        const TensorRef attention_qkv = make_attention_input(layer, qkv);
+        attention_backward(attention_shape_args(),
                            {.qkv = attention_qkv.data,
                             .out = attended.data,
-                            .lse = saved_log_sum_exp(micro_batch, layer),
+                            .lse = saved_log_sum_exp(layer),
                             .dout = dattended.data,
                             .dqkv = dqkv.data,
                             .workspace = workspace,
@@ -708,33 +709,30 @@ public:
 
     // A norm and the linear layer that reads its output. dgrad computes the gradient of the norm's output;
     // the norm's backward pass reads this gradient; wgrad reads the norm's output.
-    void linear_and_norm_backward(const MicroBatch& micro_batch, const ResidualNorm& n,
-                                  const Operand& g_operand, float* dresidual_amax_to_raise) {
+    void linear_and_norm_backward(const ResidualNorm& norm, const Operand& g_operand) {
         Arena::Scope until_dresidual(arena_);  // for dnorm_output
-        const TensorRef dnorm_output = allocate_tensor(micro_batch.N, config_.C);
-        n.reader->dgrad(g_operand, dnorm_output);
-        residual_norm_backward(micro_batch, n, dnorm_output, /*dresidual_in=*/dresidual(micro_batch),
-                               dresidual_amax_to_raise);
+        const TensorRef dnorm_output = allocate_tensor(micro_batch_.N, config_.C);
+        norm.linear_after->dgrad(g_operand, dnorm_output);
+        residual_norm_backward(norm, dnorm_output, /*dresidual_in=*/dresidual());
         until_dresidual.end();
         // lazy_norm() reads the row statistics that the norm's backward pass has just written
-        n.reader->wgrad(g_operand, lazy_norm(n.norm), micro_batch.overwrites_gradients);
+        norm.linear_after->wgrad(g_operand, lazy_norm(norm.norm), micro_batch_.overwrites_gradients);
     }
     // The backward pass of a norm of the residual stream: dresidual() = dresidual_in + the gradient of the
     // norm's input.
     //   dnorm_output   the gradient of the norm's output
     //   dresidual_in   dresidual(); no tensor at the head, where the residual stream ends
-    void residual_norm_backward(const MicroBatch& micro_batch, const ResidualNorm& n,
-                                const TensorRef& dnorm_output, const TensorRef& dresidual_in,
-                                float* dresidual_amax_to_raise) {
-        const TensorRef dweight = gradient(n.weight_index);
+    void residual_norm_backward(const ResidualNorm& norm, const TensorRef& dnorm_output,
+                                const TensorRef& dresidual_in) {
+        const TensorRef dweight = gradient(norm.weight_index);
         TensorRef dbias{};
-        if (const std::optional<size_t> bias_index = parameter_state_.bias_index(n.weight_index))
+        if (const std::optional<size_t> bias_index = parameter_state_.bias_index(norm.weight_index))
             dbias = gradient(*bias_index);
-        norm_backward(n.norm,
+        norm_backward(norm.norm,
                       {.dnorm_output = dnorm_output,
                        .dresidual_in = dresidual_in,
-                       .dresidual_out = dresidual(micro_batch),
-                       .dresidual_amax_to_raise = dresidual_amax_to_raise,
+                       .dresidual_out = dresidual(),
+                       .dresidual_amax_to_raise = norm.place_for_dresidual_amax(),
                        .dweight = dweight,
                        .dbias = dbias},
                       memory_.norm_backward_workspace, stream_);
@@ -742,30 +740,31 @@ public:
 
     // The gradient of the embedding, and in GPT-2 of the positions. Rows of dresidual() that belong to the
     // same token are added in a fixed order, for which the host sorts the tokens while the GPU computes.
-    void add_embedding_gradients(const MicroBatch& micro_batch, const int32_t* tokens) {
-        embedding_order_ = embedding_order(tokens, micro_batch.N);
+    void add_embedding_gradients(const int32_t* tokens) {
+        embedding_order_ = embedding_order(tokens, micro_batch_.N);
         const int64_t distinct_tokens = static_cast<int64_t>(embedding_order_.tokens.size());
         context_.wait_then_start_copy_to_gpu(memory_.token_order, embedding_order_.order.data(),
-                                             micro_batch.N * INT32_BYTES);
+                                             micro_batch_.N * INT32_BYTES);
         context_.wait_then_start_copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
                                              distinct_tokens * static_cast<int64_t>(sizeof(TokenRows)));
         const int64_t bucket = parameter_state_.params[embedding_index_].bucket;
-        begin_bucket(micro_batch, bucket);
-        embedding_backward(dresidual(micro_batch),
+        begin_bucket(bucket);
+        embedding_backward(dresidual(),
                            {.order = memory_.token_order,
                             .tokens = memory_.token_rows,
                             .count = distinct_tokens,
                             .frequent_count = embedding_order_.frequent_count},
                            gradient(embedding_index_), stream_);
         if (!rotary_)
-            positions_backward(dresidual(micro_batch), micro_batch.T,
-                               gradient(parameter_state_.index("positions")), stream_);
-        finish_bucket(micro_batch, bucket);
+            positions_backward(dresidual(), micro_batch_.T, gradient(parameter_state_.index("positions")),
+                               stream_);
+        finish_bucket(bucket);
     }
 
-    // *loss_or_nan = the loss so far; or NaN, if FP8 codes hide infinity or NaN. A step writes it to
-    // memory_.outcome()->loss_or_nan. If it is NaN, ParameterState::update() updates no weight.
-    void write_loss_or_nan(double* loss_or_nan) {
+    // *loss_or_nan = the loss so far; or NaN, if an amax is not finite: FP8 codes hide infinity and NaN. A
+    // step writes it to memory_.outcome()->loss_or_nan. If it is NaN, ParameterState::update() updates no
+    // weight.
+    void check_amaxes(double* loss_or_nan) {
         gpu::write_loss_or_nan(scale_table_.all(), scale_table_.count(), &memory_.outcome()->loss,
                                loss_or_nan, stream_);
     }
@@ -794,19 +793,17 @@ public:
     }
     // core_attention_forward() of Qwen3, or with --attention groups. qkv: the buffer, or the tensor that is
     // saved. What is allocated here is given back at the end of the caller's Scope.
-    void other_core_attention_forward(const MicroBatch& micro_batch, const Layer& layer,
-                                      const TensorRef& qkv) {
-        const TensorRef saved_output = saved_tensor(micro_batch, layer, SavedKind::Attended);
+    void core_attention_forward_of_qwen3_or_groups(const Layer& layer, const TensorRef& qkv) {
+        const TensorRef saved_output = saved_tensor(layer, SavedKind::Attended);
         const TensorRef output = allocate_buffer_if_in_groups(saved_output);
         if (rotary_ && !qk_norms_)
-            rope(rope_args(micro_batch), qkv, /*inverse=*/false, /*amax_to_raise=*/nullptr, stream_);
-        if (saves_attention_in_groups_)
-            save_and_reload(qkv, saved_tensor(micro_batch, layer, SavedKind::Qkv));
-        const TensorRef attention_qkv = make_attention_input(micro_batch, layer, qkv);
+            rope(rope_args(), qkv, /*inverse=*/false, /*amax_to_raise=*/nullptr, stream_);
+        if (saves_attention_in_groups_) save_and_reload(qkv, saved_tensor(layer, SavedKind::Qkv));
+        const TensorRef attention_qkv = make_attention_input(layer, qkv);
         float* const output_amax_to_raise =
             saves_attention_in_groups_ ? nullptr : layer.attention_out_proj.place_for_x_amax();
-        attention_forward(attention_shape_args(micro_batch), attention_qkv.data, output.data,
-                          saved_log_sum_exp(micro_batch, layer), output_amax_to_raise, stream_);
+        attention_forward(attention_shape_args(), attention_qkv.data, output.data, saved_log_sum_exp(layer),
+                          output_amax_to_raise, stream_);
         if (!saves_attention_in_groups_) return;
         save_and_reload(output, saved_output);
         // The x of attention_out_proj is what the groups hold, so its amax takes a pass of its own
@@ -819,10 +816,10 @@ public:
     // Qwen3: before RoPE come qk_norms, norms of the heads of q and k. Their backward pass needs their
     // inputs, so q, k, v are saved as the projection writes them. qk_norms and RoPE follow here, in forward
     // and again in backward.
-    TensorRef make_attention_input(const MicroBatch& micro_batch, const Layer& layer, const TensorRef& qkv) {
+    TensorRef make_attention_input(const Layer& layer, const TensorRef& qkv) {
         if (!qk_norms_) return qkv;
-        const TensorRef normed_and_rotated = allocate_tensor(micro_batch.N, qkv.cols);
-        qk_norms_and_rope(qk_norms_args(layer), rope_args(micro_batch), qkv, normed_and_rotated, stream_);
+        const TensorRef normed_and_rotated = allocate_tensor(micro_batch_.N, qkv.cols);
+        qk_norms_and_rope(qk_norms_args(layer), rope_args(), qkv, normed_and_rotated, stream_);
         return normed_and_rotated;
     }
     // Qwen3: dqkv, on entry the gradient of the outputs of qk_norms, becomes that of their inputs.
@@ -835,8 +832,8 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // Arguments of the kernels of attention
 
-    float* saved_log_sum_exp(const MicroBatch& micro_batch, const Layer& layer) const {
-        return static_cast<float*>(saved_tensor(micro_batch, layer, SavedKind::LogSumExp).data);
+    float* saved_log_sum_exp(const Layer& layer) const {
+        return static_cast<float*>(saved_tensor(layer, SavedKind::LogSumExp).data);
     }
     QkNorms qk_norms_args(const Layer& layer) const {
         return {.weight = weight(*layer.qk_norms_weight_index).data,
@@ -845,14 +842,14 @@ public:
                 .q_cols = config_.q_cols(),
                 .k_cols = config_.kv_cols()};
     }
-    Rope rope_args(const MicroBatch& micro_batch) const {
+    Rope rope_args() const {
         return {.table = memory_.rope_table,
-                .T = micro_batch.T,
+                .T = micro_batch_.T,
                 .HS = config_.HS(),
                 .rotated_cols = config_.q_cols() + config_.kv_cols()};
     }
-    AttentionShape attention_shape_args(const MicroBatch& micro_batch) const {
-        return attention_shape(config_, micro_batch.B, micro_batch.T, recipe_.compute_format);
+    AttentionShape attention_shape_args() const {
+        return attention_shape(config_, micro_batch_.B, micro_batch_.T, recipe_.compute_format);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -862,31 +859,31 @@ public:
     // BF16, which is in the buffer. Unless quantization is measured, this does nothing.
     void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
-            measure_quant_errors(lazy_stored(residual.buffer), Operand{.tensor = next.norm.in},
+            measure_quant_errors(lazy_stored(residual.current), Operand{.tensor = next.norm.in},
                                  context_.quant_stats_of(MeasuredTensor::NormInput), stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
     // Evaluations and prompts: what follows forward() where no gradients are wanted
 
-    // The loss.
-    void loss_without_gradients(const MicroBatch& micro_batch) {
+    // Adds the losses to memory_.outcome()->loss.
+    void loss_without_gradients() {
         const Arena::Scope scope(arena_);
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Forward);
-        for (int64_t first = 0; first < micro_batch.N; first += HEAD_SLICE_TOKENS) {
+        for (int64_t first = 0; first < micro_batch_.N; first += HEAD_SLICE_TOKENS) {
             const Arena::Scope slice_scope(arena_);
-            const TensorRef logits = make_logits(micro_batch, first, slice_tokens(micro_batch, first)).logits;
+            const TensorRef logits = make_norm_output_and_logits(first, tokens_in_slice(first)).logits;
             cross_entropy_forward(logits, config_.V, memory_.targets + first, memory_.losses + first,
                                   stream_);
         }
-        add_up_losses(micro_batch);
+        add_losses_to_outcome();
     }
     // The logits (V) of the last token, in FP32, on the GPU. They are in the scratch memory of GEMMs, which
     // is free between GEMMs.
-    const float* last_logits(const MicroBatch& micro_batch) {
+    const float* last_logits() {
         const Arena::Scope scope(arena_);
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Forward);
-        const TensorRef logits = make_logits(micro_batch, /*first=*/micro_batch.N - 1, /*n=*/1).logits;
+        const TensorRef logits = make_norm_output_and_logits(/*first=*/micro_batch_.N - 1, /*n=*/1).logits;
         const TensorRef fp32_logits{
             .data = gemms_.scratch, .rows = 1, .cols = logits.cols, .format = PLAIN_FP32};
         store_values(lazy_stored(logits), fp32_logits, stream_);
@@ -935,7 +932,7 @@ class GpuModel final : public Model {
     bool first_step_done_ = false;
 
 public:
-    // bytes: of the allocation; 0: a dry run, whose addresses are never used.
+    // bytes: of the allocation, or DRY_RUN_BYTES.
     GpuModel(const RunSettings& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : context_(s, bytes),
           sharding_(make_sharding(context_, memory_, parameter_state_, scale_table_, std::move(transport))),
@@ -953,23 +950,21 @@ public:
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
         begin_step_or_evaluation(static_cast<double>(target_count));
         for (int64_t i = 0; i < settings_.micro_batches_per_rank; i++) {
-            const MicroBatch micro_batch{
-                .B = settings_.B,
-                .T = settings_.T,
-                .is_first = i == 0,
-                .overwrites_gradients = i == 0 || sharding_->sends_gradients(),
-                .options_of_update_in_backward = settings_.keep_gradients ? nullptr : &options};
+            MicroBatch micro_batch{.B = settings_.B,
+                                   .T = settings_.T,
+                                   .is_first = i == 0,
+                                   .overwrites_gradients = i == 0 || sharding_->sends_gradients()};
+            if (!settings_.keep_gradients) micro_batch.update_in_backward = options;
             run_micro_batch(micro_batch, tokens + i * micro_batch.N, targets + i * micro_batch.N);
-            // Only the amaxes show whether FP8 codes hide infinity or NaN, and the next micro-batch clears
-            // the amaxes. So they are looked at now
-            if (settings_.keep_gradients) network_.write_loss_or_nan(&memory_.outcome()->loss_or_nan);
+            // The next micro-batch clears the amaxes, so they are looked at now
+            if (settings_.keep_gradients) network_.check_amaxes(&memory_.outcome()->loss_or_nan);
         }
         update_parameters(options);
         return fetch_result(target_count);
     }
 
-    // step(), validation_loss(), next_logits() and measure_quantization() begin with this call. It clears the
-    // StepOutcome, copies 1 / target_count to the GPU, and makes the FP8 weights if they are cached.
+    // step(), validation_loss(), next_logits() and measure_quantization() begin with this call. It copies
+    // 1 / target_count to the GPU, clears the StepOutcome, and makes the FP8 weights if they are cached.
     //   target_count   how many targets count
     //   report         the quantization report that is to be filled; null if nothing is measured
     void begin_step_or_evaluation(double target_count, QuantReport* report = nullptr) {
@@ -986,20 +981,11 @@ public:
     // Forward and backward of one micro-batch. The gradient of the embedding is outside of what a CUDA graph
     // replays, because its launch depends on the tokens.
     void run_micro_batch(const MicroBatch& micro_batch, const int32_t* tokens, const int32_t* targets) {
-        load_tokens(micro_batch, tokens);
-        load_targets(micro_batch, targets);
+        network_.begin_micro_batch(micro_batch, tokens, targets);
         CudaGraph& graph = micro_batch.is_first ? first_micro_batch_graph_ : later_micro_batch_graph_;
-        if (repeats_launches(micro_batch))
-            graph.run(stream_, [&] { network_.forward_and_backward(micro_batch); });
-        else network_.forward_and_backward(micro_batch);
-        network_.add_embedding_gradients(micro_batch, tokens);
-    }
-    // Copy tokens and targets (B, T) to the GPU, when the micro-batch before has run.
-    void load_tokens(const MicroBatch& micro_batch, const int32_t* tokens) {
-        context_.wait_then_start_copy_to_gpu(memory_.tokens, tokens, micro_batch.N * INT32_BYTES);
-    }
-    void load_targets(const MicroBatch& micro_batch, const int32_t* targets) {
-        context_.wait_then_start_copy_to_gpu(memory_.targets, targets, micro_batch.N * INT32_BYTES);
+        if (repeats_launches(micro_batch)) graph.run(stream_, [&] { network_.forward_and_backward(); });
+        else network_.forward_and_backward();
+        network_.add_embedding_gradients(tokens);
     }
 
     // AdamW, of all parameters. (With --gradients none backward has updated them: Network::finish_bucket())
@@ -1041,12 +1027,14 @@ public:
     // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
     // can replay them.
     bool repeats_launches(const MicroBatch& micro_batch) const {
+        // A dry run has no stream that could be recorded
+        if (stream_ == DRY_RUN) return false;
         // The first step loads kernels and chooses the algorithms of GEMMs
         if (!first_step_done_) return false;
         // Errors of quantizing are measured by other kernels
         if (context_.quant_report) return false;
         // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
-        if (sharding_->sends_gradients() || micro_batch.options_of_update_in_backward) return false;
+        if (sharding_->sends_gradients() || micro_batch.update_in_backward) return false;
         // Delayed scaling: as long as a history may be empty, amaxes are computed that are not needed later
         return !scale_table_.any_empty_history;
     }
@@ -1071,20 +1059,18 @@ public:
     double validation_loss(const int32_t* tokens, const int32_t* targets) override {
         const MicroBatch micro_batch{.B = settings_.B, .T = settings_.T};
         begin_step_or_evaluation(divisor_of_mean(targets, micro_batch.N));
-        load_tokens(micro_batch, tokens);
-        load_targets(micro_batch, targets);
-        network_.forward(micro_batch);
-        network_.loss_without_gradients(micro_batch);
-        network_.write_loss_or_nan(&memory_.outcome()->loss);
+        network_.begin_micro_batch(micro_batch, tokens, targets);
+        network_.forward();
+        network_.loss_without_gradients();
+        network_.check_amaxes(&memory_.outcome()->loss);  // the loss itself becomes NaN
         return fetch_outcome().loss;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        const MicroBatch micro_batch{.B = 1, .T = n};
         begin_step_or_evaluation(1);
-        load_tokens(micro_batch, tokens);
-        network_.forward(micro_batch);
-        context_.copy_to_host(logits, network_.last_logits(micro_batch),
+        network_.begin_micro_batch({.B = 1, .T = n}, tokens, /*targets=*/nullptr);
+        network_.forward();
+        context_.copy_to_host(logits, network_.last_logits(),
                               settings_.config.V * format_info(Format::FP32).bytes);
     }
 
@@ -1139,7 +1125,7 @@ std::unique_ptr<Model> make_gpu_model_of_size(const RunSettings& s, int64_t byte
 int64_t arena_bytes(const RunSettings& s, bool cache_weights) {
     RunSettings without_communicator = s;
     without_communicator.communicator = nullptr;  // the ranks do not meet in a dry run
-    return GpuModel(without_communicator, 0, cache_weights, nullptr).dry_step();
+    return GpuModel(without_communicator, DRY_RUN_BYTES, cache_weights, nullptr).dry_step();
 }
 
 }  // namespace coat

@@ -5,8 +5,8 @@
 
 namespace coat::gpu {
 
-Arena::Arena(int64_t bytes) : limit_(bytes ? bytes : INT64_MAX) {
-    if (bytes == 0) return;
+Arena::Arena(int64_t bytes) : limit_(bytes == DRY_RUN_BYTES ? INT64_MAX : bytes) {
+    if (bytes == DRY_RUN_BYTES) return;
     check(cudaMalloc(&allocated_.handle, bytes), "Allocating the GPU's memory failed");
     memory_ = static_cast<uint8_t*>(allocated_.handle);
 }

@@ -5,6 +5,9 @@
 
 namespace coat::gpu {
 
+// What takes the place of the size of the allocation in a dry run (gpu/cuda.h), which allocates nothing.
+inline constexpr int64_t DRY_RUN_BYTES = 0;
+
 // The allocation of a run, and a stack in it. allocate() takes the next bytes. When a Scope ends, it gives
 // back what was allocated in it:
 //
@@ -12,11 +15,10 @@ namespace coat::gpu {
 //   float* const sums = arena.allocate<float>(n);   // lives as long as `scope`
 //
 // Every step allocates the same sizes in the same order, so it gets the same addresses, and a CUDA graph can
-// record them. A dry run (gpu/cuda.h), whose addresses are never used, finds out how much memory a run
-// needs.
+// record them. A dry run, whose addresses are never used, finds out how much memory a run needs.
 class Arena {
 public:
-    explicit Arena(int64_t bytes);  // the size of the allocation; 0: a dry run
+    explicit Arena(int64_t bytes);  // the size of the allocation, or DRY_RUN_BYTES
     uint8_t* begin() const { return memory_; }
 
     template <class T = uint8_t> T* allocate(int64_t count) {

@@ -13,8 +13,9 @@ struct GpuContext {
     const Stream stream;
     Arena arena;
 
-    // bytes: the size of the allocation; 0: a dry run, in which the stream is DRY_RUN.
-    GpuContext(const RunSettings& s, int64_t bytes) : settings(s), stream(bytes == 0), arena(bytes) {}
+    // bytes: the size of the allocation, or DRY_RUN_BYTES. In a dry run the stream is DRY_RUN.
+    GpuContext(const RunSettings& s, int64_t bytes)
+        : settings(s), stream(/*dry_run=*/bytes == DRY_RUN_BYTES), arena(bytes) {}
 
     // Waits until the stream has run all that was put on it. what: how the Error begins if something has
     // failed. (With several ranks: if another rank has ended, this process ends too.)

@@ -35,7 +35,7 @@ public:
 
 // Work that is launched again and again with the same arguments. The first run() calls work(), and records
 // what work() launches as a CUDA graph: hundreds of kernels, which then start as one. Every run(), the first
-// one too, launches the graph. A dry run does not call run(), because it has no stream to record.
+// one too, launches the graph. (A dry run must not call run(): it has no stream to record.)
 class CudaGraph : UniqueHandle<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work> void run(cudaStream_t stream, Work work) {

@@ -123,7 +123,7 @@ MemoryMap allocate_memory(GpuContext& context) {
     map.targets = arena.allocate<int32_t>(tokens);
     map.token_order = arena.allocate<int32_t>(tokens);
     map.token_rows = arena.allocate<TokenRows>(tokens);
-    map.residual_end = arena.allocate(padded_tokens(s) * config.C * compute_bytes);
+    map.final_norm_input_or_dresidual = arena.allocate(padded_tokens(s) * config.C * compute_bytes);
     map.norm_backward_workspace = arena.allocate<float>(norm_backward_workspace_floats(config.C));
     map.row_statistics = arena.allocate<RowStatistics>(padded_tokens(s));
     map.losses = arena.allocate<float>(tokens);

@@ -42,7 +42,7 @@ struct StepExchange {
 //
 //   step_exchange | gemm_scratch | loss_and_squares | [received] | weights, [remainders] | shards |
 //   scale_table | [histories] | first_moments, second_moments | saved_activations, with the gradients |
-//   tokens | targets | token_order | token_rows | residual_end | norm_backward_workspace |
+//   tokens | targets | token_order | token_rows | final_norm_input_or_dresidual | norm_backward_workspace |
 //   row_statistics | losses | [rope_table]
 //
 // After that come the FP8 codes of all weights, if they are cached: the constructor of LinearLayer
@@ -95,7 +95,7 @@ struct MemoryMap {
     TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order
     // (N, C): after forward the end of the residual stream, which is the input of the final norm; in all of
     // backward the gradient of the residual stream
-    void* residual_end;
+    void* final_norm_input_or_dresidual;
     float* norm_backward_workspace;  // norm_backward_workspace_floats()
     RowStatistics* row_statistics;   // (N) of the norm that ran last
     float* losses;                   // (N)

@@ -166,7 +166,7 @@ static std::map<std::string, int64_t> allocated_bytes(const RunSettings& s) {
                                               {m.moments_begin, ""},
                                               {m.saved_activations, "activations"},
                                               {m.tokens, ""},
-                                              {m.residual_end, "final norm input"},
+                                              {m.final_norm_input_or_dresidual, "final norm input"},
                                               {m.norm_backward_workspace, ""}};
     if (m.weights.remainders) begins[m.weights.remainders] = "remainder of the FP32 masters";
     auto name_moments = [&](const std::vector<gpu::MomentRef>& moments, const std::string& name) {
