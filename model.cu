@@ -176,8 +176,7 @@ class Network {
     const MemoryMap& memory_;  // where everything is that lasts for the run
     ScaleTable& scale_table_;
     ParameterState& parameter_state_;
-    // The interface to the other GPUs. With one GPU its functions do nothing, or return what this GPU has:
-    // see the class Unsharded in gpu/sharding.h.
+    // The interface to the other GPUs. With one GPU its functions do nothing, or return what this GPU has.
     Sharding& sharding_;
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     SharedByLinearLayers shared_by_linear_layers_;

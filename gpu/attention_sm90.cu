@@ -27,8 +27,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "handles.h"
 #include "hopper.cuh"
+#include "libraries.h"
 
 namespace coat::gpu {
 namespace {

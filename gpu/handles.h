@@ -1,10 +1,6 @@
 // gpu/handles.h - objects of CUDA that the host makes and destroys: allocations, streams, recorded graphs and
-// events. At the end: functions of libraries that are looked up at run time.
+// events.
 #pragma once
-#include <dlfcn.h>
-
-#include <string>
-
 #include "cuda.h"
 
 namespace coat::gpu {
@@ -52,7 +48,7 @@ public:
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// The rest can wait: it is for several GPUs, and for attention on Hopper.
+// The rest can wait: it is for several GPUs.
 
 // A point in a stream that another stream can wait for.
 class Event : UniqueHandle<cudaEvent_t, cudaEventDestroy> {
@@ -70,16 +66,5 @@ public:
         if (handle) check(cudaStreamWaitEvent(stream, handle, 0), "Waiting for a CUDA event failed");
     }
 };
-
-// A function of type F in a library that the program does not need in order to start. The library is loaded
-// if it was not before. cure: what helps if it is missing.
-template <class F> F* library_function(const std::string& library, const char* name, const char* cure) {
-    void* const loaded = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
-    void* const function = loaded ? dlsym(loaded, name) : nullptr;
-    if (!function) throw Error(library, " with ", name, " was not found; ", cure, ".");
-    return reinterpret_cast<F*>(function);
-}
-// The library of the CUDA driver, and the cure for a function that it lacks.
-inline constexpr char DRIVER[] = "libcuda.so.1", CURE_OLD_DRIVER[] = "install a newer driver";
 
 }  // namespace coat::gpu

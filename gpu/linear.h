@@ -58,9 +58,9 @@ struct SharedByLinearLayers {
     const bool caches_weights;
     const LinearFormats formats = linear_formats(context.settings);
 
-    // Whether the amax of an operand must be known before its codes are made: always in coat, where an
-    // operand is in FP8 and has one scale. In every recipe the answer is the same for x, w and g. (This can
-    // wait: with delayed scaling the answer is yes only as long as some history of amaxes is empty.)
+    // Whether the amax of an operand must be known before its codes are made: if operands are in FP8 and have
+    // one scale, as in coat. In every recipe the answer is the same for x, w and g. (This can wait: with
+    // delayed scaling the answer is yes only as long as some history of amaxes is empty.)
     bool needs_amax_before_codes() const {
         const bool per_tensor = formats.x.is_fp8() && formats.x.granularity == PER_TENSOR;
         return per_tensor && (!scale_table.delayed() || scale_table.any_empty_history);

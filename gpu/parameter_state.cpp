@@ -10,6 +10,8 @@
 
 namespace coat::gpu {
 
+constexpr int64_t FLOAT_BYTES = sizeof(float);
+
 ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table)
     : settings(context.settings), params(context.params), buckets(bucket_ranges(params)),
       places(shard_places(settings)), format_of_weights{settings.recipe.compute_format},
@@ -55,6 +57,7 @@ void ParameterState::upload_shard_table() {
              .units_before_shard = place.units_before_parameter + place.owned.first / SHARD_UNIT});
     }
     copy_async(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
+    // `table` must stay until the copy is complete
     context_.wait("Copying the table of parameters failed");
 }
 
@@ -77,8 +80,9 @@ void ParameterState::initialize_state() {
         initialize(memory_.weights, places[i].rank_offset, params[i], arguments, stream_);
         compute_weight_amax(i);
         for (float* const k : {memory_.first_moments[i].k, memory_.second_moments[i].k})
-            if (k) copy_async(k, ones.data(), moment_groups(i) * 4, stream_);
+            if (k) copy_async(k, ones.data(), moment_groups(i) * FLOAT_BYTES, stream_);
     }
+    // `ones` must stay until the copies are complete
     context_.wait("Initializing the weights failed");
 }
 
@@ -140,7 +144,7 @@ std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentR
         if (!k) continue;
         const size_t before = all.size();
         all.resize(before + size_t(moment_groups(i)));
-        context_.copy_to_host(all.data() + before, k, moment_groups(i) * 4);
+        context_.copy_to_host(all.data() + before, k, moment_groups(i) * FLOAT_BYTES);
     }
     return all;
 }

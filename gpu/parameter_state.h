@@ -16,9 +16,9 @@ namespace coat::gpu {
 class Sharding;
 
 // Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, the table of
-// common/architecture.h in the order of forward. The class has three jobs:
+// common/architecture.h in the order of forward. The class has three main jobs:
 //   - It gives a new run its first values.
-//   - It finds what belongs to a parameter: index(), whole_weight(), whole_gradient(), ...
+//   - It finds what belongs to a parameter: index(), bias_index(), owned_weight_data(), ...
 //   - It updates parameters: update().
 class ParameterState {
 public:
@@ -43,14 +43,13 @@ public:
     int64_t linear_layer_index(size_t i) const { return linear_layer_indices_[i]; }
     int64_t linear_layer_count() const { return scale_table_.linear_layer_count; }
 
-    // The weight and the gradient of parameter i, (rows, cols). With several ranks these are only for a
-    // vector, which every rank owns as a whole: Sharding has the whole matrices.
-    TensorRef whole_weight(size_t i) const {
-        return {owned_weight_data(i), params[i].rows, params[i].cols, format_of_weights};
+    // Where this rank's part of parameter i begins: its weights; and the sums of its gradients, which the
+    // update reads. With one GPU the part is the whole parameter. (Sharding makes tensors of these pointers:
+    // weight() and gradient_to_write().)
+    uint8_t* owned_weight_data(size_t i) const {
+        return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
     }
-    TensorRef whole_gradient(size_t i) const {
-        return {owned_gradient_sum(i), params[i].rows, params[i].cols, format_of_gradients};
-    }
+    uint8_t* owned_gradient_sum(size_t i) const;
 
     // Updates the buckets [first_bucket, end_bucket), whose gradients are complete. StepOutcome::loss_or_nan
     // must have been written. The function
@@ -59,18 +58,11 @@ public:
     //   - if it is not skipped, runs AdamW, which leaves the amaxes of the new weights.
     void update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket, Sharding& sharding);
 
-    // --- The rest can wait: what this rank owns of a parameter, if there are several ranks; checkpoints;
-    // and the quantization report
+    // --- The rest can wait: several ranks, checkpoints, and the quantization report
 
-    // Where the weights of this rank's part of parameter i begin.
-    uint8_t* owned_weight_data(size_t i) const {
-        return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
-    }
-    // The sums of the gradients of this rank's part of parameter i, which the update reads.
-    uint8_t* owned_gradient_sum(size_t i) const;
-    // What this rank owns of the weight of a linear layer, n elements. Its shape is made up: rows of 128
-    // elements, because a rank's part may end within a row of the weight. (n is a multiple of
-    // MOMENT_GROUP_SIZE = 128. That is so only in linear layers.)
+    // What this rank owns of the weight of a linear layer, as a tensor. Its shape is made up: rows of 128
+    // elements, because a rank's part may end within a row of the weight. (The part has a multiple of
+    // MOMENT_GROUP_SIZE = 128 elements, because a linear layer has multiples of 16 inputs and outputs.)
     TensorRef owned_weight(size_t i) const {
         return {owned_weight_data(i), places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
                 format_of_weights};
@@ -96,7 +88,8 @@ private:
     void upload_shard_table();
     void initialize_state();
     // Where the update leaves the amax of the weight that is parameter i. Null for what is no weight of a
-    // linear layer, and with delayed scaling: there a weight's amax is found when its operand is made.
+    // linear layer, and with delayed scaling: there a weight's amax is found when its operand is made. (In
+    // recipes whose quantizers need no amaxes it is found, too: write_loss_or_nan() looks at all entries.)
     float* weight_amax_of(size_t i) const;
     int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP_SIZE); }
 };

@@ -29,7 +29,8 @@ public:
         if (next > EMBEDDING_GATHER_UNIT && next <= head_gather_unit()) gather(next);
     }
     TensorRef weight(size_t i) const override {
-        return parameter_state_.params[i].is_vector() ? parameter_state_.whole_weight(i) : gathered_[i];
+        const bool owns_all_of_it = parameter_state_.params[i].is_vector();
+        return owns_all_of_it ? Sharding::weight(i) : gathered_[i];
     }
     void combine_amaxes_of_ranks() override {
         // Of all w, which are first in the table; with delayed scaling of all operands
@@ -224,10 +225,12 @@ private:
                          .count = padded_count(elements) * element_bytes};
         };
         const Range mine = part_of(settings_.rank);
-        const TensorRef weight = parameter_state_.owned_weight(i);
-        const TensorRef part{to + mine.first, weight.rows, weight.cols, format, scale};
-        if (codes) quantize_slices(weight, part);
-        else copy_async(part.data, weight.data, mine.count, comm_stream_);
+        if (codes) {
+            const TensorRef part = parameter_state_.owned_weight(i);
+            quantize_slices(part, {to + mine.first, part.rows, part.cols, format, scale});
+        } else {
+            copy_async(to + mine.first, parameter_state_.owned_weight_data(i), mine.count, comm_stream_);
+        }
         add_gather(to, part_of, transfers);
         return {to, p.rows, p.cols, format, scale};
     }
@@ -238,7 +241,7 @@ private:
 std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,
                                         ParameterState& parameter_state, const ScaleTable& scale_table,
                                         std::shared_ptr<Transport> transport) {
-    if (context.settings.ranks == 1) return std::make_unique<Unsharded>(parameter_state);
+    if (context.settings.ranks == 1) return std::make_unique<Sharding>(parameter_state);
     return std::make_unique<Zero3Sharding>(context, memory, parameter_state, scale_table,
                                            std::move(transport));
 }

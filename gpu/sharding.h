@@ -1,10 +1,10 @@
-// gpu/sharding.h - where a step finds weights and gradients, and what the other GPUs of a run do. Sharding is
-// the interface that a step calls. It has two implementations:
+// gpu/sharding.h - where a step finds weights and gradients, and what the other GPUs of a run do.
 //
-//   Unsharded       below, for one GPU: weight() and gradient_to_write() return what ParameterState has, and
-//                   the other functions do nothing. This is enough for all that follows.
-//   Zero3Sharding   in gpu/sharding.cpp, for several GPUs (step by step: dev/WALK2.md). It gathers weights,
-//                   reduces gradients and exchanges small values.
+// A step calls the class Sharding. With one GPU this class is all there is: weight() and gradient_to_write()
+// say where ParameterState has a tensor, and the other functions have nothing to do.
+//
+// With several GPUs the step calls a Zero3Sharding instead, which overrides every function (gpu/sharding.cpp;
+// step by step: dev/WALK2.md). It gathers weights, reduces gradients and exchanges small values.
 #pragma once
 #include "parameter_state.h"
 #include "transport.h"
@@ -18,13 +18,19 @@ public:
     explicit Sharding(ParameterState& parameter_state) : parameter_state_(parameter_state) {}
     virtual ~Sharding() = default;
 
-    // The whole weight that is parameter i, (rows, cols). With several ranks a matrix must have been
-    // gathered, and is FP8 codes if it has travelled as codes.
-    virtual TensorRef weight(size_t i) const = 0;
+    // The whole weight that is parameter i, (rows, cols). (With several ranks a matrix must have been
+    // gathered, and is FP8 codes if it has travelled as codes.)
+    virtual TensorRef weight(size_t i) const {
+        const Param& p = parameter_state_.params[i];
+        return {parameter_state_.owned_weight_data(i), p.rows, p.cols, parameter_state_.format_of_weights};
+    }
     // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
-    virtual TensorRef gradient_to_write(size_t i) const = 0;
+    virtual TensorRef gradient_to_write(size_t i) const {
+        const Param& p = parameter_state_.params[i];
+        return {parameter_state_.owned_gradient_sum(i), p.rows, p.cols, parameter_state_.format_of_gradients};
+    }
 
-    // The comments of the other functions can wait: with one GPU they do nothing.
+    // The rest of the class can wait: the comments say what several ranks do.
 
     // --- Weights, which are gathered by gather unit: the embeddings, each linear layer, the head, counted in
     // the order of forward
@@ -34,59 +40,41 @@ public:
     // To be called before the launch of what reads the weights of a gather unit. Makes the computation's
     // stream wait until these weights are gathered, and begins to gather those of the next gather unit: in
     // forward the gather unit after this one, in backward the gather unit before it.
-    virtual void gather_weights(int64_t gather_unit, Direction direction) = 0;
+    virtual void gather_weights(int64_t /*gather_unit*/, Direction) {}
     // To be called after the weights have changed, or before the scale of their codes changes: what was
     // gathered before is gathered again when it is needed.
-    virtual void forget_gathered_weights() = 0;
+    virtual void forget_gathered_weights() {}
     // To be called after the weights have changed. Each rank has updated a part of a weight. The largest of
     // the amaxes of the parts becomes the amax of the weight, from which the scale of its codes follows.
     // (With delayed scaling the same is done for the operands of the step.)
-    virtual void combine_amaxes_of_ranks() = 0;
+    virtual void combine_amaxes_of_ranks() {}
 
     // --- Gradients, which are sent by bucket (adamw.h)
     // Makes the computation's stream wait until the gradients of a bucket may be written to their places.
-    virtual void wait_for_gradient_buffer(int64_t bucket) = 0;
+    virtual void wait_for_gradient_buffer(int64_t /*bucket*/) {}
     // To be called when backward has launched all that writes the gradients of a bucket in one micro-batch.
     // Adds the gradients of all ranks to the sums of the step, each on the rank that owns it. The first
     // micro-batch begins the sums.
-    virtual void reduce_gradients(int64_t bucket, bool first_micro_batch) = 0;
-    // Whether reduce_gradients() must send and add, because the sums of a step lie apart from what backward
-    // writes. False with one rank: there gradient_to_write() is the sum, to which the next micro-batch adds.
-    virtual bool sends_gradients() const = 0;
+    virtual void reduce_gradients(int64_t /*bucket*/, bool /*first_micro_batch*/) {}
+    // True with several ranks: backward writes the gradients of a micro-batch to a buffer, from which
+    // reduce_gradients() sends them and adds them to the sums of the step. With one rank backward itself adds
+    // to these sums, which are at gradient_to_write().
+    virtual bool sends_gradients() const { return false; }
     // Makes the computation's stream wait for all transfers that were launched so far.
-    virtual void wait_for_transfers() = 0;
+    virtual void wait_for_transfers() {}
 
     // --- Small values
     // rows (ranks, bytes): every rank has filled its own row; afterwards every rank has all rows.
-    virtual void all_gather(void* rows, int64_t bytes) = 0;
+    virtual void all_gather(void* /*rows*/, int64_t /*bytes*/) {}
     // What quantizing weights loses, on all ranks together. mine: what it loses on this one.
-    virtual QuantStats sum_weight_quant_stats(const QuantStats& mine) const = 0;
+    virtual QuantStats sum_weight_quant_stats(const QuantStats& mine) const { return mine; }
 
 protected:
     ParameterState& parameter_state_;
 };
 
-// A run on one GPU, in which nothing travels.
-class Unsharded : public Sharding {
-public:
-    using Sharding::Sharding;
-
-    TensorRef weight(size_t i) const override { return parameter_state_.whole_weight(i); }
-    TensorRef gradient_to_write(size_t i) const override { return parameter_state_.whole_gradient(i); }
-
-    void gather_weights(int64_t, Direction) override {}
-    void forget_gathered_weights() override {}
-    void combine_amaxes_of_ranks() override {}
-    void wait_for_gradient_buffer(int64_t) override {}
-    void reduce_gradients(int64_t, bool) override {}
-    bool sends_gradients() const override { return false; }
-    void wait_for_transfers() override {}
-    void all_gather(void*, int64_t) override {}
-    QuantStats sum_weight_quant_stats(const QuantStats& mine) const override { return mine; }
-};
-
 // -----------------------------------------------------------------------------------------------------------
-// The rest can wait: several GPUs. Zero3Sharding promises:
+// Several GPUs (this can wait). Zero3Sharding promises:
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
 //               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once.

@@ -10,6 +10,7 @@
 #include <fstream>
 
 #include "handles.h"
+#include "libraries.h"
 #include "memory_layout.h"
 
 namespace coat::gpu {
