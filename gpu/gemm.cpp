@@ -7,8 +7,8 @@
 // wants.
 //
 // cuBLAS is column-major: it takes a row-major matrix of this program for the transpose of that matrix. So it
-// is asked for the transpose of `out`, in which the factors have changed places: its A is our right operand,
-// and its B is our left one. For example fprop, y = x w^T:
+// is asked for the transpose of `out`, a product A B whose factors have changed places: A is made of our
+// right operand, and B of our left one. For example fprop, y = x w^T:
 //
 //   in memory, row-major    what cuBLAS sees    what it is in y^T = w x^T
 //   y (N, out)              y^T (out, N)        the result

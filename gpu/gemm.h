@@ -47,7 +47,7 @@ private:
     // What the choice of an algorithm depends on. The algorithm is chosen once for each Key.
     struct Key {
         GemmKind kind;
-        // A and B of cuBLAS: A is `right`, and B is `left` (gemm.cpp says why)
+        // A is made of `right`, and B of `left` (gemm.cpp says why)
         Format cublas_a, cublas_b, out;
         int32_t cublas_a_scales, cublas_b_scales;  // cuBLASLt's scale modes
         int64_t rows, cols;                        // the shape of `out`

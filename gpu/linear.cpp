@@ -64,6 +64,7 @@ bool LinearLayer::is_its_own_operand(OperandKind kind, const LazyTensor& source)
 
 static Operand with_block_scales(const TensorRef& tensor, void* transposed);  // rowwise, deepseek: below
 
+// Takes the memory of an operand in these forms.
 //   needed_rows   the operand's rows, before they are rounded up for an FP8 GEMM
 //   row_major     where the row-major elements go; if null, memory is allocated for them, too
 Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, Form form,

@@ -24,8 +24,8 @@
 // linear layer that will read the tensor, and stores the amax there. For example, the residual sum
 // (gpu/norm.h) computes the output of the next norm, which is x of the linear layer after this norm; so it
 // stores the amax of x. If no earlier kernel has the values, an extra pass over the tensor computes the amax
-// just before the codes are made. (Two tables in model.cu list who computes each amax: at the head of its
-// sections on forward and on backward. In recipes that need no amaxes both functions return null.)
+// just before the codes are made: compute_x_amax_if_needed(), or AmaxFrom::ExtraPass. (Two tables in model.cu
+// list who computes each amax: at the head of its sections on forward and on backward.)
 //
 // What a linear layer uses of other files, besides the kernels of coat.h:
 //
@@ -104,8 +104,8 @@ public:
     float* place_for_g_amax() const {
         return shared_.needs_amax_before_codes() ? &g_tensor_scale_->amax : nullptr;
     }
-    // Computes the amax of x by a pass over x, if the amax is needed: for an x that no earlier kernel had at
-    // hand.
+    // Computes the amax of x by an extra pass over x, if the amax is needed. To be called before fprop(), if
+    // no earlier kernel had the values of x.
     void compute_x_amax_if_needed(const LazyTensor& x) const;
 
     // The bucket (adamw.h) to which the gradients of w and of the bias belong.

@@ -7,6 +7,9 @@
 
 namespace coat::gpu {
 
+constexpr int64_t FLOAT_BYTES = sizeof(float);
+constexpr int64_t HALF_BYTES = sizeof(uint16_t);  // of a half of a master
+
 NamedMemory::NamedMemory(const GpuContext& context, const MemoryMap& memory,
                          const ParameterState& parameter_state, ScaleTable& scale_table)
     : context_(context), parameter_state_(parameter_state), scale_table_(scale_table) {
@@ -24,19 +27,19 @@ void NamedMemory::list_tensors(const MemoryMap& memory) {
             memory.weights.remainders ? memory.weights.remainders + place.rank_offset : nullptr;
         entries_[p.name] = {.param_index = i,
                             .data = parameter_state_.owned_weight_data(i),
-                            .bytes = count * 2,
+                            .bytes = count * HALF_BYTES,
                             .half = fp32_masters ? HalfOfMaster::Rounded : HalfOfMaster::None};
         if (s.keep_masters)
             entries_[p.name + ".remainder"] = {
                 .param_index = i,
                 .data = remainder,
-                .bytes = count * 2,
+                .bytes = count * HALF_BYTES,
                 .half = fp32_masters ? HalfOfMaster::Remainder : HalfOfMaster::None};
         auto list_moment = [&](const std::string& of, const MomentRef& moment) {
             const int64_t moment_groups = s.optimizer.moment_group_count(moment.format, count);
             entries_[of] = {i, moment.data, count * format_info(moment.format).bytes};
-            if (moment.max) entries_[of + ".max"] = {i, moment.max, moment_groups * 4};
-            if (moment.k) entries_[of + ".k"] = {i, moment.k, moment_groups * 4};
+            if (moment.max) entries_[of + ".max"] = {i, moment.max, moment_groups * FLOAT_BYTES};
+            if (moment.k) entries_[of + ".k"] = {i, moment.k, moment_groups * FLOAT_BYTES};
         };
         list_moment(p.name + ".m", memory.first_moments[i]);
         list_moment(p.name + ".v", memory.second_moments[i]);
@@ -47,9 +50,9 @@ void NamedMemory::list_delayed_scales(size_t i) {
     const int64_t layer = parameter_state_.linear_layer_index(i);
     for (OperandKind o : LINEAR_OPERANDS) {
         const std::string of = parameter_state_.params[i].name + suffix_of(o);
-        const int64_t history_bytes = context_.settings.recipe.history_steps * 4;
+        const int64_t history_bytes = context_.settings.recipe.history_steps * FLOAT_BYTES;
         entries_[of + ".history"] = {i, scale_table_.history(o, layer), history_bytes};
-        entries_[of + ".scale"] = {i, &scale_table_.of_operand(o, layer)->delayed_scale, 4};
+        entries_[of + ".scale"] = {i, &scale_table_.of_operand(o, layer)->delayed_scale, FLOAT_BYTES};
     }
 }
 
@@ -81,7 +84,7 @@ void NamedMemory::write(const std::string& name, const void* in) {
 std::vector<uint32_t> NamedMemory::read_masters(size_t i) const {
     const int64_t count = parameter_state_.places[i].owned.count;
     std::vector<uint32_t> bits(count);
-    context_.copy_to_host(bits.data(), parameter_state_.owned_weight_data(i), count * 4);
+    context_.copy_to_host(bits.data(), parameter_state_.owned_weight_data(i), count * FLOAT_BYTES);
     return bits;
 }
 static uint32_t rounded_half(uint32_t master) { return (master + 0x8000u) >> 16; }
@@ -114,7 +117,8 @@ void NamedMemory::read_gradient(size_t i, float* out) const {
     context_.copy_to_host(raw.data(), parameter_state_.owned_gradient_sum(i), count * bytes);
     std::fill_n(out, count, 0.0f);
     for (int64_t e = 0; e < count; e++)
-        std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + 4 - bytes, &raw[size_t(e * bytes)], size_t(bytes));
+        std::memcpy(reinterpret_cast<uint8_t*>(&out[e]) + FLOAT_BYTES - bytes, &raw[size_t(e * bytes)],
+                    size_t(bytes));
 }
 
 }  // namespace coat::gpu

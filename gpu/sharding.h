@@ -3,8 +3,9 @@
 // A step calls the class Sharding. With one GPU this class is all there is: weight() and gradient_to_write()
 // say where ParameterState has a tensor, and the other functions have nothing to do.
 //
-// With several GPUs the step calls a Zero3Sharding instead, which overrides every function (gpu/sharding.cpp;
-// step by step: dev/WALK2.md). It gathers weights, reduces gradients and exchanges small values.
+// With several GPUs each rank owns a shard of every matrix (common/ranks.h). Then the step calls a
+// Zero3Sharding, which overrides every virtual function (gpu/sharding.cpp; step by step: dev/WALK2.md). It
+// gathers weights, reduces gradients and exchanges small values.
 #pragma once
 #include "parameter_state.h"
 #include "transport.h"
