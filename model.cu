@@ -532,10 +532,10 @@ public:
                                            &memory_.step_exchange->loss_weight, memory_.losses + first,
                                            stream_);
         const TensorRef& dlogits = logits;  // the gradients have taken the place of the logits
-        const bool overwrites = micro_batch_.overwrites_gradients && first == 0;
+        const bool overwrite = micro_batch_.overwrites_gradients && first == 0;
         // The head is not quantized: the operands of its GEMMs are the tensors themselves
         const Operand g{dlogits}, w{weight(head_index_)}, x{norm_output};
-        gemms_.run(GemmKind::Wgrad, g, x, dweight, stream_, {.overwrite = overwrites});
+        gemms_.run(GemmKind::Wgrad, g, x, dweight, stream_, {.overwrite = overwrite});
         gemms_.run(GemmKind::Dgrad, g, w, row_slice(dnorm_output, first, norm_output.rows), stream_);
     }
 

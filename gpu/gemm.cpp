@@ -256,12 +256,15 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
         if (!handle_) check_cublas(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
         if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {
             launch(chosen->second);
-        } else {  // the first GEMM with this key: the first algorithm that can be launched is chosen
+        } else {
+            // The first GEMM with this key: the first algorithm that can be launched is chosen
             const bool fast_or_bf16 = fast || a.format == Format::BF16;
-            const std::vector<cublasLtMatmulAlgo_t> candidates =
-                candidate_algorithms(handle_, problem, should_prefer_tiles(kind, fast_or_bf16, out));
-            const auto launched = std::find_if(candidates.begin(), candidates.end(), launch);
-            if (launched != candidates.end()) algorithms_[key] = *launched;
+            const bool prefer_tiles = should_prefer_tiles(kind, fast_or_bf16, out);
+            for (const cublasLtMatmulAlgo_t& candidate : candidate_algorithms(handle_, problem, prefer_tiles))
+                if (launch(candidate)) {
+                    algorithms_[key] = candidate;
+                    break;
+                }
         }
         check_cublas(status, "A GEMM failed");
     });

@@ -106,16 +106,16 @@ void ParameterState::update(const AdamWOptions& options, int64_t first_bucket, i
         .elements = {.first = begin.rank_offset, .count = end.rank_offset - begin.rank_offset},
         .gradients = owned_gradient_sum(first_param),
         .gradient_format = format_of_gradients.element_format};
-    const Range units{.first = begin.units_before_parameter,
-                      .count = end.units_before_parameter - begin.units_before_parameter};
+    const Range shard_units{.first = begin.units_before_parameter,
+                            .count = end.units_before_parameter - begin.units_before_parameter};
     StepOutcome* const outcome = memory_.outcome();  // on the device
     GradientState* const state = &outcome->gradient_state;
 
     double* const loss_and_squares = memory_.loss_and_squares;
-    double* const own_row = loss_and_squares + settings.rank * (1 + units.count);
-    compute_gradient_squares(to_update, units, &outcome->loss_or_nan, own_row, stream_);
-    sharding.all_gather(loss_and_squares, (1 + units.count) * int64_t(sizeof(double)));
-    update_gradient_state(loss_and_squares, units.count, settings.ranks, options.clip, state, stream_);
+    double* const own_row = loss_and_squares + settings.rank * (1 + shard_units.count);
+    compute_gradient_squares(to_update, shard_units, &outcome->loss_or_nan, own_row, stream_);
+    sharding.all_gather(loss_and_squares, (1 + shard_units.count) * int64_t(sizeof(double)));
+    update_gradient_state(loss_and_squares, shard_units.count, settings.ranks, options.clip, state, stream_);
     adamw(options, settings.optimizer, to_update, memory_.weights,
           rounding_key(settings.seed, options.update_number), state, stream_);
 }
