@@ -1,8 +1,7 @@
 // gpu/memory_layout.h - how the memory of a GPU is divided: what this rank owns of each parameter, the
 // buckets, the sizes of buffers, and where gradients begin. All of this follows from the settings of the
-// run, so a program without CUDA knows it too, for --plan. adamw.h explains the words bucket, flat order and
-// rank's order: with one GPU, both orders are the order of the parameters. The map of the memory is drawn in
-// gpu/memory_map.h: read it first.
+// run, so a program without CUDA knows it too, for --plan. The words bucket, flat order and rank's order are
+// those of adamw.h. The map of the memory is drawn in gpu/memory_map.h: read it first.
 #pragma once
 #include "../common/ranks.h"
 
@@ -48,12 +47,13 @@ int64_t gradients_offset(const RunSettings& s);
 // The logits exist for so many tokens at a time.
 inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
 // Whether the slices of a micro-batch add to the gradient of the head's weight in FP32, so that their sum is
-// rounded once. The rule of gradient_format() (common/model.h) is that at most four gradients are added to a
-// BF16 sum in a step. But each slice of HEAD_SLICE_TOKENS adds to this gradient, and a tied embedding adds
-// once more, which may be more than four additions.
+// rounded once. The rule is that at most four gradients are added to a BF16 sum in a step. gradient_format()
+// (common/model.h) counts one addition for all slices of a micro-batch. If there are several slices, their
+// additions are counted here: each slice adds once, and a tied embedding once more.
 inline bool head_sum_in_fp32(const RunSettings& s) {
-    const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS), additions = slices + s.config.tied;
-    return gradient_format(s) == Format::BF16 && slices > 1 && micro_batches_of_step(s) * additions > 4;
+    const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS);
+    const int64_t additions = micro_batches_of_step(s) * (slices + s.config.tied);
+    return gradient_format(s) == Format::BF16 && slices > 1 && additions > 4;
 }
 
 // -----------------------------------------------------------------------------------------------------------

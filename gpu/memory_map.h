@@ -7,10 +7,7 @@
 //   gpu/tensors.h     what is in the memory: TensorScale and RowStatistics
 //   adamw.h           Weights, Shard, MomentRef and GradientState; and the words shard, bucket and rank's
 //                     order
-//   gpu/layers.h      TokenRows, for the gradient of the embedding
-//
-// With one GPU there is one rank: a shard is a whole parameter, and the rank's order is the order of the
-// parameters. What only several ranks and other recipes need is at the end of each struct.
+//   gpu/layers.h      TokenRows, for the gradient of the embedding: which tokens occur in which rows
 #pragma once
 #include "../adamw.h"
 #include "context.h"
@@ -37,17 +34,10 @@ struct StepExchange {
     QuantStats quant_stats[int(MeasuredTensor::Moment1)];
 };
 
-// The map: where everything is that lasts for the run. In the allocation, from its beginning, by the names of
-// the members below (what is in brackets, only some runs have):
-//
-//   step_exchange | gemm_scratch | loss_and_squares | [received] | weights, [remainders] | shards |
-//   scale_table | [histories] | first_moments, second_moments | saved_activations, with the gradients |
-//   tokens | targets | token_order | token_rows | final_norm_input_or_dresidual | norm_backward_workspace |
-//   row_statistics | losses | [rope_table]
-//
-// After that come the FP8 codes of all weights, if they are cached: the constructor of LinearLayer
-// (gpu/linear.cpp) allocates them. Then comes what a step allocates where it uses it (Arena::Scope): the
-// operands of one linear layer, gradients of activations, logits.
+// The map: where everything is that lasts for the run. The members have the order of the memory. After the
+// last of them comes what a step allocates where it uses it (Arena::Scope): the operands of one linear layer,
+// gradients of activations, logits. (In a run that caches the FP8 codes of all weights, these lie between the
+// two.)
 //
 // Gradients of weights. Backward writes them where the update reads them. Usually they lie over the saved
 // activations. Forward writes the layers from left to right, and backward needs them from right to left. The
@@ -61,29 +51,53 @@ struct StepExchange {
 //                                        +-----------+---------+------+----------+------------+------+
 //                                        | embedding | layer 0 | ...  | layer 31 | final norm | head |
 //                                        +-----------+---------+------+----------+------------+------+
-//                                        ^ gradients_offset()         ^ the end of all activations
+//                                        ^ gradients_offset()         ^ the end of all activations, where
+//                                                                       the gradients of layer 31 begin
 //
 // The gradients begin as far left as possible. There are two conditions:
 //   - The gradients of layer l begin after the activations of the layers 0 to l, or later. Backward still
 //     needs these activations when it writes the gradients.
 //   - The gradients of the final norm and of the head begin after all activations, or later.
-// In the drawing the first condition binds, for layer 31: its gradients begin right where the activations of
-// the layers 0 to 31 end. So no gradients can move to the left, although those of other layers have room.
-// (Where gradients lie in other runs: gpu/memory_map.cpp.)
+// In the drawing layer 31 decides. Its gradients cannot begin before the end of all activations, and the
+// gradients of all earlier layers lie before its own.
+//
+// Where gradients lie in other runs (this can wait):
+//   several micro-batches a rank   all gradients lie after the activations, because their sums outlive the
+//                                  next forward
+//   a tied embedding               all gradients lie after the activations: the gradient of the embedding is
+//                                  the first of them, but the head writes to it before all others
+//   --gradients none               there is one buffer, which all buckets use in turn: a bucket is updated as
+//                                  soon as its gradients are complete
+//   several ranks                  the place that holds the gradients of a run with one rank holds this
+//                                  rank's part of the sums of the step. Backward writes to two buffers, one
+//                                  for even and one for odd buckets: while one bucket travels, the next is
+//                                  computed
 struct MemoryMap {
     StepExchange* step_exchange;
     StepOutcome* outcome() const { return &step_exchange->outcome; }  // on the device
     void* gemm_scratch;                                               // CublasGemms::SCRATCH bytes
+    // For the norm of gradients: the loss, and then sums of squares, each over SHARD_UNIT elements of a
+    // parameter. They stand together because both decide whether a step is skipped. (ranks, 1 + shard units):
+    // a row for each rank.
+    double* loss_and_squares;
+    // What other ranks write here (this can wait). They find these places and loss_and_squares, because on
+    // all ranks they are equally far from the beginning of the allocation.
+    struct Received {
+        uint32_t* flags;            // two for each rank (gpu/transport.h)
+        uint8_t* gradients;         // the other ranks' gradients of the part of a bucket that this rank owns
+        uint8_t* weights[2];        // the matrices that are computed with, and those that come next
+        TensorScale* scale_tables;  // (ranks, scale_table_size): the tables of all ranks
+    } received;
 
-    // What this rank owns, in the rank's order
+    // What this rank owns, in the rank's order. With one GPU that is the order of the parameters.
     Weights weights;
-    Shard* shards;                                         // AdamW's table of parameters
-    std::vector<MomentRef> first_moments, second_moments;  // by parameter
-    void* moments_begin;    // where all moments begin, with their max and k
-    int64_t moments_bytes;  // how many bytes they take together
-
+    Shard* shards;             // AdamW's table of parameters
     TensorScale* scale_table;  // (scale_table_size): see ScaleTable
     int64_t scale_table_size;
+    float* histories;       // with delayed scaling: (scale_table_size, Recipe::history_steps), see ScaleTable
+    void* moments_begin;    // where all moments begin, with their max and k
+    int64_t moments_bytes;  // how many bytes they take together
+    std::vector<MomentRef> first_moments, second_moments;  // by parameter, whose m and v lie together
 
     uint8_t* saved_activations;                 // L layers of saved_layer_bytes() each
     std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
@@ -93,32 +107,15 @@ struct MemoryMap {
     int32_t *tokens, *targets;  // (N)
     int32_t* token_order;       // (N) for the embedding's gradient: row numbers, sorted by token
     TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order
-    // (N, C): after forward the end of the residual stream, which is the input of the final norm; in all of
-    // backward the gradient of the residual stream
+    // (N, C): in forward the residual stream after the last layer; in backward its gradient (model.cu)
     void* final_norm_input_or_dresidual;
     float* norm_backward_workspace;  // norm_backward_workspace_floats()
     RowStatistics* row_statistics;   // (N) of the norm that ran last
     float* losses;                   // (N)
-
-    float2* rope_table;  // (T, HS / 2) {cos, sin}, for the whole run
-
-    // For the norm of gradients: the loss, and then sums of squares, each over SHARD_UNIT elements of a
-    // parameter. (ranks, 1 + shard units): a row for each rank.
-    double* loss_and_squares;
-
-    // The rest can wait. Delayed scaling (see ScaleTable): (operands, linear layers, Recipe::history_steps)
-    float* histories;
-    // What else other ranks write here, if there are several. (They find these places and loss_and_squares,
-    // because on all ranks they are equally far from the beginning of the allocation.)
-    struct Received {
-        uint32_t* flags;            // two for each rank (gpu/transport.h)
-        uint8_t* gradients;         // the other ranks' gradients of the part of a bucket that this rank owns
-        uint8_t* weights[2];        // the matrices of an even gather unit, and of an odd one
-        TensorScale* scale_tables;  // (ranks, scale_table_size): the tables of all ranks
-    } received;
+    float2* rope_table;              // (T, HS / 2) {cos, sin}, for the whole run; of models with RoPE
 };
 
-// Allocates all members of the map, in this order.
+// Allocates all members, in the order of the struct.
 MemoryMap allocate_memory(GpuContext& context);
 
 }  // namespace coat::gpu

@@ -1,4 +1,4 @@
-// checkpoints.cpp - how a run keeps its folder (--out), and saves checkpoints in it.
+// program/checkpoints.cpp - how a run keeps its folder (--out), and saves checkpoints in it.
 #include "checkpoints.h"
 
 #include <fcntl.h>

@@ -1,4 +1,5 @@
-// checkpoints.h - the folder --out of a run, and the checkpoints that the run saves there (checkpoints.cpp).
+// program/checkpoints.h - the folder --out of a run, and the checkpoints that the run saves there
+// (checkpoints.cpp).
 #pragma once
 #include <functional>
 #include <string>

@@ -1,4 +1,4 @@
-// clock.cpp - durations, dates, and the length of a minute (clock.h).
+// program/clock.cpp - durations, dates, and the length of a minute (clock.h).
 #include "clock.h"
 
 #include <chrono>

@@ -1,4 +1,4 @@
-// clock.h - the time: for durations, for dates, and for waiting (clock.cpp).
+// program/clock.h - the time: for durations, for dates, and for waiting (clock.cpp).
 #pragma once
 #include <string>
 

@@ -1,4 +1,4 @@
-// flags.cpp - the table of flags, and how the command line is read by it (flags.h).
+// program/flags.cpp - the table of flags, and how the command line is read by it (flags.h).
 #include "flags.h"
 
 #include <algorithm>

@@ -1,5 +1,6 @@
-// flags.h - the command line of ./train. The values are members of Flags. The table in flags.cpp has a row
-// for each flag; how it is read, its line of --help, and whether a checkpoint keeps it follow from its row.
+// program/flags.h - the command line of ./train. The values are members of Flags. The table in flags.cpp has
+// a row for each flag; how it is read, its line of --help, and whether a checkpoint keeps it follow from its
+// row.
 #pragma once
 #include <cstdint>
 #include <set>

@@ -1,4 +1,4 @@
-// generate.cpp - draws tokens from a model's logits, and --prompt (generate.h).
+// program/generate.cpp - draws tokens from a model's logits, and --prompt (generate.h).
 #include "generate.h"
 
 #include <algorithm>

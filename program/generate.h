@@ -1,4 +1,5 @@
-// generate.h - a model continues a text, token by token (generate.cpp): the samples of a run, and --prompt.
+// program/generate.h - a model continues a text, token by token (generate.cpp): the samples of a run, and
+// --prompt.
 #pragma once
 #include <functional>
 #include <string>

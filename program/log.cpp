@@ -1,4 +1,4 @@
-// log.cpp - writes the log of a run (log.h).
+// program/log.cpp - writes the log of a run (log.h).
 #include "log.h"
 
 #include <fcntl.h>

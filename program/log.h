@@ -1,5 +1,5 @@
-// log.h - the log of a run (--log, log.cpp): a file with one line of JSON for each event, which dev/plot.py
-// draws.
+// program/log.h - the log of a run (--log, log.cpp): a file with one line of JSON for each event, which
+// dev/plot.py draws.
 //
 // A line has "kind", "step", "seconds" since the program was started, and the fields of its kind. At each
 // start ./train first writes a line of the kind "settings". It has the date, all flags, and "run_started",

@@ -1,5 +1,5 @@
-// main.cpp - the program ./train: flags in, a trained model out. start.h describes most of the functions that
-// are called here, in the same order; train() is in train.cpp.
+// program/main.cpp - the program ./train: flags in, a trained model out. start.h describes most of the
+// functions that are called here, in the same order; train() is in train.cpp.
 #include <fcntl.h>
 #include <unistd.h>
 

@@ -1,5 +1,5 @@
-// plan.cpp - the tables of plan.h, computed from common/recipes.h, common/architecture.h and common/model.h.
-// A new recipe or model needs only its row in recipes() or known_models().
+// program/plan.cpp - the tables of plan.h, computed from common/recipes.h, common/architecture.h and
+// common/model.h. A new recipe or model needs only its row in recipes() or known_models().
 #include "plan.h"
 
 #include <map>

@@ -1,5 +1,5 @@
-// plan.h - what is known of a run before it starts, as --plan prints it: the format of every tensor, and the
-// bytes of every kind of memory (the paper's table of memory, for any model).
+// program/plan.h - what is known of a run before it starts, as --plan prints it: the format of every tensor,
+// and the bytes of every kind of memory (the paper's table of memory, for any model).
 #pragma once
 #include "../gpu/gpu_model.h"
 #include "../gpu/memory_layout.h"

@@ -1,4 +1,4 @@
-// processes.cpp - how the processes of a run start, find each other, exchange values and end together
+// program/processes.cpp - how the processes of a run start, find each other, exchange values and end together
 // (processes.h).
 //
 // While a rank waits, it checks that the ranks to which it has a socket still live. Rank 0 prints the errors

@@ -1,4 +1,4 @@
-// processes.h - the processes of a run: how they start, exchange small values and end together
+// program/processes.h - the processes of a run: how they start, exchange small values and end together
 // (processes.cpp).
 //
 // A run on several GPUs has one process for each GPU, called a rank. Rank 0 has a socket to each other rank.

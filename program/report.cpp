@@ -1,5 +1,5 @@
-// report.cpp - what a run prints and logs: its start, its steps and its end, and what it measures on held-out
-// text (validation.cpp).
+// program/report.cpp - what a run prints and logs: its start, its steps and its end, and what it measures on
+// held-out text (validation.cpp).
 #include <algorithm>
 #include <cmath>
 

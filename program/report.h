@@ -1,5 +1,5 @@
-// report.h - what a run prints and logs (report.cpp). Every rank calls these functions, and rank 0 alone
-// prints and logs.
+// program/report.h - what a run prints and logs (report.cpp). Every rank calls these functions, and rank 0
+// alone prints and logs.
 #pragma once
 #include <array>
 

@@ -1,4 +1,4 @@
-// resume.cpp - how a run continues a checkpoint (--resume).
+// program/resume.cpp - how a run continues a checkpoint (--resume).
 #include <cstdio>
 
 #include "../data/files.h"

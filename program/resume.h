@@ -1,4 +1,4 @@
-// resume.h - how a run continues a checkpoint, --resume (resume.cpp).
+// program/resume.h - how a run continues a checkpoint, --resume (resume.cpp).
 #pragma once
 #include "run.h"
 

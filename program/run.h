@@ -1,5 +1,5 @@
-// run.h - a run of ./train: what it is made of. start.h and resume.h declare the functions that make a Run;
-// train.h, validation.h, report.h and checkpoints.h declare what a run does.
+// program/run.h - a run of ./train: what it is made of. start.h and resume.h declare the functions that make
+// a Run; train.h, validation.h, report.h and checkpoints.h declare what a run does.
 //
 // Types that other files declare:
 //   Flags             flags.h: the values of the command line; a member for each flag
@@ -60,8 +60,8 @@ struct Run {
     // The last complete checkpoint, in --out or where save_last() found room; empty: none. note_checkpoint()
     // sets it.
     std::string last_checkpoint{};
-    // Whether the last step is complete, may be saved if the run ends early (count_step() in train.cpp), and
-    // has not been saved.
+    // Whether an early end of the run should save the last step: if it is complete, has not been saved, and
+    // is fit to be saved (count_step() in train.cpp).
     bool at_savable_step = false;
 
     int64_t micro_batch_tokens() const { return settings.B * settings.T; }

@@ -1,4 +1,4 @@
-// start.cpp - the start of a run: from the flags to a model (start.h).
+// program/start.cpp - the start of a run: from the flags to a model (start.h).
 #include <malloc.h>
 #include <omp.h>
 #include <unistd.h>

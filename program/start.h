@@ -1,7 +1,7 @@
-// start.h - from the command line to a run (start.cpp): functions that main.cpp calls, in this order, on
-// every rank. Those of resume.h come between the two sections. Flags that were not given may follow from the
-// device, from a checkpoint, from other flags and from the data. The functions that set such flags take Flags
-// that are not const.
+// program/start.h - from the command line to a run (start.cpp): functions that main.cpp calls, in this order,
+// on every rank. Those of resume.h come between the two sections. Flags that were not given may follow from
+// the device, from a checkpoint, from other flags and from the data. The functions that set such flags take
+// Flags that are not const.
 //
 // Here and in other files, a function whose name ends with on_all_ranks waits for all ranks. Called on one
 // rank alone it would never return.

@@ -1,5 +1,5 @@
-// train.cpp - the training loop. Every rank goes through it, and all ranks take the same decisions. Besides
-// run.h it uses these things of other files:
+// program/train.cpp - the training loop. Every rank goes through it, and all ranks take the same decisions.
+// Besides run.h it uses these things of other files:
 //   checkpoints.h        create_and_lock_output_folder(), save(), save_last(), note_checkpoint(),
 //                        read_or_fail_together()
 //   clock.h              now(): the time in seconds. seconds_per_minute()
@@ -31,10 +31,10 @@ float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
     constexpr double PI = 3.14159265358979323846;
     warmup = warmup_steps(warmup, steps);
     if (step < warmup) return float(peak * (step + 1) / warmup);
-    // n steps follow the warm-up. The last of them lies at 0.99 of the cosine or beyond, where the rate is at
-    // most 0.1002 of the peak. From n = 100 on, the usual cosine of length n, as in nanoGPT and torchtitan,
-    // does that: its last step lies at (n - 1) / n. Shorter runs have the length (n - 1) / 0.99. (With the
-    // length n, a run with n = 3 would end at 0.33 of the peak.)
+    // The n steps after the warm-up follow a cosine of length n, as in nanoGPT and torchtitan. The last of
+    // them lies at (n - 1) / n of the cosine. In a short run that is far from its end: with n = 3 the run
+    // would end at 0.33 of the peak. So for n < 100 the cosine is shorter: the last step lies at 0.99 of it,
+    // where the rate is at most 0.1002 of the peak.
     const double n = double(steps - warmup);
     const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
     const double fraction = std::min(1.0, double(step - warmup) / length);  // of the cosine
@@ -71,7 +71,7 @@ int finish(Run& run, const Progress& progress);
 
 int train(Run& run) {
     const Flags& flags = run.flags;
-    // Error messages name the last checkpoint. A resumed run has one from the start.
+    // Error messages name the last checkpoint. A run that is resumed in its own folder has one from the start
     if (!flags.out.empty()) note_checkpoint(run, find_checkpoint(flags.out));
     if (run.state.step == 0) run.state.first_validation = validate_and_report(run);
     create_and_lock_output_folder(run);
@@ -88,9 +88,9 @@ int train(Run& run) {
         if (flags.sample_every > 0 && (last || every(flags.sample_every))) report_sample(run);
         const bool is_save_time =
             flags.save_every > 0 ? every(flags.save_every) : events.save_interval_has_passed;
-        // A skipped step waits for one that is not: see count_step()
+        // While steps are skipped, the weights may be useless: see count_step()
         if (!last && is_save_time && progress.skipped_in_a_row == 0) {
-            save(run);
+            save(run);  // if that fails, the run goes on until the next save
             progress.saved_at = now();
         }
     }
@@ -137,14 +137,10 @@ void count_step(Run& run, const StepResult& result, Progress& progress) {
     } else if (result.target_count) {
         progress.skipped_in_a_row++;
     }
-    // When a skipped step may be saved. A step may be skipped because an earlier update made weights
-    // overflow, and then a checkpoint would be useless. There are three occasions to save:
-    //   - At regular times train() saves no skipped step.
-    //   - If the run ends early, because a signal comes or data cannot be read, a skipped step is saved only
-    //     if there is no earlier checkpoint.
-    //   - The last step of a run is saved even if it was skipped. Before that finish() validates the model,
-    //     which throws if the loss is not finite.
-    // Run::at_savable_step is for the second occasion.
+    // Whether the step may be saved if the run ends early, because a signal comes or data cannot be read. A
+    // step may be skipped because an earlier update made weights overflow, and then a checkpoint would be
+    // useless. So unless the step had no targets, a skipped step is saved only if there is no earlier
+    // checkpoint. (Saves at regular times, in train(), and at the end, in finish(), have rules of their own.)
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
@@ -186,7 +182,8 @@ Events events_on_all_ranks(Run& run, const Progress& progress) {
     return all;
 }
 
-// Saves the step after which a signal has come, and says how the run can go on. Returns the exit code.
+// Saves the step after which a signal has come, and says how the run can go on. Returns the exit code: that
+// of a program that a signal has ended, even if --out could not be written.
 int save_and_end_at_signal(Run& run, int signal) {
     if (run.at_savable_step) save_last(run);
     std::string how_to_continue = "; nothing was saved.";
@@ -197,10 +194,11 @@ int save_and_end_at_signal(Run& run, int signal) {
     return 128 + signal;
 }
 
-// Validates and saves the last step, even if it was skipped (count_step() says why), and prints what the run
-// was. Returns the exit code: not 0 if --out could not be written.
+// Validates and saves the last step, and prints what the run was. The step is saved even if it was skipped,
+// because its validation has shown that the weights are not useless. Returns the exit code: not 0 if --out
+// could not be written.
 int finish(Run& run, const Progress& progress) {
-    const double validation = validate_and_report(run);
+    const double validation = validate_and_report(run);  // throws if the loss is not finite
     const int code = save_last(run);
     report_quantization(run);
     print_end(run, validation,

@@ -1,4 +1,4 @@
-// train.h - the learning rate, and the training loop (train.cpp).
+// program/train.h - the learning rate, and the training loop (train.cpp).
 #pragma once
 #include "run.h"
 

@@ -1,5 +1,5 @@
-// validation.cpp - what a run measures on validation text: the loss, a sample, and how well FP8 represents
-// its tensors. report.cpp prints it.
+// program/validation.cpp - what a run measures on validation text: the loss, a sample, and how well FP8
+// represents its tensors. report.cpp prints it.
 #include <algorithm>
 #include <cmath>
 

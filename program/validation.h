@@ -1,5 +1,5 @@
-// validation.h - what a run measures on validation text (validation.cpp). Every rank calls these functions at
-// the same time.
+// program/validation.h - what a run measures on validation text (validation.cpp). Every rank calls these
+// functions at the same time.
 #pragma once
 #include "run.h"
 
