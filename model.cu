@@ -73,7 +73,7 @@ using namespace gpu;
 //
 //   1. Memory is one allocation, the arena, which is a stack. (Its map is in gpu/memory_map.h.) What lasts
 //      for the run is allocated at the beginning. What a step needs besides is allocated where it is used,
-//      and given back when the Arena::Scope around it ends. mlp_half_backward() is an example of the rest:
+//      and given back when the Arena::Scope around it ends. mlp_half_backward() is an example of the details:
 //        - A Scope with the name until_x holds what is needed until x is computed. If that is in the middle
 //          of a function, end() ends the Scope there: until_dgate_up.
 //        - What must outlive a Scope is allocated before the Scope begins: dgate_up_operand.
@@ -108,7 +108,7 @@ struct Layer {
 
 // A norm of the residual stream, between two linear layers.
 struct ResidualNorm {
-    Norm norm;            // as kernels are given it; norm.in is the norm's saved input
+    Norm args;            // as kernels are given it; args.in is the norm's saved input
     size_t weight_index;  // the index of the norm's weight in ParameterState::params
     // The linear layer whose output was added to the residual stream last. In backward it reads the gradient
     // that this norm computes. Null for the first norm 1: the embedding comes before it.
@@ -116,7 +116,7 @@ struct ResidualNorm {
     // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
     LinearLayer* linear_after;
 
-    bool saves_groups() const { return norm.in.format.is_fp8(); }
+    bool saves_groups() const { return args.in.format.is_fp8(); }
     float* place_for_output_amax() const { return linear_after ? linear_after->place_for_x_amax() : nullptr; }
     float* place_for_dresidual_amax() const {
         return linear_before ? linear_before->place_for_g_amax() : nullptr;
@@ -134,11 +134,11 @@ struct ResidualStream {
     // Where a residual sum is stored that the norm `next` is to read.
     ResidualSumOutputs outputs_for(const ResidualNorm& next) const {
         return {.sum_out = next.saves_groups() ? buffer : TensorRef{},
-                .next_norm = next.norm,
+                .next_norm = next.args,
                 .norm_output_amax_to_raise = next.place_for_output_amax()};
     }
     // To be called after such a sum.
-    void advance_to(const ResidualNorm& next) { current = next.saves_groups() ? buffer : next.norm.in; }
+    void advance_to(const ResidualNorm& next) { current = next.saves_groups() ? buffer : next.args.in; }
 };
 
 // B sequences of T tokens: a micro-batch of a step or of an evaluation, or a prompt.
@@ -199,9 +199,9 @@ class Network {
     //
     // dgate_up_in_place_: whether the row-major elements of dgate_up do. They can if an element has as many
     // bytes as one of gate and up: then the kernel may write over its input. In coat both are FP8 codes; in
-    // bf16 and fp32 both are values. (In coat it is false where a GPU has no FP8 GEMMs. The second condition
-    // decides in no recipe of the table. It is for groups of gate and up beside scales of rows or blocks,
-    // which lie right after the codes, where they would overwrite the scales of the groups.)
+    // bf16 and fp32 both are values. (In coat it is false in runs whose GEMMs are in BF16. The second
+    // condition decides in no recipe of the table. It is for groups of gate and up beside scales of rows or
+    // blocks, which lie right after the codes, where they would overwrite the scales of the groups.)
     const bool dgate_up_in_place_ = format_info(shared_by_linear_layers_.formats.g.element_format).bytes ==
                                         format_info(recipe_.saved_inputs.element_format).bytes &&
                                     shared_by_linear_layers_.formats.g.granularity == PER_TENSOR;
@@ -306,20 +306,20 @@ public:
     }
     ResidualNorm norm1_of(int64_t l) {
         Layer& layer = layers_[l];
-        return {.norm = norm_args(layer.norm1_weight_index, saved_tensor(layer, SavedKind::Norm1Input)),
+        return {.args = norm_args(layer.norm1_weight_index, saved_tensor(layer, SavedKind::Norm1Input)),
                 .weight_index = layer.norm1_weight_index,
                 .linear_before = l > 0 ? &layers_[l - 1].down_proj : nullptr,
                 .linear_after = &layer.qkv_proj};
     }
     ResidualNorm norm2_of(int64_t l) {
         Layer& layer = layers_[l];
-        return {.norm = norm_args(layer.norm2_weight_index, saved_tensor(layer, SavedKind::Norm2Input)),
+        return {.args = norm_args(layer.norm2_weight_index, saved_tensor(layer, SavedKind::Norm2Input)),
                 .weight_index = layer.norm2_weight_index,
                 .linear_before = &layer.attention_out_proj,
                 .linear_after = &layer.gate_up_proj};
     }
     ResidualNorm final_norm() {
-        return {.norm = norm_args(final_norm_weight_index_, final_norm_input()),
+        return {.args = norm_args(final_norm_weight_index_, final_norm_input()),
                 .weight_index = final_norm_weight_index_,
                 .linear_before = &layers_.back().down_proj,
                 .linear_after = nullptr};
@@ -330,8 +330,8 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // A micro-batch
 
-    // What follows is computed of this micro-batch. Copies its tokens and targets (B, T) to the GPU, as soon
-    // as the micro-batch before has run. targets: null for a prompt.
+    // From now on this is the micro-batch that is computed. Its tokens and targets (B, T) are copied to the
+    // GPU, as soon as the micro-batch before has run. targets: null for a prompt.
     void begin_micro_batch(const MicroBatch& micro_batch, const int32_t* tokens, const int32_t* targets) {
         micro_batch_ = micro_batch;
         const int64_t bytes = micro_batch.N * INT32_BYTES;
@@ -399,7 +399,7 @@ public:
         Layer& layer = layers_[l];
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). lazy_norm() computes nothing yet:
         // fprop() computes x while it makes the codes of x
-        const LazyTensor x = lazy_norm(norm1_of(l).norm);
+        const LazyTensor x = lazy_norm(norm1_of(l).args);
         const TensorRef qkv = allocate_buffer_if_in_groups(saved_tensor(layer, SavedKind::Qkv));
         layer.qkv_proj.fprop(x, qkv);
         // attention with rotary positions -> (N, q_cols)
@@ -430,7 +430,7 @@ public:
         Layer& layer = layers_[l];
         const TensorRef gate_up = saved_tensor(layer, SavedKind::GateUp);
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. Again fprop() computes x
-        const LazyTensor x = lazy_norm(norm2_of(l).norm);
+        const LazyTensor x = lazy_norm(norm2_of(l).args);
         // Each branch of the `if` saves gate and up. It also finds the amax of down_proj's x, the output of
         // the activation, if down_proj needs this amax
         if (gate_up.format.is_fp8()) {
@@ -484,19 +484,21 @@ public:
                 clear_async(gradient(i).data, p.padded_size() * parameter_state_.gradient_bytes, stream_);
         }
     }
-    // The gradients of the bucket are complete in this micro-batch, and are where the update reads them.
-    // Nothing that is launched later in the micro-batch reads the weights of the bucket.
+    // To be called when everything is launched that adds to the gradients of the bucket in this micro-batch,
+    // or that reads the weights of the bucket. With one GPU and kept gradients there is nothing to do: the
+    // gradients are where the update reads them.
     void finish_bucket(int64_t bucket) {
-        // measure_quantization(): what storing the moments would lose is measured
-        if (context_.quant_report)
-            parameter_state_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
         // Several ranks: each sends the gradients to those that own them, where they are added
-        else if (sharding_.sends_gradients()) sharding_.reduce_gradients(bucket, micro_batch_.is_first);
+        if (sharding_.sends_gradients() && !context_.quant_report)
+            sharding_.reduce_gradients(bucket, micro_batch_.is_first);
         // --gradients none: the weights of the bucket are updated
         if (micro_batch_.update_in_backward) {
             check_amaxes(&memory_.outcome()->loss_or_nan);
             parameter_state_.update(*micro_batch_.update_in_backward, bucket, bucket + 1, sharding_);
         }
+        // measure_quantization(): what storing the moments would lose is measured
+        if (context_.quant_report)
+            parameter_state_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -547,7 +549,7 @@ public:
     HeadOutput make_norm_output_and_logits(int64_t first, int64_t n) {
         const HeadOutput out{.norm_output = allocate_tensor(n, config_.C),
                              .logits = allocate_tensor(n, config_.padded_V())};
-        Norm norm_of_slice = final_norm().norm;
+        Norm norm_of_slice = final_norm().args;
         norm_of_slice.in = row_slice(norm_of_slice.in, first, n);
         norm_of_slice.row_statistics += first;
         // In the compute format: no recipe quantizes the head
@@ -600,14 +602,15 @@ public:
     //   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
     //   qkv_proj.g            dqkv                       attention_backward()
     //
+    // So a norm must know the linear layer that reads dresidual() next: ResidualNorm::linear_before.
+    //
     // That holds for coat. (Qwen3: qk_norms_backward() changes dqkv after attention_backward(), so the amax
     // of dqkv takes a pass in make_g_operand().)
-    //
-    // So a norm must know the linear layer that reads dresidual() next: ResidualNorm::linear_before.
 
-    // Layer l, from the gradient of the residual stream after a layer to that before norm 2. This is what is
-    // on the stack, from one kernel to the next. (What is in brackets, a linear layer allocates for one
-    // GEMM.)
+    // From the gradient of the residual stream after layer l to that before norm 2 of this layer. This is
+    // what is on the stack, from one kernel to the next. What is in brackets, a linear layer allocates for
+    // one GEMM. Of dgate_up_operand only the transposed codes are here in coat: the row-major ones take the
+    // place of gate_up.
     //
     //   dgate_up_operand | g_operand of down_proj | [x_operand]          wgrad of down_proj
     //   dgate_up_operand | g_operand of down_proj | dact | [w_operand]   dgrad of down_proj: dact
@@ -649,7 +652,7 @@ public:
         return dact;
     }
 
-    // Layer l, from the gradient of the residual stream before norm 2 to that before norm 1.
+    // From the gradient of the residual stream before norm 2 of layer l to that before norm 1.
     void attention_half_backward(int64_t l) {
         const Arena::Scope scope(arena_);
         Layer& layer = layers_[l];
@@ -715,7 +718,7 @@ public:
         residual_norm_backward(norm, dnorm_output, /*dresidual_in=*/dresidual());
         until_dresidual.end();
         // lazy_norm() reads the row statistics that the norm's backward pass has just written
-        norm.linear_after->wgrad(g_operand, lazy_norm(norm.norm), micro_batch_.overwrites_gradients);
+        norm.linear_after->wgrad(g_operand, lazy_norm(norm.args), micro_batch_.overwrites_gradients);
     }
     // The backward pass of a norm of the residual stream: dresidual() = dresidual_in + the gradient of the
     // norm's input.
@@ -727,7 +730,7 @@ public:
         TensorRef dbias{};
         if (const std::optional<size_t> bias_index = parameter_state_.bias_index(norm.weight_index))
             dbias = gradient(*bias_index);
-        norm_backward(norm.norm,
+        norm_backward(norm.args,
                       {.dnorm_output = dnorm_output,
                        .dresidual_in = dresidual_in,
                        .dresidual_out = dresidual(),
@@ -858,7 +861,7 @@ public:
     // BF16, which is in the buffer. Unless quantization is measured, this does nothing.
     void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
-            measure_quant_errors(lazy_stored(residual.current), Operand{.tensor = next.norm.in},
+            measure_quant_errors(lazy_stored(residual.current), Operand{.tensor = next.args.in},
                                  context_.quant_stats_of(MeasuredTensor::NormInput), stream_);
     }
 
