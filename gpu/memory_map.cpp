@@ -45,8 +45,8 @@ static std::vector<uint8_t*> allocate_gradient_buffers(const RunSettings& s, Are
     return by_bucket;
 }
 
-// gpu/memory_map.h says where gradients lie. If there are buffers, the gradient of a tied embedding has one of
-// its own, because the head writes it before all others.
+// gpu/memory_map.h says where gradients lie. If there are buffers, the gradient of a tied embedding has one
+// of its own, because the head writes it before all others.
 static void allocate_activations_and_gradients(MemoryMap& map, GpuContext& context,
                                                const std::vector<ShardPlace>& places) {
     const RunSettings& s = context.settings;
