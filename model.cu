@@ -47,6 +47,14 @@
 // The quantizers are in coat.cu, residual_add() is in gpu/norm.cu, and a GEMM is a call of cuBLASLt
 // (gpu/gemm.cpp). A linear layer, gpu/linear.cpp, calls the quantizers and the GEMM.
 //
+// Most conditions in this file are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one
+// GPU, no further flags. In a first reading follow that run. In it
+//
+//   these are true    rotary_, gated_, dgate_up_in_place_, dqkv_in_place_, is_first, overwrites_gradients,
+//                     keep_gradients; and saves_groups(), but not of the final norm
+//   these are false   qk_norms_, saves_attention_in_groups_, head_sum_in_fp32(), caches_weights, delayed(),
+//                     sends_gradients(), update_in_backward, quant_report
+//
 // Read the rest of this file when you have read the files above it in the table of README.md. First come
 // rules of memory and structs, then the classes. In each class the functions of the list above stand in its
 // order, with those that they call between them. What can wait is at the end of the class: what other models
@@ -373,8 +381,8 @@ public:
         const Arena::Scope scope(arena_);
         ResidualStream residual{};
         if (recipe_.saved_inputs.is_fp8()) residual.buffer = allocate_tensor(micro_batch_.N, config_.C);
-        // Each micro-batch has its own amaxes. (Delayed scaling: begin_delayed_scaling() clears them)
-        if (!scale_table_.delayed()) scale_table_.clear_operand_amaxes();
+        // Each micro-batch has its own amaxes. (With delayed scaling begin_delayed_scaling() clears them)
+        if (!scale_table_.delayed()) scale_table_.clear_x_and_g_amaxes();
         embed_and_save(residual, norm1_of(0));
         for (int64_t l = 0; l < config_.L; l++) {
             attention_half_forward(l, residual);
@@ -1042,7 +1050,7 @@ public:
     }
     // Delayed scaling (te): this step collects the amaxes of all operands for the histories.
     void begin_delayed_scaling() {
-        scale_table_.clear_operand_amaxes();
+        scale_table_.clear_all_amaxes();
         network_.forget_cached_weights();      // they are made again, which computes their amaxes
         sharding_->forget_gathered_weights();  // these are FP8 codes, whose scales change
     }

@@ -29,8 +29,8 @@ struct StepExchange {
     // From the host: 1 / the number of targets that count, because the loss of a step is a mean. Losses and
     // gradients are multiplied by it.
     double loss_weight;
-    // The errors of quantization, while they are measured: one for each MeasuredTensor that comes before
-    // moments.
+    // The errors of quantization, while they are measured: one for each MeasuredTensor but the two moments,
+    // which are the last in that enum.
     QuantStats quant_stats[int(MeasuredTensor::Moment1)];
 };
 

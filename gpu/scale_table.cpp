@@ -18,8 +18,7 @@ void ScaleTable::clear() {
 }
 
 // Strided: of each entry, which has 16 bytes, only `amax` is cleared.
-void ScaleTable::clear_operand_amaxes() const {
-    const int64_t first = delayed() ? 0 : index_of(OperandKind::X, 0);  // all w lie before the first x
+void ScaleTable::clear_amaxes(int64_t first) const {
     enqueue(stream_, "clear", [&] {
         check(cudaMemset2DAsync(&entries_[first].amax, sizeof(TensorScale), 0, sizeof(float), count_ - first,
                                 stream_),

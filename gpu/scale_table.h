@@ -27,9 +27,8 @@ public:
 
     // Clears the whole table, for a run that begins.
     void clear();
-    // Clears the amaxes of all x and g, before a micro-batch. (With delayed scaling: of all x, w and g,
-    // before a step.)
-    void clear_operand_amaxes() const;
+    // Clears the amaxes of all x and g, before a micro-batch finds new ones.
+    void clear_x_and_g_amaxes() const { clear_amaxes(/*first=*/index_of(OperandKind::X, 0)); }
 
     // --- Delayed scaling, in the recipe te (this can wait). Scales follow from histories of amaxes, which
     // checkpoints have.
@@ -37,6 +36,8 @@ public:
     float* history(OperandKind o, int64_t linear_layer) const {
         return histories_ + index_of(o, linear_layer) * settings_.recipe.history_steps;
     }
+    // Clears all amaxes, before a step finds new ones.
+    void clear_all_amaxes() const { clear_amaxes(/*first=*/0); }
     // True at the start of a run with delayed scaling, until a step that was not skipped has found an amax
     // for every operand. While it is true, an operand whose history is empty is scaled just in time.
     bool any_empty_history = false;
@@ -59,6 +60,7 @@ private:
         constexpr int64_t KINDS_BEFORE[] = {1, 0, 2};  // before X, before W, before G
         return KINDS_BEFORE[int(o)] * linear_layer_count + linear_layer;
     }
+    void clear_amaxes(int64_t first) const;  // of the entries from number `first` on
 };
 
 }  // namespace coat::gpu
