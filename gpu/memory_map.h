@@ -99,7 +99,7 @@ struct MemoryMap {
     int64_t moments_bytes;  // how many bytes they take together
     std::vector<MomentRef> first_moments, second_moments;  // by parameter, whose m and v lie together
 
-    uint8_t* saved_activations;                 // L layers of saved_layer_bytes() each
+    uint8_t* saved_activations;                 // L layers of saved_layer_bytes(), and mostly the gradients
     std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
     std::vector<uint8_t*> gradients_to_write;   // by bucket: what backward writes; with one rank the same
 
