@@ -3,12 +3,12 @@
 // gpu/tensors.h hold here.
 //
 // Weights, masters, moments and sums of gradients lie in the flat order: all parameters one after the other
-// (Param::flat_offset), each padded to whole moment groups. The padding stays zero. The parameters whose
-// gradients backward completes at the same time are a bucket (Param::bucket).
+// (Param::flat_offset), each padded to whole moment groups. The padding stays zero.
 //
-// On one GPU, read "shard" as "parameter", and "the rank's order" as "the flat order". With several GPUs, or
-// ranks, a shard is what one rank owns of a parameter. The rank's order has all shards of a rank one after
-// the other, each padded as in the flat order.
+// Two more words are needed with several GPUs, or ranks. On one GPU read "shard" as "parameter", and "the
+// rank's order" as "the flat order".
+//   shard              what one rank owns of a parameter
+//   the rank's order   all shards of a rank, one after the other, each padded as in the flat order
 #pragma once
 #include "common/ranks.h"
 #include "gpu/tensors.h"
@@ -25,7 +25,7 @@ struct Weights {
 };
 
 // One moment, m or v, of one shard. In COAT an element is a byte, its FP8 code. 128 consecutive elements are
-// a moment group, which has two FP32 values (common/formats.h):
+// a moment group, which has two FP32 numbers (common/formats.h):
 //   max   the largest magnitude in the moment group
 //   k     the expansion exponent
 // They say how the codes are decoded. The paper's scale follows from both, s = max^k / FMAX, so it is not
@@ -42,8 +42,12 @@ struct MomentRef {
     Format format;
 };
 
+// The kernel of adamw.cu gives a warp 1,024 consecutive elements of a shard, which are called a bundle. (The
+// last bundle of a shard may have fewer.)
+inline constexpr int BUNDLE_SIZE = 8 * MOMENT_GROUP_SIZE;
+
 // The part of one parameter that this rank updates: on one GPU, the whole parameter. The device has a table
-// of shards.
+// of shards, in the rank's order.
 struct Shard {
     int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
@@ -52,13 +56,16 @@ struct Shard {
     // (With delayed scaling it is always null.)
     float* weight_amax_to_raise;
 
+    // The number of bundles of all shards before this one: so the bundles of a rank are numbered.
+    int64_t bundles_before_shard = 0;
     // Two numbers make results independent of the number of ranks. (They can wait.)
-    //   flat_minus_rank_offset   for random bits: an element's number in the flat order minus its number in
-    //                            the rank's order. On one GPU it is 0
-    //   units_before_shard       for the order in which squares of gradients are summed: the number of shard
-    //                            units (common/ranks.h, SHARD_UNIT) before this shard in the flat order
+    //   flat_minus_rank_offset     for random bits: an element's number in the flat order minus its number in
+    //                              the rank's order. On one GPU it is 0
+    //   shard_units_before_shard   for the order in which squares of gradients are summed: the number of
+    //                              shard units (common/ranks.h, SHARD_UNIT) before this shard in the flat
+    //                              order
     int64_t flat_minus_rank_offset = 0;
-    int64_t units_before_shard = 0;
+    int64_t shard_units_before_shard = 0;
 };
 
 // What a step knows of its gradients, on the device. It is cleared before the step.
@@ -71,7 +78,9 @@ struct GradientState {
     uint32_t skip;
 };
 
-// Whole shards, and their gradients: all shards of this rank, or those of a bucket.
+// Shards that are neighbours in the table, and their gradients. They are all shards of this rank. (With
+// --gradients none they are those of one bucket: the parameters whose gradients backward completes at the
+// same time, Param::bucket.)
 struct ShardsToUpdate {
     const Shard* shards;  // (count), on the device
     int count;

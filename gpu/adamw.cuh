@@ -114,10 +114,12 @@ template <bool MASTER> struct Bf16Weights {
     }
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
         PlainView<bf16>::unpack(loaded.weights.words, v);
-        for (int j = 0; MASTER && j < CHUNK; j++) {
-            const uint32_t two = loaded.remainders.words[j / 2];
-            const int32_t remainder = static_cast<int32_t>(j % 2 ? two : two << 16) >> 16;  // with its sign
-            v[j] = __uint_as_float(__float_as_uint(v[j]) + remainder);
+        if constexpr (MASTER) {
+            for (int j = 0; j < CHUNK; j++) {
+                const uint32_t two = loaded.remainders.words[j / 2];
+                const int32_t remainder = static_cast<int32_t>(j % 2 ? two : two << 16) >> 16;  // has a sign
+                v[j] = __uint_as_float(__float_as_uint(v[j]) + remainder);
+            }
         }
     }
 

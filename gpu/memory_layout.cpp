@@ -7,11 +7,12 @@ std::vector<ShardPlace> shard_places(const RunSettings& s) {
     std::vector<ShardPlace> table;
     int64_t rank_offset = 0, units = 0;
     for (const Param& p : parameters(s.config)) {
-        table.push_back({.owned = owned(s, p), .rank_offset = rank_offset, .units_before_parameter = units});
+        table.push_back(
+            {.owned = owned(s, p), .rank_offset = rank_offset, .shard_units_before_parameter = units});
         rank_offset += padded_count(table.back().owned);
         units += ceil_div(p.size(), SHARD_UNIT);
     }
-    table.push_back({.owned = {}, .rank_offset = rank_offset, .units_before_parameter = units});
+    table.push_back({.owned = {}, .rank_offset = rank_offset, .shard_units_before_parameter = units});
     return table;
 }
 

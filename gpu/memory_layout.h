@@ -16,9 +16,9 @@ inline constexpr int64_t GPU_ALIGNMENT = 256;
 // The part of a parameter that this rank owns (with one rank, the whole), and where it is in the rank's
 // order.
 struct ShardPlace {
-    Range owned;                     // elements of the parameter: owned() of common/ranks.h
-    int64_t rank_offset;             // elements before it in the rank's order
-    int64_t units_before_parameter;  // shard units of all earlier parameters, whoever owns them
+    Range owned;                           // elements of the parameter: owned() of common/ranks.h
+    int64_t rank_offset;                   // elements before it in the rank's order
+    int64_t shard_units_before_parameter;  // shard units of all earlier parameters, whoever owns them
 };
 // The table by parameter. One more entry says where the last parameter ends.
 std::vector<ShardPlace> shard_places(const RunSettings& s);

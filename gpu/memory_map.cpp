@@ -91,7 +91,7 @@ MemoryMap allocate_memory(GpuContext& context) {
     map.gemm_scratch = arena.allocate(CublasGemms::SCRATCH);
 
     const ReceivedBytes received = received_bytes(s);
-    map.loss_and_squares = arena.allocate<double>(s.ranks * (1 + places.back().units_before_parameter));
+    map.loss_and_squares = arena.allocate<double>(s.ranks * (1 + places.back().shard_units_before_parameter));
     map.received.flags = arena.allocate<uint32_t>(several ? 2 * s.ranks : 0);
     map.received.gradients = arena.allocate(received.gradients);
     for (uint8_t*& buffer : map.received.weights) buffer = arena.allocate(received.weights);

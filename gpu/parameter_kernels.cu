@@ -55,7 +55,8 @@ static __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < shard_count; i++) {
         const int64_t offset = shards[i].rank_offset - first, size = shards[i].size;
         const int64_t units = ceil_div(size, SHARD_UNIT);
-        double* const sums_of_shard = loss_and_squares + 1 + shards[i].units_before_shard - first_shard_unit;
+        double* const sums_of_shard =
+            loss_and_squares + 1 + shards[i].shard_units_before_shard - first_shard_unit;
         // Unit u of this shard is for the warp with the number (units_of_earlier_shards + u) % warps.
         const int64_t first_unit = (warp + warps - units_of_earlier_shards % warps) % warps;
         units_of_earlier_shards += units;

@@ -14,15 +14,15 @@ namespace coat::gpu {
 // 1. The norm of all gradients, and steps that are skipped
 
 // Computes the sums of squares of the gradients. A sum is over SHARD_UNIT elements of a parameter, which are
-// called a shard unit (common/ranks.h). What is written, loss_and_squares (1 + shard_units.count), begins
-// with the loss, because a loss that is not finite skips the step:
+// called a shard unit (common/ranks.h). The loss is written beside the sums, in loss_and_squares
+// (1 + shard_units.count): with several ranks, each needs both of every rank, and they are sent together.
 //   loss_and_squares[0]       *loss
 //   loss_and_squares[1 + u]   the sum of squares of the shard unit shard_units.first + u
 void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units, const double* loss,
                               double* loss_and_squares, cudaStream_t stream);
 // Completes the state: adds up the squares, and computes the norm, the factor that clips it, and whether the
-// step is skipped. A step makes one call, for all its gradients. (With --gradients none it makes one for each
-// bucket, adamw.h, and state->norm is of all gradients so far.) clip_limit is the largest norm that is not
+// step is skipped. A step makes one call, for all its gradients. (With --gradients none it makes a call for
+// each bucket, and state->norm is the norm of the buckets so far.) clip_limit is the largest norm that is not
 // clipped; 0 means that nothing is clipped. The step is skipped if
 //   - the loss is not finite, or
 //   - the norm is not finite, or

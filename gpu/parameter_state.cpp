@@ -43,18 +43,21 @@ std::optional<size_t> ParameterState::bias_index(size_t weight_index) const {
 // Fills memory_.shards, AdamW's table of parameters.
 void ParameterState::upload_shard_table() {
     std::vector<Shard> table;
+    int64_t bundles = 0;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
         const ShardPlace& place = places[i];
-        table.push_back(
-            {.rank_offset = place.rank_offset,
-             .size = place.owned.count,
-             .m = memory_.first_moments[i],
-             .v = memory_.second_moments[i],
-             .decays = p.role.decays,
-             .weight_amax_to_raise = weight_amax_of(i),
-             .flat_minus_rank_offset = p.flat_offset + place.owned.first - place.rank_offset,
-             .units_before_shard = place.units_before_parameter + place.owned.first / SHARD_UNIT});
+        table.push_back({.rank_offset = place.rank_offset,
+                         .size = place.owned.count,
+                         .m = memory_.first_moments[i],
+                         .v = memory_.second_moments[i],
+                         .decays = p.role.decays,
+                         .weight_amax_to_raise = weight_amax_of(i),
+                         .bundles_before_shard = bundles,
+                         .flat_minus_rank_offset = p.flat_offset + place.owned.first - place.rank_offset,
+                         .shard_units_before_shard =
+                             place.shard_units_before_parameter + place.owned.first / SHARD_UNIT});
+        bundles += ceil_div(place.owned.count, BUNDLE_SIZE);
     }
     copy_async(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
     // `table` must stay until the copy is complete
@@ -106,8 +109,8 @@ void ParameterState::update(const AdamWOptions& options, int64_t first_bucket, i
         .elements = {.first = begin.rank_offset, .count = end.rank_offset - begin.rank_offset},
         .gradients = owned_gradient_sum(first_param),
         .gradient_format = format_of_gradients.element_format};
-    const Range shard_units{.first = begin.units_before_parameter,
-                            .count = end.units_before_parameter - begin.units_before_parameter};
+    const Range shard_units{.first = begin.shard_units_before_parameter,
+                            .count = end.shard_units_before_parameter - begin.shard_units_before_parameter};
     StepOutcome* const outcome = memory_.outcome();  // on the device
     GradientState* const state = &outcome->gradient_state;
 

@@ -150,11 +150,19 @@ struct AdamWRun {
         const Buffer<float> amaxes(std::vector<float>(params.size(), OLD_AMAX));
         std::deque<DeviceMoment> m, v;
         std::vector<gpu::Shard> table;
+        int64_t bundles = 0;
         for (const HostParam& p : params) {
             m.emplace_back(p.m, p.padded());
             v.emplace_back(p.v, p.padded());
             float* const amax_to_raise = amaxes.get() + table.size();
-            table.push_back({p.offset, p.size, m.back().ref(), v.back().ref(), p.decays, amax_to_raise});
+            table.push_back({.rank_offset = p.offset,
+                             .size = p.size,
+                             .m = m.back().ref(),
+                             .v = v.back().ref(),
+                             .decays = p.decays,
+                             .weight_amax_to_raise = amax_to_raise,
+                             .bundles_before_shard = bundles});
+            bundles += ceil_div(p.size, gpu::BUNDLE_SIZE);
         }
         const Buffer<gpu::Shard> shards(table);
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, 1.0, clip, skip}});
