@@ -106,7 +106,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
             // This rounds v to what the group holds, scale * decode(code).
             groups.starting_at(first_element).round_in_place_and_store(offset, v[p], live);
             if (TASK == ExtraTask::WriteBack)
-                producer.in.starting_at(first_element).round_in_place_and_store(offset, v[p], live);
+                producer.in.starting_at(first_element).store(offset, v[p], live);
         }
         if (TASK == ExtraTask::ActivationAmax) largest = amax_of_activation(largest, v);
     });
@@ -237,8 +237,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     if (!place.inside(rows, producer.width)) return;
     for_each_row(producer, place, rows, [&](int i, ChunkValues(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++)
-            out.round_in_place_and_store(
-                ((place.row + i) * Producer::PLANES + p) * producer.width + place.col, v[p], live);
+            out.store(((place.row + i) * Producer::PLANES + p) * producer.width + place.col, v[p], live);
     });
 }
 

@@ -113,7 +113,7 @@ template <bool MASTER> struct Bf16Weights {
         return loaded;
     }
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
-        PlainView<bf16>::unpack(loaded.weights.words, v);
+        PlainView<bf16>::unpack(loaded.weights, v);
         if constexpr (MASTER) {
             for (int j = 0; j < CHUNK; j++) {
                 const uint32_t two = loaded.remainders.words[j / 2];
@@ -160,7 +160,7 @@ struct Fp32Weights {
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const { weights.unpack(loaded, v); }
     __device__ void store(int64_t i, ChunkValues& v, uint64_t, uint64_t, bool live,
                           uint32_t& largest_bits) const {
-        weights.round_in_place_and_store(i, v, live);
+        weights.store(i, v, live);
         for (int j = 0; j < CHUNK; j++) largest_bits = max(largest_bits, magnitude_bits(v[j]));
     }
 };

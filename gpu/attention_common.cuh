@@ -111,8 +111,8 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
     for (int i = 0; i < ROWS; i++) {
         const int row = first + i * STEP, t = blockIdx.y * QUERIES + row;
         ChunkValues x, y;
-        PlainView<Real>::unpack(o[i].words, x);
-        PlainView<Real>::unpack(g[i].words, y);
+        PlainView<Real>::unpack(o[i], x);
+        PlainView<Real>::unpack(g[i], y);
         float delta = 0;
         for (int j = 0; j < CHUNK; j++) delta += x[j] * y[j];
         for (int j = LANES / 2; j > 0; j /= 2) delta += __shfl_xor_sync(~0u, delta, j);

@@ -28,9 +28,9 @@
 //       const int64_t i = thread_of_grid() * CHUNK;    // the first of the thread's eight elements
 //       const bool live = i < n;
 //       ChunkValues v;                                 // eight FP32 values in registers
-//       x.unpack(x.load(live ? i : 0), v);             // loads 16 bytes, and converts them
+//       x.load_values(live ? i : 0, v);                // loads 16 bytes, and converts them
 //       for (int j = 0; j < CHUNK; j++) v[j] *= 0.5f;
-//       y.round_in_place_and_store(i, v, live);        // rounds to BF16, and stores 16 bytes
+//       y.store(i, v, live);                           // rounds to BF16, and stores 16 bytes
 //   }
 //
 //   void halve(const TensorRef& x, const TensorRef& y, cudaStream_t stream) {
@@ -87,9 +87,10 @@ constexpr int CHUNK = 8;
 using ChunkValues = float[CHUNK];  // the FP32 values of a chunk
 // (nvcc unrolls loops over a chunk by itself; a pragma stands where it would not.)
 
-// The largest magnitude so far is kept as an FP32 value, `largest`, or as its bits, `largest_bits`. Both ways
-// give the same result: the bits of |x|, read as an integer, have the same order as |x|, with NaN above
-// infinity.
+// The largest magnitude so far is kept as an FP32 value, `largest`. Where only bits are at hand, as of rounded
+// weights (gpu/adamw.cuh), or where an integer instruction takes the maximum, as atomicMax() below, it is the
+// bits of this value, `largest_bits`. This gives the same result: the bits of |x|, read as an integer, have
+// the same order as |x|, with NaN above infinity.
 
 inline __device__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
 // max(largest, |x|); NaN if either is NaN
@@ -257,27 +258,31 @@ template <class Element, int N = CHUNK> struct PlainView {
 
     __device__ PlainView starting_at(int64_t i) const { return {data + i}; }
     __device__ LoadedChunk load(int64_t i) const { return *reinterpret_cast<const LoadedChunk*>(data + i); }
-    static __device__ void unpack(const uint32_t* words, float (&v)[N]) {
+    static __device__ void unpack(const LoadedChunk& loaded, float (&v)[N]) {
         for (int j = 0; j < WORDS; j++) {
             if constexpr (IS_FP32) {
-                v[j] = __uint_as_float(words[j]);
+                v[j] = __uint_as_float(loaded.words[j]);
             } else {
-                v[2 * j] = unpack_bf16(words[j]).x;
-                v[2 * j + 1] = unpack_bf16(words[j]).y;
+                v[2 * j] = unpack_bf16(loaded.words[j]).x;
+                v[2 * j + 1] = unpack_bf16(loaded.words[j]).y;
             }
         }
     }
-    __device__ void unpack(const LoadedChunk& loaded, float (&v)[N]) const { unpack(loaded.words, v); }
-    __device__ void round_in_place_and_store(int64_t i, float (&v)[N], bool live) const {
-        LoadedChunk packed;
+    __device__ void load_values(int64_t i, float (&v)[N]) const { unpack(load(i), v); }
+    // Stores v, rounded, at element i, if live. Returns what it stores.
+    __device__ LoadedChunk store(int64_t i, const float (&v)[N], bool live) const {
+        LoadedChunk rounded;
         for (int j = 0; j < WORDS; j++)
-            if constexpr (IS_FP32) packed.words[j] = __float_as_uint(v[j]);
-            else packed.words[j] = pack_bf16(v[2 * j], v[2 * j + 1]);
+            if constexpr (IS_FP32) rounded.words[j] = __float_as_uint(v[j]);
+            else rounded.words[j] = pack_bf16(v[2 * j], v[2 * j + 1]);
         for (int j = 0; j < sizeof(LoadedChunk) / sizeof(Access); j++)
             if (live)
                 store_at_once(reinterpret_cast<Access*>(data + i) + j,
-                              reinterpret_cast<const Access*>(packed.words)[j]);
-        unpack(packed, v);
+                              reinterpret_cast<const Access*>(rounded.words)[j]);
+        return rounded;
+    }
+    __device__ void round_in_place_and_store(int64_t i, float (&v)[N], bool live) const {
+        unpack(store(i, v, live), v);
     }
 };
 
@@ -369,12 +374,13 @@ struct Bf16OrFp32 {
         return {bf16_chunk.words[0], bf16_chunk.words[1], bf16_chunk.words[2], bf16_chunk.words[3]};
     }
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
-        if (is_fp32) PlainView<float>::unpack(loaded.words, v);
-        else PlainView<bf16>::unpack(loaded.words, v);
+        const auto& words = loaded.words;
+        if (is_fp32) PlainView<float>::unpack(loaded, v);
+        else PlainView<bf16>::unpack({words[0], words[1], words[2], words[3]}, v);
     }
     __device__ void load_values(int64_t i, ChunkValues& v) const { unpack(load(i), v); }
-    __device__ void round_in_place_and_store(int64_t i, ChunkValues& v, bool live) const {
-        with([&](auto x) { x.round_in_place_and_store(i, v, live); });
+    __device__ void store(int64_t i, const ChunkValues& v, bool live) const {
+        with([&](auto x) { x.store(i, v, live); });
     }
 };
 inline Bf16OrFp32 bf16_or_fp32(const void* data, Format f) {

@@ -224,12 +224,12 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
 #pragma unroll 4
         for (int col = first_col; col < stride; col += COLS_OF_BLOCK) {
             ChunkValues x;
-            logits.unpack(for_gradients.load(col), x);
+            for_gradients.load_values(col, x);
             for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * weight;
             if (static_cast<uint32_t>(target - col) < CHUNK)
                 for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? weight : 0.0f;
             replace_dead(col, x, 0.0f);
-            in_memory.round_in_place_and_store(col, x, true);
+            in_memory.store(col, x, true);
         }
     }
 }
@@ -324,7 +324,7 @@ static __device__ void add_to_gradient(const Bf16OrFp32& gradient, int64_t i, co
     ChunkValues total;
     gradient.load_values(i, total);
     for (int j = 0; j < CHUNK; j++) total[j] += sum[j];
-    gradient.round_in_place_and_store(i, total, true);
+    gradient.store(i, total, true);
 }
 
 // blockIdx.x is the number of a rare token. A thread has a chunk of columns.
@@ -472,7 +472,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     for (int i = 0; i < HEAD_QUADS; i++) {
         if (!live(i) || is_v) continue;
         float weight[QUAD];
-        weights.unpack(weights.load(quad_column(i)), weight);
+        weights.load_values(quad_column(i), weight);
         for (int j = 0; j < QUAD; j++) {
             x[i][j] = static_cast<float>(static_cast<Element>(x[i][j] * r * weight[j]));
             normed[head_of_block()][quad_column(i) + j] = x[i][j];
@@ -489,7 +489,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
             const float sine = in_first_half ? -table[j].y : table[j].y;
             x[i][j] = __fmaf_rn(x[i][j], table[j].x, __fmul_rn(others[j], sine));
         }
-        to.round_in_place_and_store(quad_column(i), x[i], true);
+        to.store(quad_column(i), x[i], true);
     }
 }
 
@@ -516,7 +516,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const PlainView<Element, QUAD> weights = weight_of_head<Element>(n, col);
     Quads weight = {}, dweight = {};
     for (int i = 0; i < HEAD_QUADS; i++)
-        if (live(i)) weights.unpack(weights.load(quad_column(i)), weight[i]);
+        if (live(i)) weights.load_values(quad_column(i), weight[i]);
 
     fetch_row(part);
     // All threads of a warp take part in its sums, even those past the last row.
@@ -544,7 +544,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
                 const float projection = __fmul_rn(normal, mean_d_normal);
                 dx[j] = __fmul_rn(__fmaf_rn(dy[i][j], weight[i][j], -projection), r);
             }
-            dqkv.starting_at(row * cols + col).round_in_place_and_store(quad_column(i), dx, true);
+            dqkv.starting_at(row * cols + col).store(quad_column(i), dx, true);
         }
     }
     float* const sums = partials + (blockIdx.y * COLUMN_PARTIALS + part) * HS;

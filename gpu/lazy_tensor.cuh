@@ -67,9 +67,9 @@ inline __device__ float norm_output(float x, RowStatistics statistics, float wei
 // Loads the norm's weight and bias of 8 columns; without a bias, zeros.
 template <class Element>
 __device__ void load_weight_and_bias(const Norm& n, int64_t col, ChunkValues& weight, ChunkValues& bias) {
-    PlainView<Element>::unpack(plain_view<Element>(n.weight).load(col).words, weight);
+    plain_view<Element>(n.weight).load_values(col, weight);
     for (int j = 0; j < CHUNK; j++) bias[j] = 0;
-    if (n.bias) PlainView<Element>::unpack(plain_view<Element>(n.bias).load(col).words, bias);
+    if (n.bias) plain_view<Element>(n.bias).load_values(col, bias);
 }
 
 // SiLU(gate) x up, where silu(u) = u sigmoid(u).

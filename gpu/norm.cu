@@ -10,20 +10,19 @@ namespace coat::gpu {
 namespace {
 
 // x: the thread's chunks of one input row. Returns the largest magnitude of the norm's output in these
-// chunks, as bits. A chunk that is not live lies past the end of the row, or its row lies past the last row.
+// chunks. A chunk that is not live lies past the end of the row, or its row lies past the last row.
 template <class Element, class Live>
-__device__ uint32_t amax_bits_of_norm(const Norm& n, const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD],
-                                      RowStatistics statistics, Live live) {
-    uint32_t largest_bits = 0;
+__device__ float amax_of_norm(const Norm& n, const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD],
+                              RowStatistics statistics, Live live) {
+    float largest = 0;
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         if (!live(c)) continue;
         ChunkValues weight, bias;
         load_weight_and_bias<Element>(n, first_column(c), weight, bias);
         for (int j = 0; j < CHUNK; j++)
-            largest_bits =
-                max(largest_bits, magnitude_bits(norm_output(x[c][j], statistics, weight[j], bias[j])));
+            largest = larger_magnitude(largest, norm_output(x[c][j], statistics, weight[j], bias[j]));
     }
-    return largest_bits;
+    return largest;
 }
 
 // The kernel adds rows of two tensors, a and b. Row r of the sum is
@@ -36,6 +35,7 @@ __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* token
     RowsToAdd add{.of_a = row, .of_b = row};
     if (tokens) {
         if (row < rows) add.of_a = tokens[row];
+        // In 32 bits a division has far fewer instructions than in 64. No GPU has memory for 2^32 rows.
         add.of_b = static_cast<uint32_t>(row) % static_cast<uint32_t>(T);
     }
     return add;
@@ -61,26 +61,25 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
         loaded_a[c] = a.load(add.of_a * C + first_column(c));
         if (b.data) loaded_b[c] = b.load(add.of_b * C + first_column(c));
     }
-    ChunkValues for_norm[MAX_CHUNKS_PER_THREAD] = {};  // the sum, as it is saved: the norm reads it
+    ChunkValues sum[MAX_CHUNKS_PER_THREAD];
 #pragma unroll
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         const int64_t i = row * C + first_column(c);
-        ChunkValues b_values, for_next_sum;  // for_next_sum: first a, then a + b
-        a.unpack(loaded_a[c], for_next_sum);
-        b.unpack(loaded_b[c], b_values);
-        if (b.data)
-            for (int j = 0; j < CHUNK; j++) for_next_sum[j] = __fadd_rn(for_next_sum[j], b_values[j]);
-        // The sum is needed twice, because each of the two stores rounds its copy in place.
-        for (int j = 0; j < CHUNK; j++) for_norm[c][j] = for_next_sum[j];
-        if (sum_out.data) sum_out.round_in_place_and_store(i, for_next_sum, live(c));
-        norm_input.round_in_place_and_store(i, for_norm[c], live(c));
+        a.unpack(loaded_a[c], sum[c]);
+        if (b.data) {
+            ChunkValues b_values;
+            b.unpack(loaded_b[c], b_values);
+            for (int j = 0; j < CHUNK; j++) sum[c][j] = __fadd_rn(sum[c][j], b_values[j]);
+        }
+        sum_out.store(i, sum[c], live(c) && sum_out.data != nullptr);
+        // Rounds the sum to what the norm will read, in coat to groups.
+        norm_input.round_in_place_and_store(i, sum[c], live(c));
     }
-    RowSum sum_over_row;
-    const RowStatistics statistics = row_statistics(for_norm, C, next_norm.rms, next_norm.eps, sum_over_row);
+    const RowStatistics statistics = row_statistics(sum, C, next_norm.rms, next_norm.eps);
     if (row < rows && threadIdx.x == 0) next_norm.row_statistics[row] = statistics;
     if (norm_output_amax_to_raise)
         update_amax_by_warp(norm_output_amax_to_raise,
-                            amax_bits_of_norm<Element>(next_norm, for_norm, statistics, live));
+                            magnitude_bits(amax_of_norm<Element>(next_norm, sum, statistics, live)));
 }
 
 // Launches residual_add_kernel(); the two operators below say what it does.

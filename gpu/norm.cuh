@@ -23,38 +23,29 @@ inline dim3 block_shape(int64_t C) {
 // The first column of chunk 0, 1, 2 or 3 of this thread. Neighbouring threads have neighbouring chunks.
 inline __device__ uint32_t first_column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * CHUNK; }
 
-// Adds numbers up over the threads of a team, which gives the sum over a row. The sums of a team's warps pass
-// through a buffer in shared memory. There are two buffers, which sums use by turns: some thread may still be
-// reading the buffer of one sum when another thread writes its part of the next sum. Before a buffer is used
-// again, the __syncthreads() of the sum between has let all threads finish reading. (If skip() took the place
-// of that sum, nothing has: see there.)
-struct RowSum {
-    int buffer = 0;  // the next sum uses buffer 0 or 1
-
-    // x[i] becomes the sum of x[i] over all threads of the team. The order of additions is fixed, and all
-    // threads get the same bits. All threads of the block call it, because it synchronizes them. (The
-    // compiler makes two buffers for each COUNT.)
-    template <int COUNT> __device__ void operator()(float (&x)[COUNT]) {
-        __shared__ float buffers[2][COUNT][MAX_WARPS_PER_TEAM];
-        float(&parts)[COUNT][MAX_WARPS_PER_TEAM] = buffers[buffer];
-        buffer ^= 1;
-        for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
-        const int warps = blockDim.x / 32, first_warp = threadIdx.y * warps;
-        if (warps == 1) return;
-        if (threadIdx.x % 32 == 0)
-            for (int i = 0; i < COUNT; i++) parts[i][first_warp + threadIdx.x / 32] = x[i];
-        __syncthreads();
+// The sum over a row: x[i] becomes the sum of x[i] over all threads of the team. The order of additions is
+// fixed, and all threads get the same bits. All threads of the block call it, because it synchronizes them.
+// (COUNT is 1, or 2 where two sums are taken at once.)
+//
+// The sums of a team's warps pass through shared memory: through buffer 0 or 1, as the caller says. Sums
+// that follow each other use different buffers, because some thread may still be reading the buffer of one
+// sum when another thread writes its part of the next. The sum after that may use the first buffer again: in
+// the __syncthreads() of the sum between, all threads have finished reading it.
+template <int COUNT> __device__ void sum_over_row(float (&x)[COUNT], int buffer) {
+    __shared__ float buffers[2][COUNT][MAX_WARPS_PER_TEAM];
+    float(&parts)[COUNT][MAX_WARPS_PER_TEAM] = buffers[buffer];
+    for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
+    const int warps = blockDim.x / 32, first_warp = threadIdx.y * warps;
+    if (warps == 1) return;
+    if (threadIdx.x % 32 == 0)
+        for (int i = 0; i < COUNT; i++) parts[i][first_warp + threadIdx.x / 32] = x[i];
+    __syncthreads();
 #pragma unroll
-        for (int i = 0; i < COUNT; i++) {
-            x[i] = 0;
-            for (int w = 0; w < warps; w++) x[i] += parts[i][first_warp + w];
-        }
+    for (int i = 0; i < COUNT; i++) {
+        x[i] = 0;
+        for (int w = 0; w < warps; w++) x[i] += parts[i][first_warp + w];
     }
-    // Switches to the other buffer without a sum. RMSNorm calls it where LayerNorm takes a sum. After this
-    // branch `buffer` is the same on both sides, so the compiler can treat it as a constant. skip() waits for
-    // nobody. So a kernel that calls it must not take more than one sum after it.
-    __device__ void skip() { buffer ^= 1; }
-};
+}
 
 // 1 / sqrt(squares / C + eps)
 inline __device__ float inverse_root(float squares, int64_t C, float eps) {
@@ -65,14 +56,12 @@ inline __device__ float inverse_root(float squares, int64_t C, float eps) {
 //
 // The backward pass (gpu/norm_backward.cu) adds in the same order, so it gets the same bits.
 inline __device__ RowStatistics row_statistics(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], int64_t C,
-                                               bool rms, float eps, RowSum& sum_over_row) {
+                                               bool rms, float eps) {
     float sum[1] = {0};
     if (!rms) {
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
             for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
-        sum_over_row(sum);
-    } else {
-        sum_over_row.skip();
+        sum_over_row(sum, /*buffer=*/0);
     }
     const float mean = __fdiv_rn(sum[0], static_cast<float>(C));
     float square[1] = {0};
@@ -81,7 +70,7 @@ inline __device__ RowStatistics row_statistics(const ChunkValues (&x)[MAX_CHUNKS
             const float deviation = first_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             square[0] = __fmaf_rn(deviation, deviation, square[0]);
         }
-    sum_over_row(square);
+    sum_over_row(square, /*buffer=*/1);
     return {mean, inverse_root(square[0], C, eps)};
 }
 

@@ -1,10 +1,11 @@
 // gpu/norm_backward.cu - RMSNorm and LayerNorm on the GPU, backward. One kernel computes the gradient of the
 // norm's input row by row, and sums the gradients of weight and bias over the rows.
 //
-// With dy, the gradient of the norm's output; xhat = (x - mean) / std, 1 / std being rstd; d = dy * weight:
-//   LayerNorm  dx = (d - mean(d) - xhat mean(d xhat)) / std
-//   RMSNorm    dx = (d - xhat mean(d xhat)) / rms, with xhat = x / rms
-//   both       dweight += dy xhat, dbias += dy
+// With dy, the gradient of the norm's output, and d = dy weight:
+//   LayerNorm   xhat = (x - mean) rstd, where rstd = 1 / sqrt(variance + eps)
+//               dx = (d - mean(d) - xhat mean(d xhat)) rstd
+//               dweight += dy xhat,  dbias += dy
+//   RMSNorm     the same with mean = 0 and without mean(d) and dbias. So rstd is 1 / rms
 //
 // A team goes through many rows. In shared memory it has sums of its own, dweight (C) and dbias (C), over the
 // rows that it has had so far. At its end the thread block adds the sums of its teams and writes the result
@@ -57,13 +58,14 @@ struct NormedRow {
     RowStatistics statistics;
     float mean_d;  // RMSNorm: 0
     float mean_d_xhat;
-
-    // Computes xhat from x, once the statistics are known.
-    __device__ void set_xhat(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD]) {
-        for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
-            for (int j = 0; j < CHUNK; j++) xhat[c][j] = (x[c][j] - statistics.mean) * statistics.rstd;
-    }
 };
+
+// Computes xhat of a row from x and the row's statistics.
+__device__ void compute_xhat(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], NormedRow& row) {
+    for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
+        for (int j = 0; j < CHUNK; j++)
+            row.xhat[c][j] = (x[c][j] - row.statistics.mean) * row.statistics.rstd;
+}
 
 // What happens to a row of a norm: load(), then normalize(), then write_gradients(). input is the memory of
 // norm.in. The other tensors are those of NormBackwardTensors: dy is dnorm_output, and dresidual_in may be
@@ -97,67 +99,55 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
         return loaded;
     }
 
-    // The weight is read again where it is needed, from the cache.
-    __device__ void get_dy_and_weight(const LoadedRow<StoredView>& loaded, int c, ChunkValues& dy,
-                                      ChunkValues& weight) const {
-        const PlainView<Element> weights = plain_view<Element>(norm.weight);
+    // Gives dy and d = dy weight of a chunk. The weight is read again for each row, from the cache.
+    __device__ void get_dy_and_d(const LoadedRow<StoredView>& loaded, int c, ChunkValues& dy,
+                                 ChunkValues& d) const {
+        ChunkValues weight;
         dy_in.unpack(loaded.dy[c], dy);
-        weights.unpack(weights.load(first_column(c)), weight);
+        plain_view<Element>(norm.weight).load_values(first_column(c), weight);
+        for (int j = 0; j < CHUNK; j++) d[j] = dy[j] * weight[j];
     }
 
-    // Calls f(c, j, d) for each element that the thread has of the row: element j of chunk c, d = dy weight.
-    template <class F> __device__ void for_each_d(const LoadedRow<StoredView>& loaded, F f) const {
-        for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
-            if (!inside_row(c)) continue;
-            ChunkValues dy, weight;
-            get_dy_and_weight(loaded, c, dy, weight);
-            for (int j = 0; j < CHUNK; j++) f(c, j, dy[j] * weight[j]);
-        }
-    }
-
-    // All threads of the block call it, because it takes sums along rows.
-    __device__ NormedRow normalize(const LoadedRow<StoredView>& loaded, RowSum& sum_over_row) const {
-        ChunkValues x[MAX_CHUNKS_PER_THREAD];
+    // All threads of the block call it, because it takes sums along rows. `buffer` is that of sum_over_row().
+    __device__ NormedRow normalize(const LoadedRow<StoredView>& loaded, int buffer) const {
+        const int64_t C = norm.in.cols;
+        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(C));
+        ChunkValues x[MAX_CHUNKS_PER_THREAD], dy, d;
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) input.unpack(loaded.x[c], x[c]);
-        if constexpr (RMS) return normalize_by_rms(loaded, x, sum_over_row);
-        else return normalize_by_mean_and_std(loaded, x, sum_over_row);
-    }
-
-    // LayerNorm: the statistics come first, and then the means, which need xhat.
-    __device__ NormedRow normalize_by_mean_and_std(const LoadedRow<StoredView>& loaded,
-                                                   const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD],
-                                                   RowSum& sum_over_row) const {
         NormedRow row;
-        row.statistics = row_statistics(x, norm.in.cols, /*rms=*/false, norm.eps, sum_over_row);
-        row.set_xhat(x);
-        float sum[2] = {0, 0};  // of d, and of d xhat
-        for_each_d(loaded, [&](int c, int j, float d) {
-            sum[0] += d;
-            sum[1] += d * row.xhat[c][j];
-        });
-        sum_over_row(sum);
-        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(norm.in.cols));
-        row.mean_d = sum[0] * inverse_C;
-        row.mean_d_xhat = sum[1] * inverse_C;
-        return row;
-    }
-
-    // RMSNorm: mean(d xhat) is mean(d x) / rms. So both sums need only x, not xhat, and are taken together.
-    __device__ NormedRow normalize_by_rms(const LoadedRow<StoredView>& loaded,
-                                          const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD],
-                                          RowSum& sum_over_row) const {
-        float sum[2] = {0, 0};  // of x^2, and of d x
-        for_each_d(loaded, [&](int c, int j, float d) {
-            sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
-            sum[1] += d * x[c][j];
-        });
-        sum_over_row(sum);
-        NormedRow row;
-        row.statistics = {.mean = 0, .rstd = inverse_root(sum[0], norm.in.cols, norm.eps)};
-        row.set_xhat(x);
-        row.mean_d = 0;
-        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(norm.in.cols));
-        row.mean_d_xhat = sum[1] * inverse_C * row.statistics.rstd;
+        if constexpr (RMS) {
+            // mean(d xhat) is mean(d x) / rms. So both sums need only x, not xhat, and are taken together.
+            float sum[2] = {0, 0};  // of x^2, and of d x
+            for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
+                if (!inside_row(c)) continue;
+                get_dy_and_d(loaded, c, dy, d);
+                for (int j = 0; j < CHUNK; j++) {
+                    sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
+                    sum[1] += d[j] * x[c][j];
+                }
+            }
+            sum_over_row(sum, buffer);
+            row.statistics = {.mean = 0, .rstd = inverse_root(sum[0], C, norm.eps)};
+            compute_xhat(x, row);
+            row.mean_d = 0;
+            row.mean_d_xhat = sum[1] * inverse_C * row.statistics.rstd;
+        } else {
+            // The statistics come first, and then the means, which need xhat.
+            row.statistics = row_statistics(x, C, /*rms=*/false, norm.eps);
+            compute_xhat(x, row);
+            float sum[2] = {0, 0};  // of d, and of d xhat
+            for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
+                if (!inside_row(c)) continue;
+                get_dy_and_d(loaded, c, dy, d);
+                for (int j = 0; j < CHUNK; j++) {
+                    sum[0] += d[j];
+                    sum[1] += d[j] * row.xhat[c][j];
+                }
+            }
+            sum_over_row(sum, buffer);
+            row.mean_d = sum[0] * inverse_C;
+            row.mean_d_xhat = sum[1] * inverse_C;
+        }
         return row;
     }
 
@@ -170,12 +160,12 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
             if (!inside_row(c)) continue;
             const ChunkValues& xhat = normed.xhat[c];
-            ChunkValues dy, weight, dresidual, dweight_of_row;
-            get_dy_and_weight(loaded, c, dy, weight);
+            ChunkValues dy, d, dresidual, dweight_of_row;
+            get_dy_and_d(loaded, c, dy, d);
             dresidual_in.unpack(loaded.dresidual[c], dresidual);
             for (int j = 0; j < CHUNK; j++) {
-                const float d = dy[j] * weight[j];
-                dresidual[j] += normed.statistics.rstd * (d - normed.mean_d - xhat[j] * normed.mean_d_xhat);
+                dresidual[j] +=
+                    normed.statistics.rstd * (d[j] - normed.mean_d - xhat[j] * normed.mean_d_xhat);
                 dweight_of_row[j] = dy[j] * xhat[j];
             }
             add_chunk_to_sums(dweight, C, first_column(c), dweight_of_row);
@@ -207,15 +197,16 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
         if (!RMS) dbias[i] = float4{};
     }
     __syncthreads();
-    RowSum sum_over_row;
     float largest = 0;
+    int buffer = 0;  // of sum_over_row(): successive rows use different ones
     for (int64_t first_row = static_cast<int64_t>(blockIdx.x) * blockDim.y; first_row < rows;
          first_row += static_cast<int64_t>(gridDim.x) * blockDim.y) {
         const int64_t row = first_row + threadIdx.y;
         const LoadedRow<StoredView> loaded = backward.load(row);
-        const NormedRow normed = backward.normalize(loaded, sum_over_row);
+        const NormedRow normed = backward.normalize(loaded, buffer);
         if (row < rows && threadIdx.x == 0) backward.norm.row_statistics[row] = normed.statistics;
         backward.write_gradients(row, loaded, normed, dweight, dbias, largest);
+        buffer ^= 1;
     }
     if (dresidual_amax_to_raise) update_amax_by_warp(dresidual_amax_to_raise, magnitude_bits(largest));
     __syncthreads();
@@ -249,10 +240,11 @@ template <class StoredView, bool RMS>
 void launch_for_width(const Norm& n, StoredView in, const NormBackwardTensors& tensors, float* workspace,
                       unsigned blocks, cudaStream_t stream) {
     const int64_t C = n.in.cols, columns_per_round = block_shape(C).x * CHUNK;
-    auto* launch_variant = launch_norm_backward<StoredView, RMS, /*CHUNKS=*/0>;
-    if (C == 3 * columns_per_round) launch_variant = launch_norm_backward<StoredView, RMS, 3>;
-    if (C == 4 * columns_per_round) launch_variant = launch_norm_backward<StoredView, RMS, 4>;
-    launch_variant(n, in, tensors, workspace, blocks, stream);
+    if (C == 3 * columns_per_round)
+        launch_norm_backward<StoredView, RMS, /*CHUNKS=*/3>(n, in, tensors, workspace, blocks, stream);
+    else if (C == 4 * columns_per_round)
+        launch_norm_backward<StoredView, RMS, /*CHUNKS=*/4>(n, in, tensors, workspace, blocks, stream);
+    else launch_norm_backward<StoredView, RMS, /*CHUNKS=*/0>(n, in, tensors, workspace, blocks, stream);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ static __global__ void __launch_bounds__(THREADS)
         else received.load_values((r < rank ? r : r - 1) * n + i, v);
         for (int j = 0; j < CHUNK; j++) total[j] += v[j];
     }
-    sum.round_in_place_and_store(i, total, true);
+    sum.store(i, total, true);
 }
 
 void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream) {
