@@ -249,7 +249,6 @@ __device__ Codes encode_both(const MaxAndKOfBoth& max_and_k, const NewMoments& m
 //               of one span                          of the next span
 
 constexpr int LANES_PER_SPAN = MOMENT_GROUP_SIZE / CHUNK;  // 16
-constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;                // of a warp: what a shuffle is told
 
 // max and k of a moment group, from its new elements x in 16 lanes. Magnitudes are compared by their bits,
 // which have the same order as integers. For a zero, bits - 1 is the largest integer, so the minimum leaves

@@ -177,7 +177,7 @@ __device__ void accumulate(const float (&p)[P], Tile<float, COLS> y, float (&acc
 #pragma unroll
     for (int k = 0; k < y.ROWS; k++) {
         float a[2];  // column k of p in the two rows, from the lane of the quad that holds it
-        for (int i = 0; i < 2; i++) a[i] = __shfl_sync(~0u, p[k / 8 * 4 + i * 2 + k % 2], k % 8 / 2, 4);
+        for (int i = 0; i < 2; i++) a[i] = __shfl_sync(ALL_LANES, p[k / 8 * 4 + i * 2 + k % 2], k % 8 / 2, 4);
 #pragma unroll
         for (int n = 0; n < COLS; n += 8) {
             const float2 b = shared<float2>(y.address(k, n + fragment_col()));

@@ -36,12 +36,12 @@ inline __device__ uint32_t dynamic_shared_memory(uint32_t alignment) {
 // first column that a lane holds. quad_max() and quad_sum() combine the lanes of a quad.
 inline __device__ int fragment_col() { return threadIdx.x % 4 * 2; }
 inline __device__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-    return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+    x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 1));
+    return fmaxf(x, __shfl_xor_sync(ALL_LANES, x, 2));
 }
 inline __device__ float quad_sum(float x) {
-    x += __shfl_xor_sync(~0u, x, 1);
-    return x + __shfl_xor_sync(~0u, x, 2);
+    x += __shfl_xor_sync(ALL_LANES, x, 1);
+    return x + __shfl_xor_sync(ALL_LANES, x, 2);
 }
 
 // The causal mask: the score of a key after the query becomes -infinity. `ahead` is the tile's first key
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
         PlainView<Real>::unpack(g[i], y);
         float delta = 0;
         for (int j = 0; j < CHUNK; j++) delta += x[j] * y[j];
-        for (int j = LANES / 2; j > 0; j /= 2) delta += __shfl_xor_sync(~0u, delta, j);
+        for (int j = LANES / 2; j > 0; j /= 2) delta += __shfl_xor_sync(ALL_LANES, delta, j);
         if (lane != 0) continue;
         stats[row] = t < d.T ? lse[head * d.T + t] * LOG2_E : INFINITY;
         stats[QUERIES + row] = delta;

@@ -28,6 +28,7 @@
 #include <atomic>
 
 #include "hopper.cuh"
+#include "layers.cuh"
 #include "libraries.h"
 
 namespace coat::gpu {

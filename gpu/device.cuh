@@ -54,11 +54,15 @@ inline unsigned block_count(int64_t n, int64_t per_block) {
     return static_cast<unsigned>(ceil_div(n, per_block));
 }
 
-// Every kernel is launched here. what: its name in errors and dry runs. shared_bytes: the shared memory that
-// a block needs besides the arrays that the kernel declares with a fixed size. Most kernels need none.
+// Every kernel is launched here.
+//   what           the kernel's name in errors and dry runs
+//   shared_bytes   the shared memory that a block needs besides the arrays that the kernel declares with a
+//                  fixed size. Most kernels need none
+//   arguments      are converted to the types of the kernel's parameters. (type_identity_t lets the kernel
+//                  alone decide these types.)
 template <class... Parameters>
 void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 block, int shared_bytes,
-            cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
+            cudaStream_t stream, std::type_identity_t<Parameters>... arguments) {
     // CUDA's limits. They are checked in a dry run, too.
     require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");
     if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
@@ -84,13 +88,14 @@ inline __device__ int64_t thread_of_grid() {
 
 using bf16 = __nv_bfloat16;
 constexpr int CHUNK = 8;
-using ChunkValues = float[CHUNK];  // the FP32 values of a chunk
+using ChunkValues = float[CHUNK];            // the FP32 values of a chunk
+constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;  // of a warp, for instructions that exchange their values
 // (nvcc unrolls loops over a chunk by itself; a pragma stands where it would not.)
 
-// The largest magnitude so far is kept as an FP32 value, `largest`. Where only bits are at hand, as of rounded
-// weights (gpu/adamw.cuh), or where an integer instruction takes the maximum, as atomicMax() below, it is the
-// bits of this value, `largest_bits`. This gives the same result: the bits of |x|, read as an integer, have
-// the same order as |x|, with NaN above infinity.
+// The largest magnitude so far is kept as an FP32 value, `largest`. Where only bits are at hand, as of
+// rounded weights (gpu/adamw.cuh), or where an integer instruction takes the maximum, as atomicMax() below,
+// it is the bits of this value, `largest_bits`. This gives the same result: the bits of |x|, read as an
+// integer, have the same order as |x|, with NaN above infinity.
 
 inline __device__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
 // max(largest, |x|); NaN if either is NaN
@@ -112,26 +117,14 @@ inline __device__ void update_amax(float* amax, uint32_t bits) {
 // The same with the largest bits of all lanes of a warp. All lanes that have not exited must call it, and
 // lane 0, which updates *amax, must not have exited.
 inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
-    bits = __reduce_max_sync(0xFFFFFFFFu, bits);
+    bits = __reduce_max_sync(ALL_LANES, bits);
     if (threadIdx.x % 32 == 0) update_amax(amax, bits);
 }
 
 // The sum of x over the lanes of a warp. The order of additions is fixed, and all lanes get the same bits.
 template <class Real> __device__ Real sum_of_warp(Real x) {
-    for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, distance);
+    for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(ALL_LANES, x, distance);
     return x;
-}
-// The same over the threads of a block. A kernel calls it only once: in a second call some threads would
-// write `parts` while others still read the result of the first.
-template <int THREADS> __device__ double sum_of_block(double x) {
-    __shared__ double parts[THREADS];
-    parts[threadIdx.x] = x;
-    for (int n = THREADS / 2; n > 0; n /= 2) {
-        __syncthreads();
-        if (threadIdx.x < n) parts[threadIdx.x] += parts[threadIdx.x + n];
-    }
-    __syncthreads();
-    return parts[0];
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -205,30 +198,30 @@ inline __device__ float one_over_1_plus_exp2(float z) {  // 1 / (1 + 2^z)
 }
 inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn(-LOG2_E, x)); }
 
-// Rotates the point (x, y) by the angle that has this sine and cosine: for RoPE (layers.cu,
-// attention_sm90.cu).
-inline __device__ void rotate(float& x, float& y, float cosine, float sine) {
-    const float old_x = x;
-    x = __fmaf_rn(old_x, cosine, __fmul_rn(y, -sine));
-    y = __fmaf_rn(y, cosine, __fmul_rn(old_x, sine));
-}
-
 // ===========================================================================================================
 // 3. Views of stored tensors
 //
-// Through a StoredView a kernel loads, converts and stores the elements of a tensor. It has the tensor's
-// pointers, and its type says what the elements are: a kernel is compiled for each type of view that it
-// reads. StoredView is the name of a template parameter. It stands for one of three types: PlainView<bf16>
-// and PlainView<float> have no scales, and GroupsView has E4M3 codes with one BF16 scale for 16 elements.
-// Each of them has two types and four functions:
+// A view is a tensor's pointers, with functions that load, convert and store its elements. There are three
+// types of views:
 //
-//   ComputeElement                a type: the compute format that goes with it
-//   LoadedChunk                   a type, which load() returns: a chunk in registers, as it is stored
+//   PlainView<bf16>    elements in BF16, without scales
+//   PlainView<float>   elements in FP32, without scales
+//   GroupsView         E4M3 codes, with one BF16 scale for 16 elements
+//
+// A kernel is compiled for each type of view that it reads. StoredView is the template parameter that stands
+// for this type. Whatever it is, it has two types and four functions:
+//
+//   ComputeElement                a type: the compute format that goes with the view
+//   LoadedChunk                   a type: a chunk in registers, as it is stored
 //   starting_at(i)                the same tensor, counted from element i on
-//   load(i)                       only loads the chunk at element i, so several loads can be in flight
-//   unpack(loaded, v)             converts a loaded chunk to FP32
+//   load(i)                       returns the LoadedChunk at element i. It only loads, so several loads can
+//                                 be in flight
+//   unpack(loaded, v)             converts a LoadedChunk to FP32
 //   round_in_place_and_store(i, v, live)
 //                                 rounds v, in the caller's registers, and stores it at element i, if live
+//
+// A PlainView has two more: load_values(i, v), which is load() and unpack(), and store(i, v, live), which
+// stores v rounded but leaves v as it is.
 
 inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in 32 bits
     const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
@@ -269,7 +262,7 @@ template <class Element, int N = CHUNK> struct PlainView {
         }
     }
     __device__ void load_values(int64_t i, float (&v)[N]) const { unpack(load(i), v); }
-    // Stores v, rounded, at element i, if live. Returns what it stores.
+    // Returns v as it is stored: rounded.
     __device__ LoadedChunk store(int64_t i, const float (&v)[N], bool live) const {
         LoadedChunk rounded;
         for (int j = 0; j < WORDS; j++)
@@ -316,7 +309,7 @@ struct GroupsView {
     // The scale of the group that this lane and its neighbour have.
     static __device__ float group_scale(const ChunkValues& v) {
         float amax = larger_magnitude(0, v);
-        amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));  // with the other lane
+        amax = larger_magnitude(amax, __shfl_xor_sync(ALL_LANES, amax, 1));  // with the other lane
         if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
         return amax > 0 ? round_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
     }
@@ -345,6 +338,11 @@ template <class Element> __host__ __device__ PlainView<Element> plain_view(const
 }
 inline GroupsView groups_view(const TensorRef& t) { return {static_cast<uint8_t*>(t.data), t.group_scales}; }
 
+// How the host chooses among kernels. A function whose name begins with with_ turns what is known at run time
+// into a type: it calls f with an object of this type. f, which launches a kernel, is compiled for each type.
+// (Where there are only two kernels, the launch chooses itself: `auto kernel = k<false>; if (flag) kernel =
+// k<true>;`)
+
 // Calls f with the view of a tensor in BF16 or FP32.
 template <class F> void with_plain_view(const TensorRef& t, F f) {
     if (t.format.element_format == Format::FP32) return f(plain_view<float>(t.data));
@@ -356,9 +354,11 @@ template <class F> void with_view(const TensorRef& t, F f) {
     f(groups_view(t));
 }
 
-// A tensor in BF16 or FP32, for instance a gradient (common/model.h, gradient_format). It is no StoredView:
-// the kernel learns at run time which of the two formats the tensor has. All threads take the same branch,
-// and the kernel is compiled once, not twice.
+// A tensor in BF16 or FP32, of which the kernel learns only at run time which it is. A PlainView is for
+// tensors in the compute format: a kernel is compiled for each such format. Bf16OrFp32 is for a tensor whose
+// format does not follow from the compute format, above all a gradient of parameters (gradient_format() in
+// common/model.h). Otherwise each kernel would have to be compiled for each pair of formats. All threads take
+// the same branch, so the choice costs little.
 struct Bf16OrFp32 {
     void* data;
     bool is_fp32;

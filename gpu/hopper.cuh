@@ -20,7 +20,7 @@ constexpr bool HOPPER = false;
 constexpr int WARPGROUP = 128;
 // The number of this thread's warpgroup. It is taken from lane 0, so that the compiler knows that all lanes
 // of a warp agree, and computes addresses once for the warp.
-inline __device__ int this_warpgroup() { return __shfl_sync(~0u, threadIdx.x / WARPGROUP, 0); }
+inline __device__ int this_warpgroup() { return __shfl_sync(ALL_LANES, threadIdx.x / WARPGROUP, 0); }
 
 // An mbarrier, which lies at an address in shared memory.
 struct Barrier {

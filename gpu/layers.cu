@@ -8,7 +8,7 @@
 
 #include "../common/step.h"
 #include "column_sums.h"
-#include "device.cuh"
+#include "layers.cuh"
 #include "layers.h"
 
 namespace coat::gpu {
@@ -135,8 +135,8 @@ constexpr int LOSS_THREADS = 512;
 // may still be reading the first when another thread writes the second.
 static __device__ Softmax softmax_of_block(Softmax mine, Softmax (&parts)[LOSS_THREADS / 32]) {
     for (int distance = 16; distance > 0; distance /= 2)
-        mine.merge(
-            {__shfl_down_sync(~0u, mine.maximum, distance), __shfl_down_sync(~0u, mine.sum, distance)});
+        mine.merge({__shfl_down_sync(ALL_LANES, mine.maximum, distance),
+                    __shfl_down_sync(ALL_LANES, mine.sum, distance)});
     if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = mine;
     __syncthreads();
     Softmax all{-INFINITY, 0};
@@ -431,7 +431,7 @@ static __device__ int quad_column(int quad) {
 // warp call it.
 static __device__ float sum_of_head(float (&sums)[QUAD]) {
     for (int distance = HEAD_THREADS / 2; distance > 0; distance /= 2)
-        for (float& sum : sums) sum += __shfl_xor_sync(~0u, sum, distance);
+        for (float& sum : sums) sum += __shfl_xor_sync(ALL_LANES, sum, distance);
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 static __device__ float inverse_rms(float sum_of_squares, const QkNorms& n) {

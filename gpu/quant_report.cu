@@ -51,7 +51,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
     // The numbers are added up over the warp first, because all warps of the GPU add to the same totals.
     signal = sum_of_warp(signal);
     noise = sum_of_warp(noise);
-    for (unsigned& n : counts) n = __reduce_add_sync(0xFFFFFFFFu, n);
+    for (unsigned& n : counts) n = __reduce_add_sync(ALL_LANES, n);
     if (threadIdx.x % 32 != 0) return;
     atomicAdd(&quant_stats->signal, signal);
     atomicAdd(&quant_stats->noise, noise);
