@@ -11,9 +11,9 @@
 // in gate and in up.) A thread loads, computes and stores its elements. Only transposed codes, which pass
 // through shared memory, are stored by other threads (gpu/quantize.cuh).
 //
-// Which bytes move. Every kernel is bound by memory bandwidth, and reads each of its inputs once. An element
-// in BF16 has 2 bytes. In groups it has 9/8: its code, and a 16th of a scale of 2 bytes. An FP8 code that is
-// written has 1 byte.
+// Which bytes move. Every kernel reads each of its inputs once, and most are bound by memory bandwidth. An
+// element in BF16 has 2 bytes. In groups it has 9/8: its code, and a 16th of a scale of 2 bytes. An FP8 code
+// that is written has 1 byte.
 //
 // Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //
@@ -92,9 +92,11 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     constexpr int PLANES = Producer::PLANES;
     const TilePlace place;
     // A thread outside the tensor ends here. Nobody would use its values, but reading what another thread
-    // writes back would be a race (the rule at for_each_row()). The other lanes of its warp do not need it:
+    // writes back would be a race (the rule at for_each_row()). The lanes of its warp that go on do not need
+    // it:
     //   - The two lanes that have a group end together.
-    //   - Shuffles and maxima name all 32 lanes in their mask. CUDA allows this where lanes have exited.
+    //   - Shuffles and maxima are for all lanes of the warp (ALL_LANES). CUDA allows this: lanes that have
+    //     exited do not count.
     //   - Lane 0 updates the amax for its warp. It has the warp's lowest row and column, so it is inside the
     //     tensor if any lane is.
     if (!place.inside(rows, producer.width)) return;
@@ -138,9 +140,9 @@ void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_bac
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                float* activation_amax_to_raise, QuantStats* quant_stats,
                                cudaStream_t stream) {
-    // No amax is needed where the next GEMM reads its operands in BF16 (gpu/linear.h says when). Then it does
-    // not matter what is gate and what is up: F is a multiple of 16, so that no group has elements of both,
-    // and the groups are those of any tensor (N, 2F).
+    // No amax is needed where the next GEMM reads its operands in BF16 (gpu/linear.h says when). Without an
+    // amax nothing is computed from gate and up, so [gate | up] is quantized like any tensor (N, 2F). (F is a
+    // multiple of 16: no group has elements of both.)
     if (!activation_amax_to_raise)
         return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
     auto* launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*TWO_PLANES=*/false>;
@@ -200,12 +202,12 @@ void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stre
 // over theirs, the block writes its tile column by column.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, float fmax, uint8_t* codes,
-                    uint8_t* transposed) {
+    quantize_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, float fmax,
+                    uint8_t* row_major, uint8_t* transposed) {
     // Just in time: every thread derives the same scale from the amax.
     const float scale = scale_of(fmax, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
-    store_codes<TRANSPOSED>(producer, blockIdx.y, rows, codes, transposed,
+    store_codes<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
                             [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool /*live*/) {
                                 return same_in_both(encode<FP8>(v, inverse_scale));
                             });

@@ -91,7 +91,7 @@ void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* work
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     write_operand_and_add_column_sums_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale,
-                                             float fmax, uint8_t* codes, uint8_t* transposed,
+                                             float fmax, uint8_t* row_major, uint8_t* transposed,
                                              float* partials) {
     __shared__ ColumnSums columns;
     const float scale = scale_of(fmax, tensor_scale->amax);
@@ -99,7 +99,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     ChunkValues sum[Producer::PLANES] = {};
     for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
         __syncthreads();  // all codes of the tile before have left shared memory
-        store_codes<true>(producer, tile, rows, codes, transposed,
+        store_codes<true>(producer, tile, rows, row_major, transposed,
                           [&](int /*row*/, int plane, const ChunkValues& v, bool live) {
                               if (live) {
                                   for (int j = 0; j < CHUNK; j++) sum[plane][j] += v[j];

@@ -37,15 +37,15 @@ constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
 constexpr int TILE_BLOCKS_PER_SM = 4;
 
 // Where a thread is: its number across and down the threads of its tile, and the row and the column of its
-// first element in the tensor (in each plane, if there are two). tile_row is the number of the tile, counted
-// down the tensor. It is blockIdx.y, because a thread block has a single tile. (Only in gpu/column_sums.cu a
-// thread block has several.)
+// first element in the tensor (in each plane, if there are two). tile_down is the number of its tile, counted
+// down the tensor. Mostly this is blockIdx.y, because a thread block has a single tile. (Only in
+// gpu/column_sums.cu a thread block has several.)
 struct TilePlace {
     int across, down;
     int64_t row, col;
-    __device__ explicit TilePlace(int64_t tile_row = blockIdx.y)
+    __device__ explicit TilePlace(int64_t tile_down = blockIdx.y)
         : across(threadIdx.x % SIDE_THREADS), down(threadIdx.x / SIDE_THREADS),
-          row(tile_row * TILE + down * THREAD_ROWS),
+          row(tile_down * TILE + down * THREAD_ROWS),
           col(static_cast<int64_t>(blockIdx.x) * TILE + across * CHUNK) {}
     __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
 };
@@ -140,7 +140,7 @@ template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProdu
         typename PlainView<ComputeElement>::LoadedChunk dact;
         RowStatistics statistics;
     };
-    // The bytes of the fields that it uses.
+    // The bytes of Loaded that this producer uses: what a row takes in registers.
     static constexpr int BYTES =
         sizeof(Loaded::in) + ACTIVATION_BACKWARD * sizeof(Loaded::dact) + NORM * sizeof(Loaded::statistics);
     StoredView in;    // reads lazy.input, (N, INPUT_PLANES * width)
@@ -202,8 +202,8 @@ template <class StoredView, class F> void with_producer_of_view(const LazyTensor
         f(LazyProducer<LazyOp::ActivationBackward, StoredView, /*TWO_PLANES=*/true>{in, cols / 2, x});
     else f(LazyProducer<LazyOp::ActivationBackward, StoredView>{in, cols, x});
 }
-// Calls f with the producer of x, for quantizers: their inputs are in BF16 or in groups. An input in FP32 is
-// an Error.
+// Calls f with the producer of x, for quantizers. Their inputs are in BF16 or in groups, because FP8 goes
+// with the compute format BF16. An input in FP32 is an Error: so quantizers are not compiled for it.
 template <class F> void with_producer_for_quantizer(const LazyTensor& x, F f) {
     require(x.input.format.element_format != Format::FP32,
             "FP8 goes with the compute format BF16, not with FP32");
@@ -225,9 +225,9 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 }
 
 // Calls use(i, values, live) for each of the thread's 8 rows of the tensor that is produced, one after the
-// other. It loads several rows before it uses the first of them. (Rung 6 of dev/ladders/quantize_transpose.cu
-// shows what that gains.) For example, this is thread 17, which has rows 8 to 15 and columns 8 to 15, if four
-// rows are loaded at once and the tensor has two planes:
+// other. It loads several rows before it uses the first of them, so that their loads are on their way at the
+// same time. (So does rung 6 of dev/ladders/quantize_transpose.cu.) For example, this is thread 17, which
+// has rows 8 to 15 and columns 8 to 15, if four rows are loaded at once and the tensor has two planes:
 //
 //                 plane 0, `width` columns     plane 1, `width` columns
 //   column        0..7  8..15  16..23  ...     0..7  8..15  16..23  ...

@@ -112,11 +112,11 @@ static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaSt
                    format_info(out.tensor.format.element_format).fmax, &out.tensor.tensor_scale->amax);
 }
 
-// The second pass: codes with a scale for each row or block. `codes` or `transposed` may be null.
+// The second pass: codes with a scale for each row or block. row_major or transposed may be null.
 template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     quantize_in_blocks_kernel(Producer producer, int64_t rows, ScaleGrid row_major_grid,
-                              ScaleGrid transposed_grid, bool e5m2, uint8_t* codes, uint8_t* transposed) {
+                              ScaleGrid transposed_grid, bool e5m2, uint8_t* row_major, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
     const TilePlace place;
     // For the transposed codes: 1 / scale of each of the thread's columns.
@@ -128,10 +128,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
                 const int64_t col = p * producer.width + place.col + j;
                 inverse_of_columns[p][j] = __frcp_rn(*transposed_grid.address(first_row, col));
             }
-    store_codes<TRANSPOSED>(producer, blockIdx.y, rows, codes, transposed,
+    store_codes<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
                             [&](int row, int plane, const ChunkValues& v, bool live) {
                                 ChunkCodes chunk{};
-                                if (live && codes) {
+                                if (live && row_major) {
                                     const float inverse_of_row = __frcp_rn(*row_major_grid.address(
                                         place.row + row, plane * producer.width + place.col));
                                     chunk.row_major = encode(e5m2, v, inverse_of_row);
@@ -169,13 +169,13 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
 template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_delayed_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, float fmax, bool e5m2,
-                            uint8_t* codes, uint8_t* transposed) {
+                            uint8_t* row_major, uint8_t* transposed) {
     const bool delayed = tensor_scale->delayed_scale > 0;
     const float just_in_time = scale_of(fmax, tensor_scale->amax);
     const float scale = delayed ? tensor_scale->delayed_scale : just_in_time;
     const float inverse_scale = __frcp_rn(scale);
     float largest = 0;
-    store_codes<TRANSPOSED>(producer, blockIdx.y, rows, codes, transposed,
+    store_codes<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
                             [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool live) {
                                 // The values of a row that is not live may be wrong: see for_each_row().
                                 if (live) largest = larger_magnitude(largest, v);

@@ -1,6 +1,7 @@
 // gpu/quantize.cuh - how a thread block makes the FP8 codes of a tile, and stores them row-major, transposed,
-// or both. The quantizers of GEMM operands share this file: those of coat.cu and those of
-// gpu/other_scaling.cu.
+// or both. All kernels that make the codes of GEMM operands share this file: coat.cu, and for other cases
+// gpu/other_scaling.cu (other recipes), gpu/column_sums.cu (biases) and gpu/sharding_kernels.cu (several
+// GPUs).
 //
 //   1. transposed codes, which pass through shared memory
 //   2. the codes of a tile, row-major and transposed
@@ -23,94 +24,110 @@ namespace coat::gpu {
 
 // Four rows of four bytes become four columns of four bytes. __byte_perm(a, b, 0x5140) takes, from the lowest
 // byte of the result on, bytes 0, 4, 1 and 5 of the eight of a and b: a0 b0 a1 b1.
-inline __device__ void transpose4(uint32_t a, uint32_t b, uint32_t c, uint32_t d, uint32_t (&out)[4]) {
-    const uint32_t ab01 = __byte_perm(a, b, 0x5140), cd01 = __byte_perm(c, d, 0x5140);
-    const uint32_t ab23 = __byte_perm(a, b, 0x7362), cd23 = __byte_perm(c, d, 0x7362);
-    out[0] = __byte_perm(ab01, cd01, 0x5410);
-    out[1] = __byte_perm(ab01, cd01, 0x7632);
-    out[2] = __byte_perm(ab23, cd23, 0x5410);
-    out[3] = __byte_perm(ab23, cd23, 0x7632);
+inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column)[4]) {
+    const uint32_t rows01_columns01 = __byte_perm(row[0], row[1], 0x5140);  // a0 b0 a1 b1
+    const uint32_t rows01_columns23 = __byte_perm(row[0], row[1], 0x7362);  // a2 b2 a3 b3
+    const uint32_t rows23_columns01 = __byte_perm(row[2], row[3], 0x5140);  // c0 d0 c1 d1
+    const uint32_t rows23_columns23 = __byte_perm(row[2], row[3], 0x7362);  // c2 d2 c3 d3
+    column[0] = __byte_perm(rows01_columns01, rows23_columns01, 0x5410);    // a0 b0 c0 d0
+    column[1] = __byte_perm(rows01_columns01, rows23_columns01, 0x7632);    // a1 b1 c1 d1
+    column[2] = __byte_perm(rows01_columns23, rows23_columns23, 0x5410);    // a2 b2 c2 d2
+    column[3] = __byte_perm(rows01_columns23, rows23_columns23, 0x7632);    // a3 b3 c3 d3
 }
 
 // The codes of a tile in shared memory: they are written as threads have them, and read column by column.
-// (Rungs 2, 6 and 7 of dev/ladders/quantize_transpose.cu show what its layout gains.)
+// This is the tile of rungs 6 and 7 of dev/ladders/quantize_transpose.cu, where its parts come one after the
+// other. It differs from rung 7 in one thing, which the end of this comment tells.
 //
-// Words. A word (32 bits) holds the codes of four rows of a column: word w has rows 4 w to 4 w + 3. A column
-// of the tile has 128 rows, so it has 32 words, one for each of the 32 banks of shared memory. Thread
-// (across, down) has eight rows of eight columns. Four of these rows are a quad: quad 0 is the upper four,
-// quad 1 the lower four. The thread writes a word for each quad of each column:
+// Words. A word is four rows of one column: 4 bytes, one bank of shared memory. Word 0 has rows 0 to 3, word
+// 1 has rows 4 to 7, and so on. A column of the tile has 128 rows, so it has 32 words, as many as there are
+// banks. Thread (across, down) has two words of each of its eight columns: the upper word has its rows 0 to
+// 3, the lower word its rows 4 to 7.
 //
-//   word = 2 * down + quad
+//   word = 2 * down + upper_or_lower     upper_or_lower: 0 is the upper word, 1 the lower
 //
-// Banks. Threads that lie side by side have the same `down`. If word w were in bank w, all of them would
-// write to the same bank. So the words of a column are permuted, in another way for each `across`:
+// Pieces. Four neighbouring words of a column are a piece: 16 rows, which one thread reads at once.
+//
+// Swizzle. Threads that lie side by side have the same `down`. If word w were in bank w, all of them would
+// write to the same bank. So the words change places within their column, in another way for each `across`:
 //
 //   bank = word ^ (2 * across) ^ (down & 1)
 //
-// 2 * across separates the threads that lie side by side, and down & 1 the two rows of threads of a warp.
+// A warp has 16 threads side by side, in two rows. 2 * across gives the 16 different values of bits 1 to 4 of
+// the bank. down & 1 makes bit 0 differ between the two rows.
 //
-// For example thread (1, 1) has rows 8 to 15. Its quad 0 is rows 8 to 11. This is word 2 of its columns,
-// 8 to 15, and goes to bank 2 ^ 2 ^ 1 = 1. The table shows where the words lie, named by their rows:
+// This is the tile, a line for the columns of each `across`: which word is in which bank. When all threads
+// write their upper words, those of down 0 write the words in [ ], and those of down 1 the words in ( ):
 //
-//   bank                0      1      2      3        4      5      6      7     ...     31
-//   columns  0 -  7    0-3    4-7   12-15   8-11    16-19  20-23  28-31  24-27   ...  120-123
-//   columns  8 - 15   12-15   8-11   0-3    4-7     28-31  24-27  16-19  20-23   ...  116-119
-//   columns 16 - 23   16-19  20-23  28-31  24-27     0-3    4-7   12-15   8-11   ...  104-107
-//   columns 24 - 31   28-31  24-27  16-19  20-23    12-15   8-11   0-3    4-7    ...  100-103
+//   bank          0    1    2    3  |  4    5    6    7  |  8    9   10   11  |  12   ...  31
+//   across 0     [0]   1    3   (2) |  4    5    7    6  |  8    9   11   10  |  12        30
+//   across 1      3   (2)  [0]   1  |  7    6    4    5  | 11   10    8    9  |  15        29
+//   across 2      4    5    7    6  | [0]   1    3   (2) | 12   13   15   14  |   8        26
+//   across 3      7    6    4    5  |  3   (2)  [0]   1  | 15   14   12   13  |  11        25
+//   ...
 //
-// Writing. The threads of a warp lie 16 across and two down. With one instruction each of them writes one
-// word, all of the same quad. These words go to 32 different banks:
+// A piece is what stands between two bars. Among the eight pieces of its column, piece p is at place
+// p ^ (across / 2).
+//
+// Writing. With one instruction each thread of a warp writes one word, all the upper or all the lower. These
+// words go to 32 different banks:
 //   - Bits 1 to 4 of the bank are down ^ across. So 16 threads side by side have 16 different values.
-//   - Bit 0 is quad ^ (down & 1). So one of the two rows of threads has the even banks, the other the odd.
+//   - Bit 0 is upper_or_lower ^ (down & 1). So one of the two rows of threads has the even banks, the other
+//     the odd.
 //
-// Reading. A lane reads a piece of a column, which is 16 rows, and stores it with one instruction. The four
-// words of a piece lie in four neighbouring banks. Eight lanes read the eight pieces of a column: every bank
-// once.
+// Reading. A thread reads a piece with one instruction, and stores it with one. Eight lanes read the eight
+// pieces of a column: every bank once.
+//
+// What is different from rung 7. There a thread first has all its words, and writes an upper or a lower word
+// first, as the last bit of `across` says. Here it writes its upper words as soon as it has the codes of four
+// rows, because this takes fewer registers. So all threads write upper words at the same time. To separate
+// them nevertheless, the four words inside a piece change places, too, and read_piece() puts them back into
+// order.
 struct TransposeTile {
-    static constexpr int WORDS = TILE / 4;  // the words of a column
+    static constexpr int WORDS = TILE / 4;  // of a column
+    static constexpr int PIECE_ROWS = 16;
+    static constexpr int PIECES = TILE / PIECE_ROWS;  // of a column
     uint32_t words[TILE][WORDS];
 
-    // A thread calls it twice, with its eight columns of its upper four rows (quad 0) and of the lower four
-    // (quad 1).
-    __device__ void write(const TilePlace& place, int quad, const uint2 (&codes)[4]) {
-        uint32_t columns[CHUNK / 4][4];
-        transpose4(codes[0].x, codes[1].x, codes[2].x, codes[3].x, columns[0]);
-        transpose4(codes[0].y, codes[1].y, codes[2].y, codes[3].y, columns[1]);
-        const int word = 2 * place.down + quad;  // it has rows 4 * word ... + 3
+    // A thread calls it twice: with the codes of its upper four rows, and with those of its lower four.
+    __device__ void write(const TilePlace& place, int upper_or_lower, const uint2 (&codes)[4]) {
+        uint32_t columns[CHUNK / 4][4];  // a word of each of the eight columns
+        transpose_4x4({codes[0].x, codes[1].x, codes[2].x, codes[3].x}, columns[0]);
+        transpose_4x4({codes[0].y, codes[1].y, codes[2].y, codes[3].y}, columns[1]);
+        const int word = 2 * place.down + upper_or_lower;
         const int bank = word ^ (2 * place.across) ^ (place.down & 1);
         for (int j = 0; j < CHUNK; j++) words[place.across * CHUNK + j][bank] = columns[j / 4][j % 4];
     }
-    // Rows 16 * piece ... + 15 of a column. Columns 0 - 7, 16 - 23, ... have the four words of a piece in the
-    // order 0-3, 4-7, 12-15, 8-11; the other columns in the order 12-15, 8-11, 0-3, 4-7. Here they get back
-    // into the order of their rows.
-    __device__ uint4 rows16(int col, int piece) const {
-        const int chunk = col / CHUNK;
-        const int bank = 4 * (piece ^ (chunk / 2));
-        const uint4 four = *reinterpret_cast<const uint4*>(&words[col][bank]);
-        const uint4 even_chunk{four.x, four.y, four.w, four.z};
-        const uint4 odd_chunk{four.z, four.w, four.y, four.x};
-        return chunk % 2 == 0 ? even_chunk : odd_chunk;  // as a conditional expression it needs no branch
+    // Rows 16 * piece ... + 15 of a column. Where `across` is even, a piece has its words in the order 0, 1,
+    // 3, 2 in memory; where it is odd, in the order 3, 2, 0, 1.
+    __device__ uint4 read_piece(int col, int piece) const {
+        const int across = col / CHUNK;
+        const int place_in_column = piece ^ (across / 2);
+        const uint4 four = *reinterpret_cast<const uint4*>(&words[col][4 * place_in_column]);
+        const uint4 of_even{four.x, four.y, four.w, four.z};
+        const uint4 of_odd{four.z, four.w, four.y, four.x};
+        return across % 2 == 0 ? of_even : of_odd;  // as a conditional expression it needs no branch
     }
 };
 
 // Stores the transposed codes of a thread block's tiles, one for each plane, in out (columns, rows). `rows`
-// is a multiple of 16. All threads call the function. tile_row: the number of the tile, counted down the
+// is a multiple of 16. All threads call the function. tile_down: the number of the tile, counted down the
 // tensor.
 template <int PLANES>
-__device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t tile_row, int64_t rows,
+__device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t tile_down, int64_t rows,
                                  int64_t width, uint8_t* out) {
     __syncthreads();
-    constexpr int PIECES = TILE / 16;  // the pieces of a column, 16 rows each
-    const int64_t first_row = tile_row * TILE;
+    constexpr int PIECES = TransposeTile::PIECES;
+    const int64_t first_row = tile_down * TILE;
     const int64_t first_col = static_cast<int64_t>(blockIdx.x) * TILE;
     const int cols = static_cast<int>(min(static_cast<int64_t>(TILE), width - first_col));
 #pragma unroll
     for (int p = 0; p < PLANES; p++) {
         for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
             const int col = i / PIECES, piece = i % PIECES;
-            const int64_t row = first_row + piece * 16;
+            const int64_t row = first_row + piece * TransposeTile::PIECE_ROWS;
             if (col >= cols || row >= rows) continue;
-            store_at_once(out + (p * width + first_col + col) * rows + row, tiles[p].rows16(col, piece));
+            store_at_once(out + (p * width + first_col + col) * rows + row, tiles[p].read_piece(col, piece));
         }
     }
 }
@@ -118,28 +135,27 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t t
 // ===========================================================================================================
 // 2. The codes of a tile, row-major and transposed
 
-// The codes of a chunk, once for row-major and once for transposed storage. With one scale for the tensor the
-// two are equal. (In the recipes rowwise and deepseek they have different scales: this can wait.)
+// The codes of a chunk, once for row-major and once for transposed storage. With one scale for the tensor
+// both are the same. (In the recipes rowwise and deepseek they have different scales: this can wait.)
 struct ChunkCodes {
     uint2 row_major, transposed;
 };
 inline __device__ ChunkCodes same_in_both(uint2 codes) { return {.row_major = codes, .transposed = codes}; }
 
-// Computes a tile, and stores its codes: row-major in `codes` unless this is null, and if TRANSPOSED also in
-// `transposed`. make_codes(row, plane, values, live) returns the codes of a chunk: `row` counts the thread's
-// own rows, 0 to 7, and `live` is that of for_each_row(). All threads call store_codes(). Between two calls
-// in a kernel there is a __syncthreads(): the second call writes to the shared memory that the first reads.
+// Computes a tile, and stores its codes: in row_major unless this is null, and if TRANSPOSED in transposed.
+// make_codes(row, plane, values, live) returns the codes of a chunk: `row` counts the thread's own rows, 0 to
+// 7, and `live` is that of for_each_row(). All threads call store_codes(). Between two calls in a kernel
+// there is a __syncthreads(): the second call writes to the shared memory that the first reads.
 template <bool TRANSPOSED, class Producer, class MakeCodes>
-__device__ void store_codes(const Producer& producer, int64_t tile_row, int64_t rows, uint8_t* codes,
+__device__ void store_codes(const Producer& producer, int64_t tile_down, int64_t rows, uint8_t* row_major,
                             uint8_t* transposed, MakeCodes make_codes) {
     constexpr int PLANES = Producer::PLANES;
     // Without TRANSPOSED nothing uses the tiles, and the compiler leaves them out.
     __shared__ __align__(16) TransposeTile tiles[PLANES];
-    const TilePlace place(tile_row);
-    // Where the codes of the thread's first row go; unused if codes is null.
-    uint8_t* codes_of_first_row[PLANES];
+    const TilePlace place(tile_down);
+    uint8_t* codes_of_first_row[PLANES];  // row-major ones, of the thread; not used if row_major is null
     for (int p = 0; p < PLANES; p++)
-        codes_of_first_row[p] = codes + (place.row * PLANES + p) * producer.width + place.col;
+        codes_of_first_row[p] = row_major + (place.row * PLANES + p) * producer.width + place.col;
     uint2 four_rows[PLANES][4];
 
     // A thread outside the tensor must not even read: codes may overwrite what is read, and reading while
@@ -148,14 +164,14 @@ __device__ void store_codes(const Producer& producer, int64_t tile_row, int64_t 
         for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++) {
                 const ChunkCodes chunk = make_codes(i, p, v[p], live);
-                if (live && codes)
+                if (live && row_major)
                     store_at_once(codes_of_first_row[p] + row_offset(i, PLANES * producer.width),
                                   chunk.row_major);
                 four_rows[p][i % 4] = chunk.transposed;
                 if (TRANSPOSED && i % 4 == 3) tiles[p].write(place, i / 4, four_rows[p]);
             }
         });
-    if (TRANSPOSED) store_transposed(tiles, tile_row, rows, producer.width, transposed);
+    if (TRANSPOSED) store_transposed(tiles, tile_down, rows, producer.width, transposed);
 }
 
 }  // namespace coat::gpu

@@ -51,14 +51,14 @@ void combine_amaxes(TensorScale* mine, const TensorScale* entries_of_ranks, int6
 // Transposes the codes of a tile of a weight. (They have arrived from other ranks row-major, and dgrad reads
 // them transposed.)
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    transpose_codes_kernel(const uint8_t* codes, int64_t rows, int64_t cols, uint8_t* transposed) {
+    transpose_codes_kernel(const uint8_t* row_major, int64_t rows, int64_t cols, uint8_t* transposed) {
     __shared__ __align__(16) TransposeTile tiles[1];
     const TilePlace place;
     uint2 loaded[THREAD_ROWS / 4][4] = {};
     for (int i = 0; i < THREAD_ROWS; i++)
         if (place.row + i < rows && place.col < cols)
             loaded[i / 4][i % 4] =
-                *reinterpret_cast<const uint2*>(codes + (place.row + i) * cols + place.col);
+                *reinterpret_cast<const uint2*>(row_major + (place.row + i) * cols + place.col);
     for (int h = 0; h < THREAD_ROWS / 4; h++) tiles[0].write(place, h, loaded[h]);
     store_transposed(tiles, blockIdx.y, rows, cols, transposed);
 }
