@@ -20,8 +20,9 @@
 //   compute_amax()                a LazyTensor of BF16 or groups   the amax of x
 //   quantize_operand()            a LazyTensor of BF16 or groups   FP8 codes
 //   store_values()                any LazyTensor                   values in BF16 or FP32
-//   write_operand()               any LazyTensor; if the operand   FP8 codes, or values in BF16 or FP32
-//                                 is in FP8, of BF16 or groups
+//   write_operand()               a LazyTensor: of BF16 or         FP8 codes, or values in BF16 or FP32
+//                                 groups if the operand is in
+//                                 FP8, else any
 //   quantize_activation_input()   gate and up, in BF16             groups, and the amax of the activation's
 //                                                                  output
 //   quantize_groups()             a tensor in BF16                 groups; with write_back also x
@@ -32,8 +33,9 @@
 //   - Row-major output may overwrite x.input, the stored tensor from which x is computed, if both have the
 //     same bytes per element. For example the codes of dgate_up may overwrite the groups of gate_up. (A
 //     thread loads its elements before it stores what it makes of them.)
-//   - Row-major output may have more rows than x. The other rows keep what they hold. (Transposed output
-//     has one column for each row of x, and no more.)
+//   - Row-major output may have more rows than x, as for a prompt of any length (gpu/linear.cpp): an FP8 GEMM
+//     wants a multiple of 16. The other rows keep what they hold. (Transposed output has one column for each
+//     row of x, and no more.)
 //   - What quantizing loses is added to *quant_stats, for the report (gpu/quant_report.h). The pointer may be
 //     null.
 #pragma once
@@ -59,7 +61,8 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 
 // Stores the input x of an activation in 1x16 groups. x is [gate | up] (N, 2F) if the activation is gated,
 // else (N, F). The activation's output will be an operand of the next GEMM. Its amax is found in the same
-// pass, from values that are computed as the GEMM's quantizer will compute them: from the groups.
+// pass, from values that are computed as the GEMM's quantizer will compute them: from the groups. If
+// activation_amax_to_raise is null, as where the GEMM reads BF16, no such values are computed.
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                float* activation_amax_to_raise, QuantStats* quant_stats, cudaStream_t stream);
 // Stores x (BF16) in 1x16 groups. With `write_back`, x becomes what the groups hold, rounded to BF16. The

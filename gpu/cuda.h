@@ -30,7 +30,7 @@ inline void require(bool ok, const char* what) {
 // Properties of the GPU
 
 // Returns a property of the GPU in use. Without a GPU, where only a dry run is possible, it returns
-// without_gpu. Where a dry run needs the property, without_gpu is its value on an H100 or an H200.
+// without_gpu: the value of an H100 or H200, or 0 if a dry run does not need the property.
 inline int device_attribute(cudaDeviceAttr which, int without_gpu = 0) {
     int device = 0, value = 0;
     if (cudaGetDevice(&device) != cudaSuccess) {

@@ -11,8 +11,8 @@ namespace coat::gpu {
 // --- Forward ---
 
 // residual_add() and embed() make a sum in FP32: the new residual stream. ResidualSumOutputs says where they
-// store the sum, and which norm reads it next. The norm will read next_norm.in. So its row statistics, and
-// the amax of its output, are computed from what is stored there. What is written:
+// store the sum, and which norm reads it next. The norm will read the stored, rounded sum, next_norm.in. So
+// its row statistics, and the amax of its output, are computed from the rounded values. What is written:
 //
 //   field                       norms 1 and 2 in coat           final norm
 //   sum_out                     the sum, in BF16                null: next_norm.in has the same values

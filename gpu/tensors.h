@@ -11,8 +11,8 @@
 //   - The number of columns is a multiple of 16. So is the number of rows where transposed codes are made.
 //     Pointers are 16-byte aligned.
 //   - Tensors are in the compute format unless a comment says otherwise: BF16; in the recipe fp32, FP32.
-//   - An operator that computes a parameter's gradient adds to it. It is in BF16 or FP32 (gradient_format()
-//     of common/model.h). (A GEMM can also overwrite it: gpu/gemm.h.)
+//   - A parameter's gradient is in BF16 or FP32 (gradient_format() of common/model.h). An operator that
+//     computes a gradient adds to what is there. (A GEMM can also overwrite it: gpu/gemm.h.)
 //   - An argument whose name ends with amax_to_raise points to an amax: usually the field `amax` of a
 //     TensorScale (below). The rest of the name says of which tensor. The operator raises the amax to the
 //     tensor's largest |x|, if that is larger. It does not clear the amax before (coat.h says who does). If
@@ -36,8 +36,8 @@ namespace coat::gpu {
 // Which function writes a field:
 //
 //   amax    an earlier kernel, or compute_amax()
-//   scale   the function that writes the codes, as amax / FMAX: quantize_operand(), and for gradients of
-//           linear layers with a bias write_operand_and_add_column_sums()
+//   scale   the function that writes the codes, as amax / FMAX: quantize_operand(). (Others that do so can
+//           wait: write_operand_and_add_column_sums() for biases, and combine_amaxes() for several GPUs)
 //
 // `scale` is the first member, and the struct has 16 bytes, because a GEMM reads `scale` and wants it aligned
 // to 16 bytes.
@@ -111,6 +111,7 @@ struct alignas(8) RowStatistics {
 // A norm layer. Its output is not stored: a kernel that needs the output computes it from `in` and the row
 // statistics. All norms of a model may have the same memory for their row statistics. Forward writes them
 // there for the next kernels. norm_backward() writes them again, before backward needs the norm's output.
+// (The output is what wgrad reads. On the GPU wgrad comes after norm_backward().)
 struct Norm {
     TensorRef in;                   // (N, C) in the compute format, or in groups
     const void* weight;             // (C) compute format
