@@ -354,11 +354,13 @@ template <class F> void with_view(const TensorRef& t, F f) {
     f(groups_view(t));
 }
 
-// A tensor in BF16 or FP32, of which the kernel learns only at run time which it is. A PlainView is for
-// tensors in the compute format: a kernel is compiled for each such format. Bf16OrFp32 is for a tensor whose
-// format does not follow from the compute format, above all a gradient of parameters (gradient_format() in
-// common/model.h). Otherwise each kernel would have to be compiled for each pair of formats. All threads take
-// the same branch, so the choice costs little.
+// A tensor in BF16 or FP32. The kernel learns at run time which of the two it is. All threads take the same
+// branch, so this costs little.
+//
+// When which: a PlainView is for a tensor in the compute format. The kernel is compiled for each of the two.
+// Bf16OrFp32 is for a tensor whose format does not follow from the compute format, above all a gradient of
+// parameters (gradient_format() in common/model.h). With a PlainView the kernel would be compiled for each
+// pair of formats.
 struct Bf16OrFp32 {
     void* data;
     bool is_fp32;

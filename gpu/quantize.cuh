@@ -53,8 +53,10 @@ inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column
 //
 //   bank = word ^ (2 * across) ^ (down & 1)
 //
-// A warp has 16 threads side by side, in two rows. 2 * across gives the 16 different values of bits 1 to 4 of
-// the bank. down & 1 makes bit 0 differ between the two rows.
+// A warp has 16 threads side by side, in two rows. With one instruction each of them writes a word, all the
+// upper or all the lower. Bits 1 to 4 of the bank are down ^ across: different for the 16 threads side by
+// side. Bit 0 is upper_or_lower ^ (down & 1): it tells the two rows apart. So the 32 words go to 32 different
+// banks.
 //
 // This is the tile, a line for the columns of each `across`: which word is in which bank. When all threads
 // write their upper words, those of down 0 write the words in [ ], and those of down 1 the words in ( ):
@@ -67,22 +69,14 @@ inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column
 //   ...
 //
 // A piece is what stands between two bars. Among the eight pieces of its column, piece p is at place
-// p ^ (across / 2).
-//
-// Writing. With one instruction each thread of a warp writes one word, all the upper or all the lower. These
-// words go to 32 different banks:
-//   - Bits 1 to 4 of the bank are down ^ across. So 16 threads side by side have 16 different values.
-//   - Bit 0 is upper_or_lower ^ (down & 1). So one of the two rows of threads has the even banks, the other
-//     the odd.
-//
-// Reading. A thread reads a piece with one instruction, and stores it with one. Eight lanes read the eight
-// pieces of a column: every bank once.
+// p ^ (across / 2). A thread reads a piece with one instruction, and stores it with one. Eight lanes read the
+// eight pieces of a column: every bank once.
 //
 // What is different from rung 7. There a thread first has all its words, and writes an upper or a lower word
 // first, as the last bit of `across` says. Here it writes its upper words as soon as it has the codes of four
-// rows, because this takes fewer registers. So all threads write upper words at the same time. To separate
-// them nevertheless, the four words inside a piece change places, too, and read_piece() puts them back into
-// order.
+// rows, because this takes fewer registers. So all threads write upper words at the same time, and the last
+// bit of `across` cannot choose between upper and lower. Instead the four words inside a piece change places,
+// too, and read_piece() puts them back into order.
 struct TransposeTile {
     static constexpr int WORDS = TILE / 4;  // of a column
     static constexpr int PIECE_ROWS = 16;
