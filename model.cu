@@ -488,7 +488,7 @@ public:
         const BucketRange& range = parameter_state_.buckets[bucket];
         for (size_t i = range.first_param; i < range.end_param; i++) {
             const Param& p = parameter_state_.params[i];
-            if (!p.role.is_linear_weight && i != head_index_)
+            if (!p.is_linear_weight() && i != head_index_)
                 clear_async(gradient(i).data, p.padded_size() * parameter_state_.gradient_bytes, stream_);
         }
     }

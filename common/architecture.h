@@ -113,28 +113,18 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const
 // Parameters: one table, in the order of the forward pass.
 
 // What a parameter is.
-struct Role {
-    bool decays = false;  // weight decay applies to it
-    // Its moments have the formats of the optimizer, OptimizerFormats::m_format and v_format. Other roles
-    // have FP32 moments.
-    bool moments_in_optimizer_format = false;
-    // It is the weight of a linear layer inside a transformer layer. GEMMs with it read operands in the
-    // formats Recipe::x, w and g. (The head is outside the layers, and its GEMMs are in the compute format.)
-    bool is_linear_weight = false;
-    bool starts_at_one = false;  // its initial values are 1
-};
-// The role of the embedding, learned positions and the head. They are never quantized, but their moments are.
-inline constexpr Role MATRIX_OUTSIDE_LAYERS{.decays = true, .moments_in_optimizer_format = true};
-inline constexpr Role LINEAR_WEIGHT{
-    .decays = true, .moments_in_optimizer_format = true, .is_linear_weight = true};
-inline constexpr Role NORM_WEIGHT{.starts_at_one = true};
-inline constexpr Role BIAS{};
+//   NormWeight     the weight of a norm
+//   LinearWeight   the weight of a linear layer inside a transformer layer. GEMMs with it read operands in the
+//                  formats Recipe::x, w and g. (The head is outside the layers, and its GEMMs are in the
+//                  compute format.)
+//   Bias           the bias of a norm or of a linear layer
+enum class Role : uint8_t { Embedding, Positions, NormWeight, LinearWeight, Bias, Head };
 
 struct Param {
     std::string name;  // "layers.3.qkv", "layers.3.qkv.bias", "embedding", ...
     Role role;
     int64_t rows, cols;  // a vector of n elements is (1, n)
-    // The standard deviation of the random initial values; 0: they are 0, or 1 if role.starts_at_one.
+    // The standard deviation of the random initial values; 0: they are 0, or 1 if starts_at_one().
     float init_std;
     int64_t layer;  // the number of its layer, counted from 0; -1: it belongs to no layer
     // flat_offset and bucket can wait. The flat order has the elements of all parameters one after the other,
@@ -146,13 +136,18 @@ struct Param {
     // number, in the order of the forward pass.
     int64_t bucket;
 
-    bool is_vector() const { return rows == 1; }
+    // Weights of norms and biases are vectors, and all other parameters are matrices.
+    bool is_vector() const { return role == Role::NormWeight || role == Role::Bias; }
+    bool is_linear_weight() const { return role == Role::LinearWeight; }
+    bool starts_at_one() const { return role == Role::NormWeight; }  // its initial values are 1
+    bool decays() const { return !is_vector(); }                     // weight decay applies to it
     int64_t size() const { return rows * cols; }
     int64_t padded_size() const { return round_up(size(), MOMENT_GROUP_SIZE); }
     // The format in which this parameter's first or second moments are stored. optimizer_format is
-    // OptimizerFormats::m_format or v_format.
+    // OptimizerFormats::m_format or v_format. (The embedding, positions and the head are never quantized, but
+    // their moments are.)
     Format moment_format(Format optimizer_format) const {
-        return role.moments_in_optimizer_format ? optimizer_format : Format::FP32;
+        return is_vector() ? Format::FP32 : optimizer_format;
     }
 };
 
@@ -162,7 +157,7 @@ struct ParamTable {
     std::vector<Param> params{};
     int64_t bucket = 0, layer = -1;  // of the parameters that are appended next
 
-    void add(const std::string& name, const Role& role, int64_t rows, int64_t cols, float init_std) {
+    void add(const std::string& name, Role role, int64_t rows, int64_t cols, float init_std) {
         const int64_t offset = params.empty() ? 0 : params.back().flat_offset + params.back().padded_size();
         params.push_back({.name = name,
                           .role = role,
@@ -174,12 +169,12 @@ struct ParamTable {
                           .bucket = bucket});
     }
     void add_norm(const std::string& name) {
-        add(name + ".weight", NORM_WEIGHT, 1, config.C, 0);
-        if (!config.arch.rms) add(name + ".bias", BIAS, 1, config.C, 0);
+        add(name + ".weight", Role::NormWeight, 1, config.C, 0);
+        if (!config.arch.rms) add(name + ".bias", Role::Bias, 1, config.C, 0);
     }
     void add_linear(const std::string& name, int64_t out, int64_t in, float init_std, bool bias) {
-        add(name, LINEAR_WEIGHT, out, in, init_std);
-        if (bias) add(name + ".bias", BIAS, 1, out, 0);
+        add(name, Role::LinearWeight, out, in, init_std);
+        if (bias) add(name + ".bias", Role::Bias, 1, out, 0);
     }
 };
 
@@ -188,8 +183,8 @@ inline std::vector<Param> parameters(const ModelConfig& config) {
     // As in GPT-2, the two matrices of each layer whose outputs are added to the residual stream have smaller
     // initial weights.
     const float init_std = 0.02f, residual_std = init_std / std::sqrt(2.0f * config.L);
-    table.add("embedding", MATRIX_OUTSIDE_LAYERS, config.padded_V(), config.C, init_std);
-    if (!config.arch.rope) table.add("positions", MATRIX_OUTSIDE_LAYERS, config.max_T, config.C, init_std);
+    table.add("embedding", Role::Embedding, config.padded_V(), config.C, init_std);
+    if (!config.arch.rope) table.add("positions", Role::Positions, config.max_T, config.C, init_std);
     for (int64_t layer = 0; layer < config.L; layer++) {
         table.layer = layer;
         const std::string prefix = concat("layers.", layer, ".");
@@ -199,7 +194,7 @@ inline std::vector<Param> parameters(const ModelConfig& config) {
         table.add_norm(prefix + "norm1");
         table.add_linear(prefix + "qkv", config.qkv_cols(), config.C, init_std, config.arch.qkv_bias);
         if (config.arch.qk_norms)  // [of q | of k]
-            table.add(prefix + "qk_norm.weight", NORM_WEIGHT, 1, 2 * config.HS(), 0);
+            table.add(prefix + "qk_norm.weight", Role::NormWeight, 1, 2 * config.HS(), 0);
         table.bucket++;
         // The output projection, which reads attention's output. (Hugging Face's Llama calls it o_proj.)
         table.add_linear(prefix + "attention_out", config.C, config.q_cols(), residual_std,
@@ -214,14 +209,15 @@ inline std::vector<Param> parameters(const ModelConfig& config) {
     table.layer = -1;
     table.bucket++;
     table.add_norm("final_norm");
-    if (!config.tied) table.add("head", MATRIX_OUTSIDE_LAYERS, config.padded_V(), config.C, init_std);
+    if (!config.tied) table.add("head", Role::Head, config.padded_V(), config.C, init_std);
     return table.params;
 }
 
 // The number of elements of p that are not padding. The embedding and the head have padded_V rows. Their rows
 // from V on are padding, and stay zero.
 inline int64_t used_elements(const ModelConfig& config, const Param& p) {
-    return p.name == "embedding" || p.name == "head" ? config.V * p.cols : p.size();
+    const bool has_padding = p.role == Role::Embedding || p.role == Role::Head;
+    return has_padding ? config.V * p.cols : p.size();
 }
 
 // The number of elements of all parameters, without padding.

@@ -69,7 +69,7 @@ inline std::vector<StateTensor> delayed_scaling_tensors(const ModelConfig& confi
                          .shared_by = StateTensor::ALL});
     };
     for (const Param& p : parameters(config)) {
-        if (r.scale_source != ScaleSource::Delayed || !p.role.is_linear_weight) continue;
+        if (r.scale_source != ScaleSource::Delayed || !p.is_linear_weight()) continue;
         for (OperandKind o : LINEAR_OPERANDS) {
             add(p, concat(suffix_of(o), ".history"), r.history_steps);
             add(p, concat(suffix_of(o), ".scale"), 1);

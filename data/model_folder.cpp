@@ -222,7 +222,7 @@ static std::vector<Piece> pieces(const ModelConfig& config, const Param& p) {
     const auto& names = gpt2 ? NAMES.at(ours).second : NAMES.at(ours).first;
     const std::string layers = gpt2 ? "transformer.h." : "model.layers.";
     const std::string before = layer < 0 ? "" : concat(layers, layer, ".");
-    const bool is_vector = p.is_vector(), transposed = gpt2 && p.role.is_linear_weight;
+    const bool is_vector = p.is_vector(), transposed = gpt2 && p.is_linear_weight();
     const int64_t cols = is_vector ? 1 : p.cols, all_rows = used_elements(config, p) / cols;
 
     std::vector<int64_t> rows(names.size(), all_rows / std::max<int64_t>(1, std::ssize(names)));

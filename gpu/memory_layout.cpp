@@ -30,7 +30,7 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
 
 int64_t count_linear_layers(const std::vector<Param>& params) {
     return std::count_if(params.begin(), params.end(),
-                         [](const Param& p) { return p.role.is_linear_weight; });
+                         [](const Param& p) { return p.is_linear_weight(); });
 }
 
 int64_t saved_layer_bytes(const RunSettings& s) {
@@ -46,7 +46,7 @@ int64_t saved_layer_bytes(const RunSettings& s) {
 //   positions; an embedding that is not tied   none: their gradients are written last
 static int64_t layers_alive(const ModelConfig& config, const Param& p) {
     if (p.layer >= 0) return p.layer + 1;
-    const bool written_last = p.name == "positions" || (p.name == "embedding" && !config.tied);
+    const bool written_last = p.role == Role::Positions || (p.role == Role::Embedding && !config.tied);
     return written_last ? 0 : config.L;
 }
 

@@ -43,7 +43,7 @@ void NamedMemory::list_tensors(const MemoryMap& memory) {
         };
         list_moment(p.name + ".m", memory.first_moments[i]);
         list_moment(p.name + ".v", memory.second_moments[i]);
-        if (scale_table_.delayed() && p.role.is_linear_weight) list_delayed_scales(i);
+        if (scale_table_.delayed() && p.is_linear_weight()) list_delayed_scales(i);
     }
 }
 void NamedMemory::list_delayed_scales(size_t i) {

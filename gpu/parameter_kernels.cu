@@ -153,7 +153,7 @@ void initialize(const Weights& w, int64_t rank_offset, const Param& p, const Ini
                 cudaStream_t stream) {
     const int64_t n = padded_count(a.owned);
     launch("initialize", initialize_kernel, block_count(n, THREADS), THREADS, /*shared_bytes=*/0, stream, w,
-           rank_offset, a.owned, n, p.init_std, p.role.starts_at_one, a.used, a.seed, a.param_index);
+           rank_offset, a.owned, n, p.init_std, p.starts_at_one(), a.used, a.seed, a.param_index);
 }
 
 }  // namespace coat::gpu

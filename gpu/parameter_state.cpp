@@ -21,7 +21,7 @@ ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memor
       memory_(memory), scale_table_(scale_table), stream_(context.stream) {
     int64_t linear_layers = 0;
     for (size_t i = 0; i < params.size(); i++) {
-        linear_layer_indices_.push_back(params[i].role.is_linear_weight ? linear_layers++ : -1);
+        linear_layer_indices_.push_back(params[i].is_linear_weight() ? linear_layers++ : -1);
         indices_[params[i].name] = i;
     }
     upload_shard_table();
@@ -36,7 +36,7 @@ size_t ParameterState::index(const std::string& name) const {
 // In the table of parameters a bias follows right after its weight.
 std::optional<size_t> ParameterState::bias_index(size_t weight_index) const {
     const size_t next = weight_index + 1;
-    if (next == params.size() || !params[next].name.ends_with(".bias")) return std::nullopt;
+    if (next == params.size() || params[next].role != Role::Bias) return std::nullopt;
     return next;
 }
 
@@ -51,7 +51,7 @@ void ParameterState::upload_shard_table() {
                          .size = place.owned.count,
                          .m = memory_.first_moments[i],
                          .v = memory_.second_moments[i],
-                         .decays = p.role.decays,
+                         .decays = p.decays(),
                          .weight_amax_to_raise = weight_amax_of(i),
                          .bundles_before_shard = bundles,
                          .flat_minus_rank_offset = p.flat_offset + place.owned.first - place.rank_offset,
@@ -153,7 +153,7 @@ std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentR
 }
 
 float* ParameterState::weight_amax_of(size_t i) const {
-    if (!params[i].role.is_linear_weight || scale_table_.delayed()) return nullptr;
+    if (!params[i].is_linear_weight() || scale_table_.delayed()) return nullptr;
     return &scale_table_.of_operand(OperandKind::W, linear_layer_index(i))->amax;
 }
 

@@ -183,8 +183,8 @@ private:
             const Param& p = parameter_state_.params[i];
             if (p.is_vector()) continue;
             int64_t gather_unit = EMBEDDING_GATHER_UNIT;
-            if (p.role.is_linear_weight) gather_unit = gather_unit_of(parameter_state_.linear_layer_index(i));
-            else if (p.name == "head") gather_unit = head_gather_unit();
+            if (p.is_linear_weight()) gather_unit = gather_unit_of(parameter_state_.linear_layer_index(i));
+            else if (p.role == Role::Head) gather_unit = head_gather_unit();
             matrices_[size_t(gather_unit)].push_back(i);
         }
         if (settings_.config.tied) matrices_.back() = {parameter_state_.index("embedding")};
@@ -214,7 +214,7 @@ private:
     // part with the scale of the whole weight; or else the weights as they are.
     TensorRef begin_to_gather(size_t i, uint8_t* to, std::vector<Transfer>& transfers) const {
         const Param& p = parameter_state_.params[i];
-        const bool codes = sends_codes() && p.role.is_linear_weight;
+        const bool codes = sends_codes() && p.is_linear_weight();
         const TensorFormat format = codes ? settings_.recipe.w : parameter_state_.format_of_weights;
         TensorScale* const scale =
             codes ? scale_table_.of_operand(OperandKind::W, parameter_state_.linear_layer_index(i)) : nullptr;

@@ -128,7 +128,7 @@ static std::string duration(double seconds) {
 double flops_per_token(const ModelConfig& config, int64_t T) {
     double weights = 0;
     for (const Param& p : parameters(config))
-        if (p.role.is_linear_weight || p.name == (config.tied ? "embedding" : "head"))
+        if (p.is_linear_weight() || p.role == (config.tied ? Role::Embedding : Role::Head))
             weights += double(used_elements(config, p));
     return 6 * (weights + double(config.L * config.q_cols() * T));
 }

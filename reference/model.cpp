@@ -47,7 +47,7 @@ public:
             state.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
                 const float initial =
-                    initial_value(p.init_std, p.role.starts_at_one, used, settings_.seed, i, e);
+                    initial_value(p.init_std, p.starts_at_one(), used, settings_.seed, i, e);
                 split_master(initial, &state.weight_bits[e], &state.remainder[e]);
                 if (!settings_.keep_masters) state.remainder[e] = 0;
                 network_.param_values[i][e] = value_for_network(state, e);
@@ -118,7 +118,7 @@ private:
     void update_all(const AdamWOptions& options, double grad_norm) {
         const uint64_t key = rounding_key(settings_.seed, options.update_number);
         for (size_t i = 0; i < params_.size(); i++) {
-            update_parameter(states_[i], i, adamw_constants(options, params_[i].role.decays, grad_norm), key);
+            update_parameter(states_[i], i, adamw_constants(options, params_[i].decays(), grad_norm), key);
             refresh_weight_on_all_ranks(i);
         }
         update_delayed_scales();

@@ -550,7 +550,7 @@ private:
     void prepare_delayed_scales() {
         delayed_scales.resize(params.size());
         for (size_t i = 0; i < params.size(); i++) {
-            if (!params[i].role.is_linear_weight || recipe_.scale_source != ScaleSource::Delayed) continue;
+            if (!params[i].is_linear_weight() || recipe_.scale_source != ScaleSource::Delayed) continue;
             for (DelayedScale& d : delayed_scales[i]) d.history.resize(recipe_.history_steps);
         }
     }

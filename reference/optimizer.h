@@ -58,7 +58,7 @@ struct AdamWConstants {
 // The number by which clipping multiplies the gradients. grad_norm: the norm of all gradients, before
 // clipping.
 float clip_factor(const AdamWOptions& options, double grad_norm);
-// The constants of one step for one parameter. decays: Role::decays of the parameter.
+// The constants of one step for one parameter. decays: Param::decays() of the parameter.
 AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm);
 // One step of AdamW. gradient, master, m, v: (n)
 void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, float* master, float* m,

@@ -42,7 +42,7 @@ struct Update {
             x[v].resize(master.size());
             moments[v].load(x[v].data());
         }
-        reference::adamw(reference::adamw_constants(a, p.role.decays, grad_norm), p.size(),
+        reference::adamw(reference::adamw_constants(a, p.decays(), grad_norm), p.size(),
                          gradient(model, p).data(), master.data(), x[0].data(), x[1].data());
     }
     void store(int v, QuantStats* stats = nullptr) { moments[v].store(x[v].data(), v, stats); }
@@ -62,7 +62,7 @@ PROPERTY("first weights and remainders follow the table of parameters; moments a
                 const int64_t used = used_elements(s.config, p);
                 Floats first;
                 for (int64_t i = 0; i < p.size(); i++) {
-                    first.push_back(initial_value(p.init_std, p.role.starts_at_one, used, s.seed, index, i));
+                    first.push_back(initial_value(p.init_std, p.starts_at_one(), used, s.seed, index, i));
                     if (!s.keep_masters) first.back() = reference::round_to(Format::BF16, first.back());
                 }
                 CHECK_MESSAGE((masters(state, p.name) == first), p.name);
@@ -276,7 +276,7 @@ PROPERTY("backward hands on BF16 values; wgrad reads g quantized over tokens; bi
                 for (size_t e = 0; e < g.size(); e += head ? size_t(p.cols) : 1) wrong += !bf16_value(g[e]);
                 if (p.name.ends_with(".bias") || p.name == "embedding" || head)
                     CHECK(((wrong > 0) == sums_fp32 && norm(g) > 0));
-                if (!fp8 || !p.role.is_linear_weight) continue;
+                if (!fp8 || !p.is_linear_weight()) continue;
                 const Floats bias = gradient(*t.model, params[i + 1]);
                 // The column of dw with the largest gradient, beside the bias.
                 size_t at = 0;
@@ -500,7 +500,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
                 INFO(tensor.name);
                 const bool same = after.at(tensor.name) == state.at(tensor.name);
                 if (make == make_reference_model || p.bucket <= bucket) CHECK(same);
-                else if (tensor.name == p.name + (p.role.moments_in_optimizer_format ? moment : ".m"))
+                else if (tensor.name == p.name + (p.is_vector() ? ".m" : moment))
                     CHECK(!same);
             }
         }
@@ -609,7 +609,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
     }
     for (const Param& p : t.params())
         for (OperandKind o : LINEAR_OPERANDS) {
-            if (!p.role.is_linear_weight) continue;
+            if (!p.is_linear_weight()) continue;
             const std::string operand = p.name + suffix_of(o);
             INFO(operand);
             auto newest = [&](const Snapshot& state) {
@@ -663,7 +663,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
             if (kind >= int(MeasuredTensor::Moment1)) {
                 QuantStats expected;
                 for (const Param& p : t.params())
-                    if (p.role.moments_in_optimizer_format)
+                    if (!p.is_vector())
                         Update(*t.model, state, p, {1, 0.0f}, 0)
                             .store(kind == int(MeasuredTensor::Moment2), &expected);
                 CHECK(stats.elements == expected.elements);

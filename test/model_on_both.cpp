@@ -66,7 +66,7 @@ static void check_step(Random& rng, const RunSettings& s) {
     for (const Param& p : parameters(s.config)) {
         Floats values;
         for (uint16_t w : read_as<uint16_t>(*cpu.model, p.name, p.size())) {
-            const float other = float((p.role.starts_at_one ? 1 : 0) + 0.05 * rng.normal());
+            const float other = float((p.starts_at_one() ? 1 : 0) + 0.05 * rng.normal());
             values.push_back(p.init_std == 0 ? reference::round_to(Format::BF16, other)
                                              : reference::from_bf16(w));
         }

@@ -157,7 +157,7 @@ TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a 
             CHECK(saves == expected);
             const std::vector<Param> params = parameters(s.config);
             CHECK(projections == std::count_if(params.begin(), params.end(), [](const Param& p) {
-                      return p.role.is_linear_weight && p.layer == 0;
+                      return p.is_linear_weight() && p.layer == 0;
                   }));
         }
 }

@@ -72,7 +72,7 @@ public:
     // Random weights and gradients; the moments after three steps from zero. Two spans have no gradient, so
     // their moments stay zero.
     void reset() {
-        const Param p{"", LINEAR_WEIGHT, 1, n_, 0.02f, 0, 0, -1};
+        const Param p{"", Role::LinearWeight, 1, n_, 0.02f, 0, 0, -1};
         const Range all{0, n_};
         auto values = [&](uint64_t param_index) -> gpu::InitializeArguments {
             return {.owned = all, .param_index = param_index, .used = n_, .seed = 1};

@@ -325,7 +325,7 @@ NUMPY_TEST_CASE("coat.py: the loss of a model of one layer and the gradient of e
         for (const Param& p : parameters(config)) {
             Floats weights(p.size());
             for (float& w : weights)
-                w = round_to(Format::BF16, float((p.role.starts_at_one ? 1 : 0) + 0.15 * rng.normal()));
+                w = round_to(Format::BF16, float((p.starts_at_one() ? 1 : 0) + 0.15 * rng.normal()));
             write_weights(*t.model, p.name, weights);
             folder.put(p.name, weights);
         }

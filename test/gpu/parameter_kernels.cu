@@ -20,7 +20,7 @@ GPU_TEST_CASE("initialize: weights and remainders of masters equal the reference
             gpu::initialize({values.codes.get(), rest, f}, p.flat_offset, p,
                             {.owned = {0, p.size()}, .param_index = i, .used = used, .seed = 7}, 0);
             for (int64_t e = 0; e < p.size(); e++)
-                expected[p.flat_offset + e] = initial_value(p.init_std, p.role.starts_at_one, used, 7, i, e);
+                expected[p.flat_offset + e] = initial_value(p.init_std, p.starts_at_one(), used, 7, i, e);
         }
         std::vector<uint16_t> upper(total);
         std::vector<int16_t> lower(total);

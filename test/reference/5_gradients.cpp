@@ -35,7 +35,7 @@ static std::vector<Doubles> random_weights(const ModelConfig& c, Random& rng, Fo
     std::vector<Doubles> weights;
     for (const Param& p : parameters(c)) {
         Doubles w = rng.normals<double>(p.size(), size ? size : p.init_std > 0 ? double(p.init_std) : 0.02);
-        for (double& v : w) v = double(round_to(f, float(v + (p.role.starts_at_one ? 1 : 0))));
+        for (double& v : w) v = double(round_to(f, float(v + (p.starts_at_one() ? 1 : 0))));
         std::fill(w.begin() + used_elements(c, p), w.end(), 0.0);
         weights.push_back(w);
     }
@@ -166,7 +166,7 @@ TEST_CASE("gradients: fp32 is the gradient in double; bf16 and FP8 differ by the
                 if (fp8) CHECK(error > relative_error(bf16.gradients[p], exact.gradients[p]));
                 const bool of_groups = attention && params[p].name.find("attention_out") != std::string::npos;
                 // FP8 is in use. Groups of 16 lose less than tensors: at least 0.46 of E4M3's error.
-                if (params[p].role.is_linear_weight && (fp8 || of_groups))
+                if (params[p].is_linear_weight() && (fp8 || of_groups))
                     CHECK(error > e4m3 / (fp8 ? 2 : 3));
             }
             // te ran the step twice, so its delayed scales equal the just-in-time scales of colossal.
