@@ -107,19 +107,7 @@ public:
     virtual const RunSettings& settings() const = 0;
 };
 
-// On the CPU (reference/model.cpp).
+// On the CPU (reference/model.cpp). gpu/gpu_model.h has make_gpu_model().
 std::unique_ptr<Model> make_reference_model(const RunSettings& settings);
-
-// The following functions are in gpu/make_gpu_model.cpp. A program that is built without CUDA has
-// gpu/no_cuda.cpp in its place.
-
-// On a GPU. It is an Error if this machine has no GPU that can run it.
-std::unique_ptr<Model> make_gpu_model(const RunSettings& settings);
-bool built_with_cuda();
-// Selects GPU number `gpu` for this process. Returns why it cannot be used, and what to do; empty if it can
-// be used.
-std::string select_gpu(int gpu = 0);
-// The compute capability of the selected GPU: 90 is 9.0. Without a GPU it is 90, in a program without CUDA 0.
-int gpu_capability();
 
 }  // namespace coat

@@ -11,7 +11,7 @@
 
 #include "../common/model.h"
 #include "files.h"
-#include "model_folder.h"
+#include "tokenizer_files.h"
 
 namespace coat {
 

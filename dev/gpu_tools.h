@@ -1,5 +1,5 @@
-// gpu_tools.h - an array in device memory, which the bench, the ladders and the tests have; and the clock of
-// the bench and the ladders.
+// gpu_tools.h - what the bench and the ladders share: arrays in device memory (test/help/device_buffer.h), and
+// the clock.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -8,47 +8,11 @@
 #include "../coat.h"
 #include "../gpu/handles.h"
 #include "../gpu/parameter_kernels.h"
+#include "../test/help/device_buffer.h"
 
 namespace coat::dev {
 
-// An array of n elements, and GUARD bytes after it. At first all bytes are 0xFF. So an element that no kernel
-// has written is NaN, in every format that is used here; and a kernel that writes too far changes the guard.
-template <class T> class Buffer {
-public:
-    explicit Buffer(size_t n) : size(n) {
-        gpu::check(cudaMalloc(&data_, n * sizeof(T) + GUARD), "Allocating GPU memory failed");
-        gpu::check(cudaMemset(data_, 0xFF, n * sizeof(T) + GUARD), "Filling GPU memory failed");
-    }
-    explicit Buffer(const std::vector<T>& host) : Buffer(host.size()) { write(host); }
-    ~Buffer() { cudaFree(data_); }
-    Buffer(const Buffer&) = delete;
-    Buffer& operator=(const Buffer&) = delete;
-
-    const size_t size;
-    T* get() const { return data_; }
-    void fill(int byte) { gpu::check(cudaMemset(data_, byte, size * sizeof(T)), "Clearing failed"); }
-    void poison() { fill(0xFF); }
-    void write(const std::vector<T>& host) {
-        if (host.size() > size) throw Error("The array in GPU memory is too small.");
-        gpu::check(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice),
-                   "Copying failed");
-    }
-    std::vector<T> read() const {
-        std::vector<T> host(size);
-        gpu::check(cudaMemcpy(host.data(), data_, size * sizeof(T), cudaMemcpyDeviceToHost),
-                   "Copying failed");
-        return host;
-    }
-    bool guard_is_unchanged() const {
-        uint8_t guard[GUARD] = {};
-        cudaMemcpy(guard, data_ + size, GUARD, cudaMemcpyDeviceToHost);
-        return std::all_of(guard, guard + GUARD, [](uint8_t byte) { return byte == 0xFF; });
-    }
-
-private:
-    static constexpr size_t GUARD = 256;
-    T* data_ = nullptr;
-};
+template <class T> using Buffer = test::DeviceBuffer<T>;
 
 // Fills the L2 cache with other data, of four times its size. They are only read, so the cache then contains
 // nothing that must be written back.

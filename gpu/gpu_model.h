@@ -1,7 +1,9 @@
-// gpu/gpu_model.h - what it takes to make the model on a GPU: the recipe as this GPU can run it, the memory
-// that the model needs, the flags that would save some, and the model itself. (The rest of the program calls
-// make_gpu_model() of common/model.h, which stands in gpu/make_gpu_model.cpp and calls these.) A program
-// without CUDA has all of this but make_gpu_model_of_size(), for --plan.
+// gpu/gpu_model.h - what the rest of the program asks of gpu/: whether there is a GPU, the recipe as this GPU
+// runs it, the memory that the model needs, and the model itself.
+//   gpu/make_gpu_model.cpp   this machine's GPU, and the model in as much of its memory as there is
+//   gpu/recipe_on_gpu.cpp    what needs no CUDA, for --plan
+//   model.cu                 arena_bytes(), make_gpu_model_of_size()
+// A program that is built without CUDA has gpu/no_cuda.cpp in place of the first and the last of these files.
 #pragma once
 #include "../common/model.h"
 
@@ -10,6 +12,15 @@ namespace coat {
 namespace gpu {
 class Transport;  // gpu/transport.h: how GPUs send each other bytes
 }
+
+bool built_with_cuda();
+// Selects GPU number `gpu` for this process. Returns why it cannot be used, and what to do; empty if it can
+// be used.
+std::string select_gpu(int gpu = 0);
+// The compute capability of the selected GPU: 90 is 9.0. Without a GPU it is 90, in a program without CUDA 0.
+int gpu_capability();
+// The model on a GPU. It is an Error if this machine has no GPU that can run it.
+std::unique_ptr<Model> make_gpu_model(const RunSettings& settings);
 
 // The recipe as a GPU of this compute capability (90 is 9.0) runs it (table: program/README.md), or an Error.
 Recipe recipe_on_gpu(const Recipe& r, int capability);
@@ -26,8 +37,8 @@ int64_t arena_bytes(const RunSettings& s, bool cache_weights);
 // common/model.h), and does not have yet. They are separated by commas.
 std::string flags_that_save_memory(const RunSettings& s);
 
-// The model (model.cu). bytes: the size of its allocation, at least arena_bytes(). transport: to the other
-// ranks; null with one rank, and in a dry run.
+// The model in an allocation of `bytes` bytes, at least arena_bytes(). transport: to the other ranks; null with
+// one rank, and in a dry run. (make_gpu_model() calls this, and a program without CUDA does not have it.)
 std::unique_ptr<Model> make_gpu_model_of_size(const RunSettings& s, int64_t bytes, bool cache_weights,
                                               std::shared_ptr<gpu::Transport> transport = nullptr);
 

@@ -1,6 +1,5 @@
-// gpu/make_gpu_model.cpp - whether this machine's GPU can run a model, and in how much of its memory:
-// make_gpu_model() and its neighbours in common/model.h. A program that is built without nvcc has
-// gpu/no_cuda.cpp in its place.
+// gpu/make_gpu_model.cpp - whether this machine's GPU can run a model, and in how much of its memory
+// (gpu/gpu_model.h). A program that is built without nvcc has gpu/no_cuda.cpp in its place.
 #include <cstdlib>
 
 #include "cuda.h"

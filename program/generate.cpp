@@ -6,6 +6,7 @@
 #include <random>
 
 #include "../data/files.h"
+#include "../gpu/gpu_model.h"
 #include "resume.h"
 
 namespace coat {

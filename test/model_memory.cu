@@ -4,6 +4,7 @@
 
 #include "../gpu/gemm.h"
 #include "../gpu/parameter_state.h"
+#include "../program/plan.h"
 #include "help/files.h"
 #include "help/model.h"
 

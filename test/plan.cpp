@@ -1,5 +1,6 @@
 // plan.cpp (tests) - what is known of a run before it starts: program/plan.h, gpu/gpu_model.h and
 // gpu/memory_layout.h.
+#include "../program/plan.h"
 #include "help/model.h"
 
 using namespace coat;

@@ -14,15 +14,15 @@
 #include <cstring>
 #include <vector>
 
-#include "../../dev/gpu_tools.h"
 #include "../../coat.h"
 #include "../../gpu/column_sums.h"
+#include "../../gpu/gpu_model.h"
 #include "../../gpu/layers.h"
 #include "../../gpu/norm.h"
 #include "../../gpu/parameter_kernels.h"
-#include "../../common/model.h"
 #include "../../reference/operators.h"
 #include "../../reference/optimizer.h"
+#include "device_buffer.h"
 #include "random.h"
 
 namespace coat::test {
@@ -40,10 +40,10 @@ inline bool gpu_available() {
 #define GPU_TEST_CASE(name) TEST_CASE("gpu: " name* doctest::skip(!coat::test::gpu_available()))
 
 // An array in device memory. At its end a test checks that no kernel has written behind it.
-template <class T> class Buffer : public dev::Buffer<T> {
+template <class T> class Buffer : public DeviceBuffer<T> {
 public:
-    explicit Buffer(int64_t n) : dev::Buffer<T>(size_t(n)) {}
-    explicit Buffer(const std::vector<T>& host) : dev::Buffer<T>(host) {}
+    explicit Buffer(int64_t n) : DeviceBuffer<T>(size_t(n)) {}
+    explicit Buffer(const std::vector<T>& host) : DeviceBuffer<T>(host) {}
     ~Buffer() { CHECK(this->guard_is_unchanged()); }
     void zero() { this->fill(0); }
 };

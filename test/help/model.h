@@ -2,7 +2,7 @@
 #pragma once
 #include <cmath>
 
-#include "../../program/plan.h"
+#include "../../gpu/gpu_model.h"
 #include "../../reference/operators.h"
 #include "../../reference/optimizer.h"
 #include "../../common/state_tensors.h"

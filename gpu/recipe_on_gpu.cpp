@@ -1,4 +1,4 @@
-// gpu/gpu_model.cpp - which recipes a GPU can run, whether it caches weights, and which flags would save
+// gpu/recipe_on_gpu.cpp - which recipes a GPU can run, whether it caches weights, and which flags would save
 // memory (gpu/gpu_model.h).
 #include "gpu_model.h"
 
