@@ -69,8 +69,8 @@ $(O)/bench:         $(OBJECTS) $(call object,dev/bench.cu)
 $(LADDERS):         $(O)/ladder_%: $(OBJECTS) $(O)/dev/ladders/%.cu.o
 $(O)/exercise_$(N): $(call object,$(EXERCISE) $(JUDGE) $(filter-out reference/model.cpp,$(REFERENCE)))
 
-$(PROGRAM) $(O)/tests $(O)/bench $(LADDERS) $(O)/exercise_$(N):
-	$(LINK) -o $@ $^ $(LIBRARIES)
+$(PROGRAM) $(O)/tests $(O)/bench $(LADDERS) $(O)/exercise_$(N): $(O)/objects
+	$(LINK) -o $@ $(filter %.o,$^) $(LIBRARIES)
 
 # ---------------------------------------------------------------------------------------------------------------
 # Commands
@@ -169,7 +169,9 @@ endif
 # What is printed of an nvcc that is too old; $2 is its version.
 TOO_OLD = "$(NVCC) is of CUDA " $$2 + 0 ", and CUDA 12.9 or newer is needed. Give a newer one, NVCC=/path/to/nvcc;" \
           " or build for the CPU alone, as in: make NVCC= train"
-# It is written only if it changes. COMPILERS is a checksum of what the compilers say of their versions, and of the
+# A file is written as FILE.new, and becomes FILE only if it differs. So what depends on it is not made again.
+KEEP_IF_SAME = if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+# COMPILERS is a checksum of what the compilers say of their versions, and of the
 # instructions that -march=native allows.
 COMPILERS = $(shell { $(CXX) -march=native -E -v -x c++ /dev/null; $(if $(NVCC),$(NVCC) --version;) } 2>&1 | cksum)
 $(O)/settings: FORCE
@@ -177,7 +179,13 @@ $(O)/settings: FORCE
 	@$(if $(NVCC),$(NVCC) --version | awk -F'release ' '$$2 + 0 && $$2 + 0 < 12.9 { print $(TOO_OLD); exit 1 }' >&2)
 	@printf '%s\n' 'CXX=$(CXX)' 'NVCC=$(NVCC)' 'COMPILERS=$(COMPILERS)' 'GPU_ARCH=$(GPU_ARCH)' 'OPT=$(OPT)' \
 	                'WERROR=$(WERROR)' > $@.new
-	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+	@$(KEEP_IF_SAME)
+
+# The names of all objects. When a source was added or deleted, programs are linked again.
+$(O)/objects: FORCE
+	@mkdir -p $(@D)
+	@printf '%s\n' $(OBJECTS) $(call object,$(TESTS) $(JUDGE)) > $@.new
+	@$(KEEP_IF_SAME)
 
 # Beside each object lies a file that names the headers which its source includes.
 FILES := $(wildcard *.cpp *.cu */*.cpp */*.cu */*/*.cpp */*/*.cu)

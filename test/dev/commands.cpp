@@ -330,6 +330,33 @@ TEST_CASE("make: without nvcc it says that a kernel takes it, although a build w
                   concat(ended.out, ended.error));
 }
 
+TEST_CASE("make: a program has the objects of the sources that there are now") {
+    const Folder folder;
+    for (const char* source : {"gpu/no_cuda.cpp", "gpu/recipe_on_gpu.cpp", "gpu/memory_layout.cpp",
+                               "dev/exercises/capstone.cpp", "test/kept.cpp", "test/deleted.cpp"})
+        folder.write(source, "");
+    folder.write("Makefile", read_file("Makefile"));
+    // Instead of compiling and linking it writes its arguments to the file that follows -o.
+    folder.write("compiler", R"(#!/bin/sh
+for argument; do [ "$before" = -o ] && made=$argument; before=$argument; done
+[ -z "$made" ] || echo "$@" > "$made"
+)");
+    fs::permissions(folder.path / "compiler", fs::perms::owner_all);
+    const auto objects = [&] {
+        const Ended ended =
+            shell(folder, concat("unset MAKEFLAGS MFLAGS MAKELEVEL; make -C '", folder.path.string(),
+                                 "' NVCC= 'CXX=", folder / "compiler", "' build/tests"));
+        REQUIRE_MESSAGE(ended.code == 0, ended.error);
+        return read_file(folder.path / "build/tests");
+    };
+    CHECK(contains(objects(), "build/test/deleted.cpp.o"));
+    fs::remove(folder.path / "test/deleted.cpp");
+    CHECK(!contains(objects(), "deleted"));
+    folder.write("test/added.cpp", "");
+    CHECK(contains(objects(), "build/test/added.cpp.o"));
+    CHECK(contains(objects(), "build/test/kept.cpp.o"));
+}
+
 TEST_CASE("make: an nvcc that is too old is refused in a sentence with the cure") {
     const Folder folder;
     for (const auto& [release, refused] : {std::pair{"12.8", true}, {"12.9", false}, {"13.0", false}}) {
