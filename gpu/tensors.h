@@ -47,7 +47,6 @@ struct alignas(16) TensorScale {
     // order of |x|, with NaN above infinity. So amax is NaN if an x is NaN.
     float amax;
     float delayed_scale;  // for the recipe te
-    float unused;
 };
 
 // Refers to a tensor on the GPU. In BF16 and FP32 its elements are values. In FP8 they are codes, and a value

@@ -57,10 +57,10 @@ GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its w
     }
 }
 
-// measure_moment_errors() copies the old moments and the gradient from the GPU, and the reference measures
-// them: so the errors are exactly the reference's. Of a large parameter it measures 128 pieces of 2048
-// elements, evenly spread.
-GPU_TEST_CASE("measure_moment_errors: errors of the moments equal the reference's") {
+// measure_moment_errors() copies the old moments and the gradient from the GPU, and calls the reference with
+// them. So this test checks what is copied; the reference has tests of its own. Of a large parameter 128 pieces
+// of 2048 elements are measured, which are evenly spread.
+GPU_TEST_CASE("measure_moment_errors: which pieces of the moments and of the gradient are measured") {
     SEEDED_RANDOM(rng);
     for (const char* name : {"coat", "fp8", "fp8lm"}) {
         const OptimizerFormats& o = find_row(optimizers(), name, "--optimizer");

@@ -2,7 +2,6 @@
 #include <doctest/doctest.h>
 
 #include <cstring>
-#include <sys/stat.h>
 
 #include "../help/checkpoints.h"
 
@@ -14,10 +13,6 @@ static std::string raw_file(const std::string& header, size_t bytes = 0) {
     const uint64_t length = header.size();
     return std::string(reinterpret_cast<const char*>(&length), 8) + header + std::string(bytes, 'd');
 }
-static std::string nested(int levels) {  // {"a": [[...]]}
-    return "{\"a\":" + std::string(levels - 1, '[') + std::string(levels - 1, ']') + "}";
-}
-
 TEST_CASE("Safetensors: reads back what was written; every tensor is where the header says") {
     Folder folder;
     const std::string path = folder / "a.safetensors";
@@ -137,26 +132,6 @@ TEST_CASE("Safetensors: the index of a folder names its files and a name that le
     check_error([&] { names(); }, folder / "shards/model-3.safetensors", "No such file");
     folder.write("shards/model.safetensors", file_of("single"));
     CHECK(names() == "single ");
-}
-
-TEST_CASE("read_json: limits of depth and size; brackets in strings do not count") {
-    Folder folder;
-    auto read = [&](const std::string& text) { return read_json(folder.write("a.json", text)).object; };
-    CHECK(read(nested(32)).contains("a"));
-    for (const std::string& bad : {nested(33), nested(1'000'000), "{\"b\": []," + nested(33).substr(1)})
-        check_error([&] { read(bad); }, "a.json", "32 levels");
-    check_error([&] { read("{\"a\":\"" + std::string(32 << 20, 'x') + "\"}"); }, "a.json", "32 MiB");
-    std::string many = "{\"b\": [";  // brackets that are closed do not count either
-    for (int i = 0; i < 1000; i++) many += "[],";
-    CHECK(read(many + "1]}").size() == 1);
-    const std::string open(1000, '[');
-    CHECK(read("{\"a\": \"" + open + "\\\"" + open + "\\\\\"}").at("a") == open + "\"" + open + "\\");
-    for (const char* bad : {"", "[1]", "{\"a\":1"}) check_error([&] { read(bad); }, "a.json");
-    check_error([&] { read(std::string("{}\0x", 4)); }, "a.json");
-    check_error([&] { read_json(folder / "none"); }, folder / "none", "No such file");
-    check_error([&] { read_json(folder); }, folder, "not a regular file");
-    REQUIRE(::mkfifo((folder / "pipe").c_str(), 0600) == 0);
-    check_error([&] { read_json(folder / "pipe"); }, folder / "pipe", "not a regular file");
 }
 
 TEST_CASE("Fields: a value of another kind is rejected by file and field and what was expected") {

@@ -67,7 +67,7 @@ GPU_TEST_CASE("gradient_norm: norm and clipping and steps to skip") {
         CHECK(state_of(g, Format::BF16, 1.0, 1.0f).skip == 1);
         const Buffer<double> loss(Doubles{1}), checked(Doubles{0});
         for (float amax : {1.0f, bad, 1.0f}) {  // of three micro-batches
-            const Buffer<TensorScale> scale({TensorScale{1, amax, 0, 0}});
+            const Buffer<TensorScale> scale({TensorScale{1, amax, 0}});
             gpu::write_loss_or_nan(scale.get(), 1, loss.get(), checked.get(), 0);
         }
         CHECK(std::isnan(checked.read()[0]));

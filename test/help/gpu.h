@@ -124,7 +124,7 @@ public:
                  format_info(q.scale_format).bytes),
           transposed_scales(transposes() ? gpu::operand_scale_count(q, cols, rows) * 4 : 0), tensor_scale(1),
           delayed_scaling(delayed > 0) {
-        tensor_scale.write({TensorScale{0, 0, delayed, 0}});
+        tensor_scale.write({TensorScale{0, 0, delayed}});
     }
     // x (rows, cols) as the reference stores it.
     Tensor(const Floats& x, Shape s, TensorFormat q) : Tensor(s, q) {
@@ -133,7 +133,7 @@ public:
             const reference::StoredMatrix from = quantized(x, transpose);
             (transpose ? transposed : codes).write(from.elements);
             (transpose ? transposed_scales : scales).write(stored_scales(from));
-            if (per_tensor()) tensor_scale.write({TensorScale{from.scale(0, 0), 0, 0, 0}});
+            if (per_tensor()) tensor_scale.write({TensorScale{from.scale(0, 0), 0, 0}});
         }
     }
     // A vector without scales.
