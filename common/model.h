@@ -1,6 +1,6 @@
 // common/model.h - a training run: its settings, and the interface Model, which program/train.cpp drives.
 // reference/model.cpp implements it on the CPU and model.cu on the GPU, independently, so that each checks
-// the other.
+// the other. (One report of the GPU, on the errors of moments, calls the reference: gpu/quant_report.h.)
 #pragma once
 #include <memory>
 

@@ -496,8 +496,7 @@ private:
         auto moment = [&](Format f) -> MomentRef {
             void* codes = memory_.take(n * format_info(f).bytes);
             return {codes,
-                    has_moment_groups(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2))
-                                            : nullptr,
+                    has_moment_groups(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
                     o.uses_expansion(f) ? memory_.upload(ones) : nullptr, f};
         };
         const bool remainder = compute_ != Format::FP32;

@@ -29,8 +29,7 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
 }
 
 int64_t count_linear_layers(const std::vector<Param>& params) {
-    return std::count_if(params.begin(), params.end(),
-                         [](const Param& p) { return p.is_linear_weight(); });
+    return std::count_if(params.begin(), params.end(), [](const Param& p) { return p.is_linear_weight(); });
 }
 
 int64_t saved_layer_bytes(const RunSettings& s) {

@@ -2,7 +2,6 @@
 // lose by the CPU reference.
 #include "quant_report.h"
 
-#include "../reference/operators.h"
 #include "../reference/optimizer.h"
 #include "lazy_tensor.cuh"
 #include "other_scaling.cuh"

@@ -500,8 +500,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
                 INFO(tensor.name);
                 const bool same = after.at(tensor.name) == state.at(tensor.name);
                 if (make == make_reference_model || p.bucket <= bucket) CHECK(same);
-                else if (tensor.name == p.name + (p.is_vector() ? ".m" : moment))
-                    CHECK(!same);
+                else if (tensor.name == p.name + (p.is_vector() ? ".m" : moment)) CHECK(!same);
             }
         }
 }

@@ -465,8 +465,7 @@ struct Reciprocals {
         w -= c.lr * (step + c.decay * w);
     }
     template <int N>
-    __device__ void contract(const MaxAndK& s, const Neighbours<uint8_t, N>& codes,
-                             float (&x)[N]) const {
+    __device__ void contract(const MaxAndK& s, const Neighbours<uint8_t, N>& codes, float (&x)[N]) const {
         const float inverse_k = fast_reciprocal(s.k);
         for (int j = 0; j < N; j++) {
             const float y = decode(codes[j]);
@@ -474,8 +473,7 @@ struct Reciprocals {
             x[j] = copysignf(s.max * fast_exp2(log_y * inverse_k), y);
         }
     }
-    template <int N>
-    __device__ Neighbours<uint8_t, N> expand(const MaxAndK& s, const float (&x)[N]) const {
+    template <int N> __device__ Neighbours<uint8_t, N> expand(const MaxAndK& s, const float (&x)[N]) const {
         const float inverse_max = fast_reciprocal(fmaxf(s.max, 0x1p-100f));
         Neighbours<uint8_t, N> codes;
         for (int j = 0; j < N; j++) {
@@ -547,8 +545,7 @@ struct Table : Reciprocals {
         logarithms = table;
     }
     template <int N>
-    __device__ void contract(const MaxAndK& s, const Neighbours<uint8_t, N>& codes,
-                             float (&x)[N]) const {
+    __device__ void contract(const MaxAndK& s, const Neighbours<uint8_t, N>& codes, float (&x)[N]) const {
         const float inverse_k = fast_reciprocal(s.k);
         for (int j = 0; j < N; j++) {
             const float magnitude = s.max * fast_exp2(logarithms[codes[j] % 128] * inverse_k);

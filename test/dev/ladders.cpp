@@ -21,7 +21,8 @@ PYTHON_TEST_CASE("banks.py: it counts what the exercises on paper ask") {
         CAPTURE(access);
         const std::string out = run(access);
         CHECK(contains(out, concat("if the array lies in memory: ", sectors, " sectors of 32 bytes\n")));
-        CHECK(contains(out, concat("if it lies in shared memory: ", clocks, clocks == 1 ? " clock," : " clocks,")));
+        CHECK(contains(
+            out, concat("if it lies in shared memory: ", clocks, clocks == 1 ? " clock," : " clocks,")));
     };
     prints("lane", 4, 1);
     prints("'lane + 1'", 5, 1);
@@ -156,7 +157,8 @@ PYTHON_TEST_CASE("make read: each rung of the ladders has its answer below its q
     const Folder folder;
     require_success(python(folder, "'" + fs::absolute("dev/read.py").string() + "' read.html"));
     const std::string page = read_file(folder / "ladders.html");
-    for (const char* words : {"Eight codes that one sum needs", "Rung 5. Red", "Rung 6. Red", "The same for all 16"})
+    for (const char* words :
+         {"Eight codes that one sum needs", "Rung 5. Red", "Rung 6. Red", "The same for all 16"})
         CHECK_MESSAGE(contains(page, concat("<img alt=\"", words)), words);
     for (const auto& [ladder, rungs] :
          {std::pair{"quantize_transpose", 7}, {"adamw", 8}, {"norm_to_fp8", 6}, {"attention", 6}})

@@ -10,9 +10,7 @@ using namespace coat;
 using namespace coat::test;
 
 // The picture of logs in the folder, and what is printed to stderr.
-Ended draw(const Folder& folder, const std::string& logs) {
-    return python(folder, "-m plot loss " + logs);
-}
+Ended draw(const Folder& folder, const std::string& logs) { return python(folder, "-m plot loss " + logs); }
 
 // A log of so many steps, as ./train writes it: the losses fall from 5, from step to step by `fall`.
 static std::string log_of(const std::string& recipe, const std::string& started, int64_t first, int64_t last,
@@ -51,7 +49,8 @@ static std::vector<std::vector<std::pair<double, double>>> lines_in(const std::s
     return all;
 }
 
-PYTHON_TEST_CASE("plot.py: a smoothed curve does not lag behind its points at any step of a run of any length") {
+PYTHON_TEST_CASE(
+    "plot.py: a smoothed curve does not lag behind its points at any step of a run of any length") {
     for (const int64_t steps : {3, 8, 30, 100}) {
         INFO(steps);
         Folder folder;

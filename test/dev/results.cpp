@@ -25,8 +25,9 @@ PYTHON_TEST_CASE("results.py: slower names each operator that takes more than a 
     const Folder folder;
     auto slower = [&](const nlohmann::json& measured) {
         folder.write("benches.json", nlohmann::json({measured, bench(1e-3, 2e-5, 0.5)}).dump());
-        return python_lines(folder, "import json, sys, results\n"
-                                    "sys.exit(results.name_slower(*json.load(open('benches.json'))))\n");
+        return python_lines(folder,
+                            "import json, sys, results\n"
+                            "sys.exit(results.name_slower(*json.load(open('benches.json'))))\n");
     };
     const std::string run = "gpt2 coat 64 1024 8: ";
     const Ended same = slower(bench(1.04e-3, 1e-5, 0.52));

@@ -60,11 +60,11 @@ inline Ended shell(const Folder& folder, const std::string& command) {
     const char* const path = std::getenv("COAT_TRAIN");
     const std::string program = fs::absolute(path ? path : "./train").string(),
                       printed = folder.path.string() + "-printed";
-    write_file(printed + ".sh",
-               "cd '" + folder.path.string() + "'; export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 SMALL='" +
-                   small_model() + "' TRAIN='" + program + "'\nalias train='\"$TRAIN\"'\n" +
-                   "await() { until eval \"$1\"; do kill -0 $pid || exit 79; sleep 0.02; done; }\n" +
-                   command);
+    write_file(
+        printed + ".sh",
+        "cd '" + folder.path.string() + "'; export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 SMALL='" +
+            small_model() + "' TRAIN='" + program + "'\nalias train='\"$TRAIN\"'\n" +
+            "await() { until eval \"$1\"; do kill -0 $pid || exit 79; sleep 0.02; done; }\n" + command);
     // The program has the default signal handlers, even if the tests run under nohup.
     const int status = std::system(concat("timeout -k 5 300 env --default-signal=HUP,PIPE sh '", printed,
                                           ".sh' > '", printed, ".out' 2> '", printed, ".err'")

@@ -7,7 +7,9 @@ using namespace coat;
 using namespace coat::test;
 using namespace coat::reference;
 
-static double log2_range(Format f) { return std::log2(double(format_info(f).fmax) / double(format_info(f).fmin)); }
+static double log2_range(Format f) {
+    return std::log2(double(format_info(f).fmax) / double(format_info(f).fmin));
+}
 
 // The error of y = FMAX 2^(k (log2 |x| - log2 max)) in FP32, and back. Logarithms are below 150 and round by
 // 2^-17, so the difference of two is wrong by at most 2^-15. This, times ln 2, is the relative error of the
@@ -20,7 +22,8 @@ constexpr double EXPONENT_ERROR = 0x1p-15 * 0.6931;
 // k = log2(229376) / log2(42) = 3.3.
 static double expansion_bound(Format f, double ratio, double k) {
     const double y = format_info(f).fmax * std::pow(ratio, k);
-    const double step = std::max(std::ldexp(1.0, -format_info(f).mantissa_bits - 1), format_info(f).fmin / 2 / y);
+    const double step =
+        std::max(std::ldexp(1.0, -format_info(f).mantissa_bits - 1), format_info(f).fmin / 2 / y);
     const double up = std::pow(1 + step, 1 / k) - 1, down = step < 1 ? 1 - std::pow(1 - step, 1 / k) : 1.0;
     return std::max(up, down) + 2 * EXPONENT_ERROR * (1 + 1 / k);
 }
@@ -92,7 +95,8 @@ static void check_moment(Format f, bool expansion, bool one_moment_group, bool s
     else CHECK(stats.elements == 0);
 }
 
-TEST_CASE("expansion_exponent: k = log(R of the format) / log(R of the moment group) is rounded and clamped") {
+TEST_CASE(
+    "expansion_exponent: k = log(R of the format) / log(R of the moment group) is rounded and clamped") {
     SEEDED_RANDOM(rng);
     const auto rounded = [](double k) { return std::clamp(std::rint(k * 256) / 256, 1.0 / 16, 64.0); };
     for (Format f : {Format::E4M3, Format::E5M2}) {
@@ -108,7 +112,8 @@ TEST_CASE("expansion_exponent: k = log(R of the format) / log(R of the moment gr
             REQUIRE((k >= rounded(exact - slack) && k <= rounded(exact + slack)));
             REQUIRE(k * 256 == std::floor(k * 256));
         }
-        CHECK(expansion_exponent(f, format_info(Format::FP32).fmax, 0x1p-149f) == rounded(log2_range(f) / 277));
+        CHECK(expansion_exponent(f, format_info(Format::FP32).fmax, 0x1p-149f) ==
+              rounded(log2_range(f) / 277));
         CHECK(expansion_exponent(f, format_info(f).fmax, format_info(f).fmin) == 1.0f);
         CHECK(expansion_exponent(f, 1.0f, 1.0f) == 64.0f);  // the released code gives infinity
         CHECK(expansion_exponent(f, 1.0f, std::nextafter(1.0f, 0.0f)) == 64.0f);
@@ -123,8 +128,8 @@ TEST_CASE("Moment: max and k and codes of every format with and without expansio
             for (bool one_moment_group : {false, true})
                 for (int64_t n : {1, 2, 3, 31, 127, 128, 129, 255, 256, 128 * 40 + 77})
                     for (const Distribution& d : distributions()) {
-                        INFO(std::string(format_info(f).name), " ", expand, " ", one_moment_group, " ", n, " ",
-                             d.name);
+                        INFO(std::string(format_info(f).name), " ", expand, " ", one_moment_group, " ", n,
+                             " ", d.name);
                         Floats x = sample(d, rng, n);
                         check_moment(f, expand, one_moment_group, false, x);
                         for (float& v : x) v = std::fabs(v);

@@ -166,8 +166,7 @@ TEST_CASE("gradients: fp32 is the gradient in double; bf16 and FP8 differ by the
                 if (fp8) CHECK(error > relative_error(bf16.gradients[p], exact.gradients[p]));
                 const bool of_groups = attention && params[p].name.find("attention_out") != std::string::npos;
                 // FP8 is in use. Groups of 16 lose less than tensors: at least 0.46 of E4M3's error.
-                if (params[p].is_linear_weight() && (fp8 || of_groups))
-                    CHECK(error > e4m3 / (fp8 ? 2 : 3));
+                if (params[p].is_linear_weight() && (fp8 || of_groups)) CHECK(error > e4m3 / (fp8 ? 2 : 3));
             }
             // te ran the step twice, so its delayed scales equal the just-in-time scales of colossal.
             for (size_t other = 0; other + 1 < runs.size(); other++) {
