@@ -32,8 +32,8 @@ inline constexpr FastAccumulation FAST_IN_ALL_GEMMS{true, true, true};
 struct Recipe {
     const char* name;
     // The compute format: the format of the residual stream, attention, GEMM outputs and the head. Gradients
-    // of weights are in the compute format, too. (Where a step adds up the gradients of more
-    // than four micro-batches, the sums are FP32: gradient_format() of model.h.)
+    // of weights are in the compute format, too. (Where a step adds up the gradients of more than four
+    // micro-batches, the sums are FP32: gradient_format() of model.h.)
     Format compute_format = Format::BF16;
     // The operands of a linear layer's GEMMs: its input x, its weight w, and the gradient g of its output.
     TensorFormat x = PLAIN_BF16, w = PLAIN_BF16, g = PLAIN_BF16;
