@@ -114,8 +114,8 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const
 
 // What a parameter is.
 //   NormWeight     the weight of a norm
-//   LinearWeight   the weight of a linear layer inside a transformer layer. GEMMs with it read operands in the
-//                  formats Recipe::x, w and g. (The head is outside the layers, and its GEMMs are in the
+//   LinearWeight   the weight of a linear layer inside a transformer layer. GEMMs with it read operands in
+//                  the formats Recipe::x, w and g. (The head is outside the layers, and its GEMMs are in the
 //                  compute format.)
 //   Bias           the bias of a norm or of a linear layer
 enum class Role : uint8_t { Embedding, Positions, NormWeight, LinearWeight, Bias, Head };

@@ -1,5 +1,5 @@
-// gpu_tools.h - what the bench and the ladders share: arrays in device memory (test/help/device_buffer.h), and
-// the clock.
+// gpu_tools.h - what the bench and the ladders share: arrays in device memory (test/help/device_buffer.h),
+// and the clock.
 #pragma once
 #include <algorithm>
 #include <functional>

@@ -49,8 +49,8 @@ static float amax_of_neighbours(const float* x, int64_t n) {
 
 // The amax of a whole tensor. The paper's group scaling (section 5.2) takes it in two stages: first the amax
 // of every 16 neighbours, then the largest of these amaxes. (Group scaling, in spite of its name, gives the
-// tensor one scale.) A GPU mostly needs no pass over the tensor for the amax, because the kernel that computes
-// the values has them in registers.
+// tensor one scale.) A GPU mostly needs no pass over the tensor for the amax, because the kernel that
+// computes the values has them in registers.
 float compute_amax(const float* x, int64_t n) {
     float amax = 0;
 #pragma omp parallel for reduction(max : amax) if (n > MIN_PARALLEL_ELEMENTS)

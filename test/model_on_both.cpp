@@ -4,6 +4,7 @@
 // Both round in the same places, but they sum in different orders, and tensor cores use BF16 probabilities in
 // attention. So some values round in the other direction. In fp32 the difference is the error of FP32 sums;
 // in other recipes it is bounded by the recipe's own error, the distance of its gradient from fp32's.
+#include "../gpu/memory_layout.h"
 #include "help/model.h"
 
 using namespace coat;

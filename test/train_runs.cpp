@@ -2,6 +2,7 @@
 #include <cmath>
 #include <set>
 
+#include "../program/plan.h"
 #include "../program/report.h"
 #include "../program/train.h"
 #include "../reference/operators.h"
