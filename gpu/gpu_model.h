@@ -38,7 +38,7 @@ int64_t arena_bytes(const RunSettings& s, bool cache_weights);
 std::string flags_that_save_memory(const RunSettings& s);
 
 // The model in an allocation of `bytes` bytes, at least arena_bytes(). transport: to the other ranks; null
-// with one rank, and in a dry run. (make_gpu_model() calls this, and a program without CUDA does not have it.)
+// with one rank, and in a dry run. make_gpu_model() calls this. (A program without CUDA does not have it.)
 std::unique_ptr<Model> make_gpu_model_of_size(const RunSettings& s, int64_t bytes, bool cache_weights,
                                               std::shared_ptr<gpu::Transport> transport = nullptr);
 

@@ -31,8 +31,7 @@ static __device__ FactoredMoments load_moment(const MomentRef& m, float fmax, in
 
 // Rounds and stores eight new elements of a moment, of which the largest in the tensor is max[1].
 static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, ChunkValues& x) {
-    if (!has_moment_groups(m.format))
-        return Bf16OrFp32{m.data, m.format == Format::FP32}.store(i, x, true);
+    if (!has_moment_groups(m.format)) return Bf16OrFp32{m.data, m.format == Format::FP32}.store(i, x, true);
     const float inverse_scale = __frcp_rn(scale_of(fmax, m.max[1]));
     if (m.format != Format::FP16)
         return store_at_once(static_cast<uint8_t*>(m.data) + i,
