@@ -414,8 +414,8 @@ public:
         core_attention_forward(layer, qkv);
         // attention output projection: (N, q_cols) -> (N, C)
         const TensorRef branch = allocate_tensor(micro_batch_.N, config_.C);
-        const TensorRef attended = saved_tensor(layer, SavedKind::Attended);
-        layer.attention_out_proj.fprop(lazy_stored(attended), branch);
+        const TensorRef attention_output = saved_tensor(layer, SavedKind::AttentionOutput);
+        layer.attention_out_proj.fprop(lazy_stored(attention_output), branch);
         // residual sum, which saves the input of norm 2
         add_branch_and_save(residual, branch, norm2_of(l));
     }
@@ -428,8 +428,9 @@ public:
         if (qk_norms_ || saves_attention_in_groups_)
             return core_attention_forward_of_qwen3_or_groups(layer, qkv);
         if (rotary_) rope(rope_args(), qkv, /*inverse=*/false, /*amax_to_raise=*/nullptr, stream_);
-        attention_forward(attention_shape_args(), qkv.data, saved_tensor(layer, SavedKind::Attended).data,
-                          saved_log_sum_exp(layer), layer.attention_out_proj.place_for_x_amax(), stream_);
+        attention_forward(attention_shape_args(), qkv.data,
+                          saved_tensor(layer, SavedKind::AttentionOutput).data, saved_log_sum_exp(layer),
+                          layer.attention_out_proj.place_for_x_amax(), stream_);
     }
 
     // The second half of layer l (table of its kernels: at the top of this file).
@@ -670,14 +671,14 @@ public:
                                    ? tensor_at(place_of_gate_up, micro_batch_.N, config_.qkv_cols())
                                    : allocate_tensor(micro_batch_.N, config_.qkv_cols());
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from
-        // attention output projection: wgrad and dgrad -> dattended (N, q_cols)
-        const TensorRef dattended = allocate_tensor(micro_batch_.N, config_.q_cols());
+        // attention output projection: wgrad and dgrad -> dattention_output (N, q_cols)
+        const TensorRef dattention_output = allocate_tensor(micro_batch_.N, config_.q_cols());
         begin_bucket(layer.attention_out_proj.bucket());
-        attention_out_proj_backward(layer, dattended);
+        attention_out_proj_backward(layer, dattention_output);
         finish_bucket(layer.attention_out_proj.bucket());
         // attention with rotary positions
         begin_bucket(layer.qkv_proj.bucket());
-        core_attention_backward(layer, dattended, dqkv);
+        core_attention_backward(layer, dattention_output, dqkv);
         until_dqkv.end();
         // q, k, v projection, norm 1
         const auto g_amax_from =
@@ -686,29 +687,31 @@ public:
         linear_and_norm_backward(norm1_of(l), g_operand);
         finish_bucket(layer.qkv_proj.bucket());
     }
-    void attention_out_proj_backward(Layer& layer, const TensorRef& dattended) {
+    void attention_out_proj_backward(Layer& layer, const TensorRef& dattention_output) {
         const Arena::Scope scope(arena_);
         const Operand g_operand = layer.attention_out_proj.make_g_operand(
             lazy_stored(dresidual()), LinearLayer::AmaxFrom::EarlierKernel);
-        layer.attention_out_proj.wgrad(g_operand, lazy_stored(saved_tensor(layer, SavedKind::Attended)),
+        const TensorRef attention_output = saved_tensor(layer, SavedKind::AttentionOutput);
+        layer.attention_out_proj.wgrad(g_operand, lazy_stored(attention_output),
                                        micro_batch_.overwrites_gradients);
-        layer.attention_out_proj.dgrad(g_operand, dattended);
+        layer.attention_out_proj.dgrad(g_operand, dattention_output);
     }
-    // dattended -> dqkv, the gradient of what the q, k, v projection has written; and the amax of
+    // dattention_output -> dqkv, the gradient of what the q, k, v projection has written; and the amax of
     // dqkv. (Qwen3: without the amax, because the backward pass of qk_norms follows, which changes dqkv.)
-    void core_attention_backward(Layer& layer, const TensorRef& dattended, const TensorRef& dqkv) {
+    void core_attention_backward(Layer& layer, const TensorRef& dattention_output, const TensorRef& dqkv) {
         const Arena::Scope scope(arena_);
         // The saved tensors themselves, except with --attention groups
         const TensorRef qkv = make_loaded_buffer_if_in_groups(saved_tensor(layer, SavedKind::Qkv));
-        const TensorRef attended = make_loaded_buffer_if_in_groups(saved_tensor(layer, SavedKind::Attended));
+        const TensorRef attention_output =
+            make_loaded_buffer_if_in_groups(saved_tensor(layer, SavedKind::AttentionOutput));
         void* const workspace =
             arena_.allocate(static_cast<int64_t>(attention_workspace(attention_shape_args())));
         const TensorRef attention_qkv = make_attention_input(layer, qkv);
         attention_backward(attention_shape_args(),
                            {.qkv = attention_qkv.data,
-                            .out = attended.data,
+                            .out = attention_output.data,
                             .lse = saved_log_sum_exp(layer),
-                            .dout = dattended.data,
+                            .dout = dattention_output.data,
                             .dqkv = dqkv.data,
                             .workspace = workspace,
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
@@ -804,7 +807,7 @@ public:
     // core_attention_forward() of Qwen3, or with --attention groups. qkv: the buffer, or the tensor that is
     // saved. What is allocated here is given back at the end of the caller's Scope.
     void core_attention_forward_of_qwen3_or_groups(const Layer& layer, const TensorRef& qkv) {
-        const TensorRef saved_output = saved_tensor(layer, SavedKind::Attended);
+        const TensorRef saved_output = saved_tensor(layer, SavedKind::AttentionOutput);
         const TensorRef output = allocate_buffer_if_in_groups(saved_output);
         if (rotary_ && !qk_norms_)
             rope(rope_args(), qkv, /*inverse=*/false, /*amax_to_raise=*/nullptr, stream_);

@@ -1,6 +1,7 @@
 // common/architecture.h - what a model consists of: its shape, the tensors that a transformer layer saves for
 // backward, and its parameters. (It uses the words of formats.h, and the tables of recipes.h.)
 #pragma once
+#include <algorithm>
 #include <cmath>
 
 #include "recipes.h"
@@ -35,7 +36,7 @@ inline constexpr Architecture GPT2{
     .name = "gpt2", .transformers_class = "GPT2LMHeadModel", .qkv_bias = true, .other_biases = true};
 // clang-format on
 
-// This struct can wait: Llama 3.1 and 3.2 need it. RoPE rotates pair i of a head at position t by the angle
+// (This struct can wait: Llama 3.1 and 3.2 need it.) RoPE rotates pair i of a head at position t by the angle
 // t f_i, with f_i = theta^(-2i / HS). A model may scale f_i, so that it can read longer texts than in its
 // first training. The members have the names of config.json.
 struct RopeScaling {
@@ -58,8 +59,8 @@ struct ModelConfig {
     bool tied;      // the weight of the head is the embedding
     float norm_eps = 1e-5f, rope_theta = 10000.0f;
     int64_t head_size = 0;  // 0: C / NH
-    // The last two members can wait. A token attends only to the last `sliding_window` positions; 0: to all.
-    // Windows are not implemented, so --seq is at most the window. Then the window makes no difference.
+    // (The last two members can wait.) A token attends only to the last `sliding_window` positions; 0: to
+    // all. Windows are not implemented, so --seq is at most the window. Then the window makes no difference.
     RopeScaling rope_scaling{};
     int64_t sliding_window = 0;
 
@@ -77,13 +78,12 @@ struct ModelConfig {
 // What a transformer layer saves for backward (paper, table 2). The passes of a layer are layer_forward() and
 // layer_backward() of reference/network.h on the CPU, and model.cu on a GPU.
 
-// The saved tensors, in the order of the rows of saved_per_layer(). `Attended` is attention's output.
-// Backward needs the outputs of norms and of the activation function, too. It computes them again from the
-// saved inputs, which costs little.
-enum class SavedKind : uint8_t { Norm1Input, Qkv, Attended, LogSumExp, Norm2Input, GateUp };
+// The saved tensors, in the order of the rows of saved_per_layer(). Backward needs the outputs of norms and
+// of the activation function, too. It computes them again from the saved inputs, which costs little.
+enum class SavedKind : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
+inline constexpr int SAVED_KIND_COUNT = static_cast<int>(SavedKind::GateUp) + 1;
 
-// A saved tensor (N, cols). The log-sum-exp has the shape (B, NH, T), so it has N * NH elements, and its
-// `cols` is NH.
+// A saved tensor (N, cols). The log-sum-exp is (B, NH, T): here it counts as (N, NH).
 struct SavedTensor {
     SavedKind kind;
     const char* name;
@@ -98,7 +98,7 @@ inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const
     return {
         {.kind = SavedKind::Norm1Input, .name = "norm 1 input", .cols = config.C, .format = r.saved_inputs},
         {.kind = SavedKind::Qkv, .name = "q, k, v", .cols = config.qkv_cols(), .format = r.saved_attention},
-        {.kind = SavedKind::Attended, .name = "attention output", .cols = config.q_cols(),
+        {.kind = SavedKind::AttentionOutput, .name = "attention output", .cols = config.q_cols(),
          .format = r.saved_attention},
         {.kind = SavedKind::LogSumExp, .name = "attention log-sum-exp", .cols = config.NH,
          .format = PLAIN_FP32},
@@ -127,10 +127,10 @@ struct Param {
     // The standard deviation of the random initial values; 0: they are 0, or 1 if starts_at_one().
     float init_std;
     int64_t layer;  // the number of its layer, counted from 0; -1: it belongs to no layer
-    // flat_offset and bucket can wait. The flat order has the elements of all parameters one after the other,
-    // and each parameter is padded to a multiple of 128 elements. flat_offset is the place of the first
-    // element in the flat order. A GPU stores gradients in this order, and stochastic rounding chooses the
-    // random bits of an element by its place.
+    // (flat_offset and bucket can wait.) The flat order has the elements of all parameters one after the
+    // other, and each parameter is padded to a multiple of 128 elements. flat_offset is the place of the
+    // first element in the flat order. A GPU stores gradients in this order, and stochastic rounding chooses
+    // the random bits of an element by its place.
     int64_t flat_offset;
     // A bucket is a set of parameters whose gradients backward completes at the same time. This is its
     // number, in the order of the forward pass.

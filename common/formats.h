@@ -12,10 +12,16 @@
 //                   rounded to FP32)
 //   group           a scale block of 1x16 in activations: 16 neighbouring features of one token. The word
 //                   `group` alone never means a moment group
+//   group scaling   the paper's way to find the amax of a whole tensor, in two stages. In spite of its name,
+//                   it gives the tensor one scale (compute_amax() in reference/quantize.cpp)
 //   moment group    128 consecutive elements of an optimizer moment (in the optimizer fp8lm: the whole moment
 //                   of a parameter)
 //   max, k          what a moment group stores besides its codes: max is its amax, and k is the exponent of
 //                   dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX
+//   operand         an input of a GEMM. x, w and g, the operands of linear layers, are quantized
+//   compute format  the format of what is not quantized: BF16, or FP32 in the recipe fp32
+//   residual stream what goes from layer to layer. Each half of a layer adds its output to it
+//   master          the exact FP32 value of a weight, which updates add to
 //   micro-batch     the sequences that go through the model together. A step adds up the gradients of one or
 //                   more micro-batches
 //   heads           those of attention: NH query heads and NKV key/value heads
@@ -51,9 +57,8 @@ namespace coat {
 enum class Format : uint8_t { FP32, BF16, FP16, E4M3, E5M2 };
 
 struct FormatInfo {
-    const char* name;               // in flags and print-outs
-    const char* safetensors_dtype;  // in safetensors files
-    int bytes;                      // of an element
+    const char* name;   // in flags and print-outs
+    int bytes;          // of an element
     int mantissa_bits;  // a normal value has a relative rounding error of at most 2^-(mantissa_bits + 1)
     float fmax;         // FMAX, the largest finite value
     float fmin;         // FMIN, the smallest positive value, which is subnormal
@@ -62,16 +67,11 @@ struct FormatInfo {
 // FORMATS has a row for each Format, in the same order.
 // clang-format off
 inline constexpr FormatInfo FORMATS[] = {
-    {.name = "fp32", .safetensors_dtype = "F32", .bytes = 4, .mantissa_bits = 23,
-     .fmax = FLT_MAX, .fmin = 0x1p-149f},
-    {.name = "bf16", .safetensors_dtype = "BF16", .bytes = 2, .mantissa_bits = 7,
-     .fmax = 0x1.fep127f, .fmin = 0x1p-133f},
-    {.name = "fp16", .safetensors_dtype = "F16", .bytes = 2, .mantissa_bits = 10,
-     .fmax = 65504.0f, .fmin = 0x1p-24f},
-    {.name = "e4m3", .safetensors_dtype = "F8_E4M3", .bytes = 1, .mantissa_bits = 3,
-     .fmax = 448.0f, .fmin = 0x1p-9f},
-    {.name = "e5m2", .safetensors_dtype = "F8_E5M2", .bytes = 1, .mantissa_bits = 2,
-     .fmax = 57344.0f, .fmin = 0x1p-16f},
+    {.name = "fp32", .bytes = 4, .mantissa_bits = 23, .fmax = FLT_MAX, .fmin = 0x1p-149f},
+    {.name = "bf16", .bytes = 2, .mantissa_bits = 7, .fmax = 0x1.fep127f, .fmin = 0x1p-133f},
+    {.name = "fp16", .bytes = 2, .mantissa_bits = 10, .fmax = 65504.0f, .fmin = 0x1p-24f},
+    {.name = "e4m3", .bytes = 1, .mantissa_bits = 3, .fmax = 448.0f, .fmin = 0x1p-9f},
+    {.name = "e5m2", .bytes = 1, .mantissa_bits = 2, .fmax = 57344.0f, .fmin = 0x1p-16f},
 };
 // clang-format on
 
@@ -95,6 +95,10 @@ inline constexpr Granularity PER_1x128{.rows = 1, .cols = 128};
 inline constexpr Granularity PER_128x128{.rows = 128, .cols = 128};
 // The groups of activations (paper, figure 4a).
 inline constexpr Granularity PER_1x16{.rows = 1, .cols = 16};
+
+struct Range {  // consecutive elements of an array
+    int64_t first, count;
+};
 
 COAT_HD inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -166,13 +170,12 @@ inline constexpr TensorFormat E4M3_PER_128x128{.element_format = Format::E4M3, .
 // elements, so the sum stops rarely. The recipes have blocks of 128, whole rows, and the whole tensor (as in
 // coat).
 //
-// The granularity of an operand is stated for GEMMs that sum along its rows. If a GEMM sums along columns of
+// (This can wait: with one scale for the whole tensor, as in coat, the direction makes no difference.) The
+// granularity of an operand is stated for GEMMs that sum along its rows. If a GEMM sums along the columns of
 // an operand, it reads the transpose, and the granularity is that of the transpose. For example, x with the
 // granularity 1x128 has these scale blocks:
 //   in fprop, which sums along the rows of x (N, in):       128 features of one token
 //   in wgrad, which sums along the rows of x^T (in, N):     128 tokens of one feature
-// With one scale for the whole tensor, and with blocks of 128x128, the direction makes no difference: a
-// matrix and its transpose have the same scale blocks.
 
 enum class SumAlong : uint8_t { Row, Column };
 

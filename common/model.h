@@ -50,7 +50,7 @@ inline Format gradient_format(const RunSettings& s) {
     return micro_batches_of_step(s) * (s.config.tied ? 2 : 1) > 4 ? Format::FP32 : s.recipe.compute_format;
 }
 
-// These checks can wait: an Error if a run with these settings is not supported. The CPU has the limits of
+// (These checks can wait.) An Error if a run with these settings is not supported. The CPU has the limits of
 // GPUs, too.
 inline void require_supported(const RunSettings& s) {
     require_supported(s.config);
@@ -96,8 +96,7 @@ public:
     // The logits (V) of the token that follows the first n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;
     // Measures the errors of every quantization in forward and backward of one micro-batch (B, T). Nothing is
-    // updated. k_m and k_v of the result are those of the moments that are stored now. The errors of moments
-    // are those that an update by the gradients of this micro-batch would cause, with the default betas.
+    // updated. The errors of moments are those that an update by these gradients would cause.
     virtual QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) = 0;
     // read() copies a tensor of the run's state (state_tensors.h) to `out`. write() copies it from `in`. Both
     // copy only the elements that this rank owns (ranks.h). With keep_gradients, read() also knows

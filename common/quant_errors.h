@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "formats.h"
+#include "architecture.h"
 
 namespace coat {
 
@@ -40,6 +40,12 @@ inline constexpr const char* MEASURED_TENSOR_NAMES[] = {
 inline MeasuredTensor measured_tensor(OperandKind o) {
     if (o == OperandKind::X) return MeasuredTensor::LinearInput;
     return o == OperandKind::W ? MeasuredTensor::Weight : MeasuredTensor::Gradient;
+}
+
+// The kind of a tensor that is saved for backward. (The log-sum-exp is never quantized.)
+inline MeasuredTensor measured_tensor(SavedKind kind) {
+    if (kind == SavedKind::Norm1Input || kind == SavedKind::Norm2Input) return MeasuredTensor::NormInput;
+    return kind == SavedKind::GateUp ? MeasuredTensor::ActivationInput : MeasuredTensor::QkvAndOutput;
 }
 
 // The errors of quantization in one micro-batch, and k of the moments.

@@ -1,5 +1,5 @@
 // common/ranks.h - the ranks of a run, which are its processes: what each of them owns, and how they exchange
-// small values. (With one rank only Range and owned() are needed, and the rank owns all elements.)
+// small values. (With one rank only owned() is needed, and the rank owns all elements.)
 #pragma once
 #include <cstring>
 #include <functional>
@@ -23,10 +23,6 @@ namespace coat {
 //   - Sums over a matrix are the same for any number of ranks, because each shard unit is summed first.
 //   - If a matrix has fewer shard units than there are ranks, some ranks own nothing of it.
 inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP_SIZE;
-
-struct Range {  // consecutive elements
-    int64_t first, count;
-};
 
 // The elements of a parameter that a rank owns.
 inline Range owned(const Param& p, int64_t rank, int64_t ranks) {

@@ -1,9 +1,7 @@
 // common/recipes.h - the tables of recipes and of optimizers: in which format, and with which scale blocks,
 // each kind of tensor is stored. A run has one recipe and one optimizer. (formats.h explains the words.)
 #pragma once
-#include <algorithm>
 #include <array>
-#include <string_view>
 #include <vector>
 
 #include "formats.h"
@@ -16,14 +14,14 @@ namespace coat {
 
 // Where the scale of a whole tensor comes from.
 //   JustInTime   from the tensor's own amax
-//   Delayed      from the largest amax of the last Recipe::history_steps steps. In the first step there is no
-//                history, so each micro-batch uses the largest amax of the step so far, its own included.
-//                (This can wait: only the recipe te needs it)
+//   Delayed      (This can wait: only the recipe te needs it.) From the largest amax of the last
+//                Recipe::history_steps steps. In the first step there is no history, so each micro-batch uses
+//                the largest amax of the step so far, its own included
 enum class ScaleSource : uint8_t { JustInTime, Delayed };
 
-// Fast accumulation, for fprop, dgrad and wgrad: whether the whole sum of a GEMM stays in the FP8 tensor
-// cores of a Hopper GPU. They keep about 14 bits of the sum. Without fast accumulation partial sums are added
-// up in FP32, and the GEMM takes longer. The CPU reference always sums in FP32.
+// (This can wait: the CPU always sums in FP32.) Whether a GPU's fprop, dgrad and wgrad have fast
+// accumulation: the whole sum of a GEMM stays in the FP8 tensor cores, which on Hopper keep about 14 bits of
+// it. Without fast accumulation partial sums are added up in FP32, and the GEMM takes longer.
 using FastAccumulation = std::array<bool, 3>;
 inline constexpr FastAccumulation FAST_IN_NO_GEMM{false, false, false};
 inline constexpr FastAccumulation FAST_IN_FPROP{true, false, false};
@@ -31,9 +29,9 @@ inline constexpr FastAccumulation FAST_IN_ALL_GEMMS{true, true, true};
 
 struct Recipe {
     const char* name;
-    // The compute format: the format of the residual stream, attention, GEMM outputs and the head. Gradients
-    // of weights are in the compute format, too. (Where a step adds up the gradients of more than four
-    // micro-batches, the sums are FP32: gradient_format() of model.h.)
+    // The compute format: the format of the residual stream (as the next sum reads it), attention, GEMM
+    // outputs, the head, and gradients of weights. (If a step adds up more than four gradients of a weight,
+    // the sums are FP32: gradient_format() of model.h.)
     Format compute_format = Format::BF16;
     // The operands of a linear layer's GEMMs: its input x, its weight w, and the gradient g of its output.
     TensorFormat x = PLAIN_BF16, w = PLAIN_BF16, g = PLAIN_BF16;
@@ -149,25 +147,6 @@ inline const std::vector<OptimizerFormats>& optimizers() {
     };
     // clang-format on
     return table;
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// Tables by name
-
-// The row of a table that has this name, or null.
-template <class Table> const auto* find_row_or_null(const Table& table, std::string_view name) {
-    const auto has_name = [&](const auto& row) { return name == row.name; };
-    const auto row = std::find_if(std::begin(table), std::end(table), has_name);
-    return row == std::end(table) ? nullptr : &*row;
-}
-
-// The row of a table that has this name. An unknown name is an Error that lists the known ones; `flag` is the
-// flag that gave it.
-template <class Table> const auto& find_row(const Table& table, std::string_view name, const char* flag) {
-    if (const auto* row = find_row_or_null(table, name)) return *row;
-    std::string known;
-    for (const auto& row : table) known += (known.empty() ? "" : ", ") + std::string(row.name);
-    throw Error(flag, " ", name, " is not known; choose one of ", known, ".");
 }
 
 }  // namespace coat

@@ -27,6 +27,18 @@ struct StateTensor {
     int64_t total_bytes() const { return size() * bytes; }
 };
 
+// The name of a format in safetensors files.
+inline const char* safetensors_dtype(Format f) {
+    switch (f) {
+        case Format::FP32: return "F32";
+        case Format::BF16: return "BF16";
+        case Format::FP16: return "F16";
+        case Format::E4M3: return "F8_E4M3";
+        case Format::E5M2: return "F8_E5M2";
+    }
+    return "";
+}
+
 // Only a mistake in the code that calls Model::read() or write() leads here.
 [[noreturn]] inline void throw_no_such_tensor(const std::string& name) {
     throw Error("The model has no tensor ", name, ".");
@@ -98,7 +110,7 @@ inline std::vector<StateTensor> tensors_besides_weights(const RunSettings& s) {
             const Format f = p.moment_format(wanted);
             const int64_t moment_groups = s.optimizer.moment_group_count(f, p.size());
             const int64_t shared_by = s.optimizer.one_moment_group ? StateTensor::ALL : MOMENT_GROUP_SIZE;
-            add(moment, format_info(f).safetensors_dtype, format_info(f).bytes, {p.rows, p.cols}, 1);
+            add(moment, safetensors_dtype(f), format_info(f).bytes, {p.rows, p.cols}, 1);
             if (moment_groups) add(moment + ".max", "F32", 4, {moment_groups}, shared_by);
             if (s.optimizer.uses_expansion(f)) add(moment + ".k", "F32", 4, {moment_groups}, shared_by);
         }

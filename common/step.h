@@ -28,7 +28,7 @@ inline double divisor_of_mean(const int32_t* targets, int64_t n) {
 // What a step of AdamW is given besides parameters, gradients and moments.
 struct AdamWOptions {
     // The number of this update, from 1; skipped steps do not count. The bias correction depends on it, and
-    // so do the random bits with which weights without a master are rounded (rounding_key(), in random.h).
+    // so do the random bits with which weights without a master are rounded.
     int64_t update_number;
     float lr, beta1 = 0.9f, beta2 = 0.95f, eps = 1e-8f, weight_decay = 0.1f;
     // The largest norm that all gradients together may have; 0: no clipping.

@@ -106,8 +106,8 @@ void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const 
         reference::Moment moment;
         moment.init(o, f, n);
         fetch_pieces(moment.elements, data, 1, format_info(f).bytes);
-        if (max && o.one_moment_group) copy_async(moment.max.data(), max, sizeof(float), stream);
-        else if (max) fetch_pieces(moment.max, max, MOMENT_GROUP_SIZE, sizeof(float));
+        if (max && o.one_moment_group) copy_async(moment.maxima.data(), max, sizeof(float), stream);
+        else if (max) fetch_pieces(moment.maxima, max, MOMENT_GROUP_SIZE, sizeof(float));
         if (k) fetch_pieces(moment.k, k, MOMENT_GROUP_SIZE, sizeof(float));
         check(cudaStreamSynchronize(stream), "Reading the moments failed");
         return moment;

@@ -81,7 +81,7 @@ static std::vector<Operator> layer_operators(const RunSettings& s, const FormatT
         {.name = "attention",
          .reads = arch.qk_norms ? f.compute : f.saved_attention,
          .writes = f.saved_attention,
-         .saves = saved_text(s, SavedKind::Attended) + "; " + saved_text(s, SavedKind::LogSumExp)},
+         .saves = saved_text(s, SavedKind::AttentionOutput) + "; " + saved_text(s, SavedKind::LogSumExp)},
         {.name = "attention output projection" + f.falls_back,
          .reads = f.x,
          .weights = f.w,

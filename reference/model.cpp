@@ -2,8 +2,9 @@
 // training step of COAT: forward, backward, clipping, update.
 //
 // step() and its parts come first. The rest can wait: the measurement of errors, the state by name, delayed
-// scaling, and what several ranks exchange. With one rank, owned() is the whole parameter, and the functions
-// whose names speak of ranks return the value that they are given.
+// scaling, and what several ranks exchange. With one rank, owned() is the whole parameter;
+// sum_over_ranks(), true_on_all_ranks(), losses_of_all_ranks() and gather_parameter() return what they are
+// given; and reduce_gradients() does nothing.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -26,7 +27,8 @@ class ReferenceModel : public Model {
         std::vector<int16_t> remainder;     // of the FP32 masters; 0 without masters
         Moment m, v;
     };
-    Network<float> network_;  // it has the weights that forward and backward read, and the gradients
+    // The network has the gradients, and its own FP32 copy of the weights, which forward and backward read.
+    Network<float> network_;
     const RunSettings& settings_ = network_.settings;
     const std::vector<Param>& params_ = network_.params;
     std::vector<ParamState> states_;  // by parameter
@@ -69,7 +71,7 @@ public:
         const bool finite = true_on_all_ranks(network_.all_finite);
         // If the norm after clipping is below 2^62, the square of each gradient fits every format of v. A
         // norm that is NaN is not below 2^62, so the step is skipped, too.
-        const double clipped_norm = grad_norm * clip_factor(options, grad_norm);
+        const double clipped_norm = grad_norm * compute_clip_factor(options, grad_norm);
         const bool skipped = !finite || !(clipped_norm < 0x1p62);
         if (!skipped) update_all(options, grad_norm);
         return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = target_count};
@@ -77,7 +79,7 @@ public:
 
 private:
     // Forward and backward of all micro-batches of the step. Afterwards the network has the gradients of the
-    // mean loss over the target_count targets that count. Returns the sum of the losses.
+    // mean loss over the target_count targets that count. Returns the sum of the losses, of all ranks.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
         const int64_t micro_batch_tokens = settings_.B * settings_.T;
         const int64_t micro_batches = settings_.micro_batches_per_rank;
@@ -90,44 +92,41 @@ private:
                                                       /*backward=*/true));
             reduce_gradients(/*is_last_micro_batch=*/i == micro_batches - 1);
         }
-        return sum_losses(losses);
+        double sum = 0;
+        for (double loss : losses_of_all_ranks(losses)) sum += loss;
+        return sum;
     }
 
-    // The norm of all gradients: sqrt(sum of g^2). The sum is taken by shard units (common/ranks.h), as on a
-    // GPU. There each of several ranks has whole units, so the norm is the same for any number of ranks.
+    // The norm of all gradients: sqrt(sum of g^2). (The sum is taken in parts of SHARD_UNIT elements, as on
+    // GPUs. There a part belongs to one rank, so the norm has the same bits for any number of ranks.)
     double gradient_norm() const {
         double sum = 0;
-        for (const Floats& gradient : network_.gradients)
-            for (double sum_of_unit : sums_of_squares(gradient)) sum += sum_of_unit;
+        for (const Floats& gradient : network_.gradients) {
+            for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
+                const size_t end = std::min<size_t>(gradient.size(), first + SHARD_UNIT);
+                double sum_of_part = 0;
+                for (size_t e = first; e < end; e++) sum_of_part += double(gradient[e]) * gradient[e];
+                sum += sum_of_part;
+            }
+        }
         return std::sqrt(sum);
     }
-    // The sum of g^2 of each shard unit of a gradient.
-    static std::vector<double> sums_of_squares(const Floats& gradient) {
-        std::vector<double> sums;
-        for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
-            const size_t end = std::min<size_t>(gradient.size(), first + SHARD_UNIT);
-            double sum = 0;
-            for (size_t e = first; e < end; e++) sum += double(gradient[e]) * gradient[e];
-            sums.push_back(sum);
-        }
-        return sums;
-    }
 
-    // Updates all parameters, and the weights that the network reads. grad_norm: the norm of all gradients,
-    // before clipping.
+    // Updates all parameters. grad_norm: the norm of all gradients, before clipping.
     void update_all(const AdamWOptions& options, double grad_norm) {
         const uint64_t key = rounding_key(settings_.seed, options.update_number);
         for (size_t i = 0; i < params_.size(); i++) {
-            update_parameter(states_[i], i, adamw_constants(options, params_[i].decays(), grad_norm), key);
-            refresh_weight_on_all_ranks(i);
+            update_parameter(i, adamw_constants(options, params_[i].decays(), grad_norm), key);
+            refresh_weight(i);
         }
-        update_delayed_scales();
+        if (settings_.recipe.scale_source == ScaleSource::Delayed) update_delayed_scales();
     }
 
-    // Updates the elements of parameter i that this rank owns: dequantizes the moments, computes AdamW in
-    // FP32, and quantizes the moments again. state: states_[i]; in measure_quantization() a copy of it. key:
-    // the key of the random bits by which weights without masters are rounded.
-    void update_parameter(ParamState& state, size_t i, const AdamWConstants& constants, uint64_t key) const {
+    // Updates states_[i], the elements that this rank owns: dequantizes the moments, computes AdamW in FP32,
+    // and quantizes the moments again. key: the key of the random bits by which weights without masters are
+    // rounded.
+    void update_parameter(size_t i, const AdamWConstants& constants, uint64_t key) {
+        ParamState& state = states_[i];
         const auto [first, n] = owned(settings_, params_[i]);
         Floats master(n), m(n), v(n);
         for (int64_t e = 0; e < n; e++)
@@ -144,15 +143,23 @@ private:
         }
     }
 
-    void clear_gradients() {
-        for (Floats& gradient : network_.gradients) std::fill(gradient.begin(), gradient.end(), 0.0f);
-        for (Floats& sum : sums_) std::fill(sum.begin(), sum.end(), 0.0f);
+    // Sets the network's copy of weight i, after states_[i] has changed.
+    void refresh_weight(size_t i) {
+        const auto [first, n] = owned(settings_, params_[i]);
+        Floats weight(n);
+        for (int64_t e = 0; e < n; e++) weight[e] = value_for_network(states_[i], first + e);
+        network_.param_values[i] = gather_parameter(i, weight);
     }
-
-    // The weight that the network reads: the BF16 weight, or the master if the compute format is FP32.
+    // Element e of a weight as the network reads it: the BF16 weight, or the master if the compute format is
+    // FP32.
     float value_for_network(const ParamState& state, int64_t e) const {
         const bool bf16 = settings_.recipe.compute_format == Format::BF16;
         return bf16 ? from_bf16(state.weight_bits[e]) : join_master(state.weight_bits[e], state.remainder[e]);
+    }
+
+    void clear_gradients() {
+        for (Floats& gradient : network_.gradients) std::fill(gradient.begin(), gradient.end(), 0.0f);
+        for (Floats& sum : sums_) std::fill(sum.begin(), sum.end(), 0.0f);
     }
 
 public:
@@ -188,15 +195,15 @@ public:
         network_.run_micro_batch(tokens, targets, loss_weight, /*backward=*/true);
         // k_m and k_v are the k of the moments that are stored now. The errors are those of moments that
         // would be stored next: by an update with these gradients, with the default betas and without
-        // clipping. The update is made on a copy of the state, with lr = 0.
+        // clipping. Afterwards the state is what it was.
         for (size_t i = 0; i < params_.size(); i++) {
-            ParamState state = states_[i];
-            report.k_m.insert(report.k_m.end(), state.m.k.begin(), state.m.k.end());
-            report.k_v.insert(report.k_v.end(), state.v.k.begin(), state.v.k.end());
-            const AdamWOptions nothing_moves{.update_number = 1, .lr = 0};
+            const ParamState before = states_[i];
+            report.k_m.insert(report.k_m.end(), before.m.k.begin(), before.m.k.end());
+            report.k_v.insert(report.k_v.end(), before.v.k.begin(), before.v.k.end());
             const AdamWConstants constants =
-                adamw_constants(nothing_moves, /*decays=*/false, /*grad_norm=*/0);
-            update_parameter(state, i, constants, /*key=*/0);
+                adamw_constants({.update_number = 1, .lr = 0}, /*decays=*/false, /*grad_norm=*/0);
+            update_parameter(i, constants, /*key=*/0);
+            states_[i] = before;
         }
         network_.stats_by_kind = nullptr;
         return report;
@@ -211,7 +218,7 @@ public:
     void write(const std::string& name, const void* in) override {
         const auto [data, bytes] = memory_of(name, /*to_write=*/true);
         if (bytes) std::memcpy(data, in, bytes);
-        refresh_weight_on_all_ranks(param_index_of(params_, name));
+        refresh_weight(param_index_of(params_, name));
     }
 
 private:
@@ -234,10 +241,10 @@ private:
         ParamState& state = states_[i];
         std::map<std::string, Memory> places = {{"", part_of(state.weight_bits, own)},
                                                 {".m", whole(state.m.elements)},
-                                                {".m.max", whole(state.m.max)},
+                                                {".m.max", whole(state.m.maxima)},
                                                 {".m.k", whole(state.m.k)},
                                                 {".v", whole(state.v.elements)},
-                                                {".v.max", whole(state.v.max)},
+                                                {".v.max", whole(state.v.maxima)},
                                                 {".v.k", whole(state.v.k)}};
         if (settings_.keep_masters) places[".remainder"] = part_of(state.remainder, own);
         if (settings_.keep_gradients && !to_write) places[".gradient"] = part_of(network_.gradients[i], own);
@@ -254,8 +261,8 @@ private:
 
     // --- Delayed scaling ---
 
-    // After a step of the recipe te, the amax of each operand goes into its history: the largest of all
-    // ranks. Without FP8 operands (LinearFormats::fallback) there are no amaxes, and nothing changes.
+    // After a step, the amax of each operand goes into its history: the largest of all ranks. Without FP8
+    // operands (LinearFormats::fallback) there are no amaxes, and nothing changes.
     void update_delayed_scales() {
         if (!linear_formats(settings_).x.is_fp8()) return;
         for (auto& operands : network_.delayed_scales)
@@ -289,14 +296,14 @@ private:
         for (char theirs : all_gather(char(mine))) mine = mine && theirs;
         return mine;
     }
-    // The sum of the losses of all ranks, added in the order of the micro-batches: micro-batch i of rank r is
-    // number i * ranks + r of the step. losses: of this rank, by micro-batch.
-    double sum_losses(const std::vector<double>& losses) const {
+    // The losses of all ranks, in the order of the micro-batches: micro-batch i of rank r is number
+    // i * ranks + r of the step. losses: of this rank, by micro-batch.
+    std::vector<double> losses_of_all_ranks(const std::vector<double>& losses) const {
         const std::vector<std::vector<double>> losses_by_rank = all_gather(losses);
-        double sum = 0;
+        std::vector<double> of_all;
         for (size_t i = 0; i < losses.size(); i++)
-            for (const std::vector<double>& theirs : losses_by_rank) sum += theirs[i];
-        return sum;
+            for (const std::vector<double>& theirs : losses_by_rank) of_all.push_back(theirs[i]);
+        return of_all;
     }
 
     // This is called after every micro-batch. With one rank it does nothing, because network_.gradients adds
@@ -320,17 +327,14 @@ private:
         if (is_last_micro_batch) network_.gradients.swap(sums_);
     }
 
-    // Sets network_.param_values[i] again after an update or write() has changed states_[i]. Each rank sends
-    // the weights that it owns to all ranks. A vector is not sent, because every rank owns the whole vector.
-    void refresh_weight_on_all_ranks(size_t i) {
-        const ParamState& state = states_[i];
-        const Range own = owned(settings_, params_[i]);
-        Floats mine(own.count);
-        for (int64_t e = 0; e < own.count; e++) mine[e] = value_for_network(state, own.first + e);
-        const bool is_sharded = !params_[i].is_vector();
-        auto to = network_.param_values[i].begin();
-        for (const Floats& part : is_sharded ? all_gather(mine) : std::vector<Floats>{mine})
-            to = std::copy(part.begin(), part.end(), to);
+    // The whole of parameter i. mine: the elements that this rank owns. A vector is not sent, because every
+    // rank owns the whole vector.
+    Floats gather_parameter(size_t i, const Floats& mine) const {
+        if (params_[i].is_vector()) return mine;
+        Floats parameter;
+        for (const Floats& part : all_gather(mine))
+            parameter.insert(parameter.end(), part.begin(), part.end());
+        return parameter;
     }
 };
 

@@ -2,26 +2,24 @@
 // format. The center of this file is layer_forward() and layer_backward().
 //
 // These are the formats of the recipe coat:
-//   GEMM operands of linear layers   E4M3, gradients E5M2; one scale for the tensor
-//   inputs of norms 1 and 2 and of   E4M3, with a scale for each 1x16 group of a token. They are saved for
-//     the activation function          backward
-//   residual sums                    FP32, see below
-//   log-sum-exp of attention         FP32
-//   gradient of a norm's input       FP32, until it is added to the gradient of the residual stream
-//   gradients of weights             BF16; FP32 if more than four are summed (gradient_format())
-//   all other results of operators   BF16: results of linear layers, RoPE, attention, the final norm, the
-//                                    embedding and the head
+//   tensor                                  format                     who reads it in this format
+//   x, w and g of a linear layer            E4M3, g E5M2;              its GEMMs
+//                                           one scale for the tensor
+//   norm1_input, norm2_input, gate_up       E4M3; a scale for each     norms and the activation function, in
+//                                           1x16 group                 both passes
+//   residual sums                           FP32                       the next sum (rounded to BF16), and
+//                                                                      the norm's quantizer (as it is)
+//   outputs of norms 1 and 2 and of the     FP32                       the quantizer of a linear layer
+//     activation function, dgate_up
+//   dnorm1_input, dnorm2_input              FP32                       the sum that makes the next dresidual
+//   log-sum-exp of attention                FP32                       attention, backward
+//   gradients of weights                    BF16 (FP32 if more than    the optimizer
+//                                           four are summed)
+//   all others                              BF16                       whatever comes next
 //
-// A residual sum has two readers. The next sum reads it rounded to BF16, and the norm reads it in E4M3
-// groups. Here the FP32 sum is passed on, and each reader rounds or quantizes it. A GPU stores it in both
-// formats, and the FP32 sum exists only inside the kernel that computes it.
-//
-// Some tensors are quantized from FP32. On a GPU one kernel computes the FP32 values and quantizes them:
-//   residual sums                           residual_sum and sum_after_attention in layer_forward()
-//   outputs of norms                        apply_norm()
-//   output of the activation function       apply_activation()
-//   gradient of the activation's input      dgate_up in layer_backward()
-// All other tensors are rounded to BF16 before they are quantized.
+// The CPU passes the FP32 residual sum on, and each of its two readers rounds it: the next sum to BF16, the
+// norm to E4M3 groups. A GPU rounds it to both at once, and stores these two. Wherever a quantizer reads
+// FP32, one kernel of a GPU computes the FP32 values and quantizes them, so they are not stored.
 //
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Forward
 // has computed with the same saved values, so backward takes each derivative at the values of forward. The
@@ -40,25 +38,19 @@
 
 namespace coat::reference {
 
-// The sizes of a micro-batch: B sequences of T tokens.
-struct MicroBatchShape {
-    int64_t B, T;
-    int64_t N() const { return B * T; }
-};
-
 // The forward and backward pass of one micro-batch. Every tensor is a vector of values, row-major. It has N
 // rows unless its comment says otherwise. From top to bottom:
-//   data and small functions
+//   data
 //   a whole pass
+//   small functions
 //   one transformer layer
-//   the parts of a layer: saving for backward, linear layers, norms, the activation function, RoPE
+//   the parts of a layer: saving for backward, attention, linear layers, norms, the activation function
 //   the embedding and the head
-//   what can wait: only biases and other recipes than coat need it
+//   what can wait: with coat, and in Llama, these functions change nothing
 template <class Real> class Network {
 public:
-    // Whether this network rounds values at all: to the compute format, and to FP8 for GEMMs and for saving,
-    // as the recipe says. (In the recipe fp32 nothing changes, because all formats are FP32.) In double,
-    // which only tests use, nothing is rounded, and what is saved for backward is the tensor itself.
+    // Whether this network rounds values: true, and a reader can take it as true everywhere. (Tests also
+    // compute in double. Then nothing is rounded, and what is saved for backward is the tensor itself.)
     static constexpr bool ROUNDS = std::is_same_v<Real, float>;
     using Tensor = std::vector<Real>;
 
@@ -67,30 +59,11 @@ public:
     std::vector<Tensor> param_values;  // by parameter (rows, cols), in the compute format
     std::vector<Tensor> gradients;     // by parameter (rows, cols), in gradient_format()
     bool all_finite = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
-    // One element for each MeasuredTensor; null: errors are not measured.
+    // (The last two members can wait.) One element for each MeasuredTensor; null: errors are not measured.
     QuantStats* stats_by_kind = nullptr;
-    // By parameter and OperandKind; for recipes with delayed scaling only (this can wait).
+    // By parameter and OperandKind: for recipes with delayed scaling.
     std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
 
-private:
-    const ModelConfig& config_ = settings.config;
-    const Recipe& recipe_ = settings.recipe;
-    const LinearFormats formats_ = linear_formats(settings);
-    std::map<std::string, size_t> param_index_;  // by name: the index of the parameter in params
-
-    // What a layer saves for backward (paper, table 2): the tensors of saved_per_layer() in
-    // common/architecture.h.
-    using SavedActivation = std::conditional_t<ROUNDS, StoredMatrix, Tensor>;
-    struct SavedLayer {
-        SavedActivation norm1_input, norm2_input;  // (N, C)
-        SavedActivation qkv;                       // (N, qkv_cols)
-        SavedActivation attended;                  // attention's output (N, q_cols)
-        SavedActivation gate_up;                   // (N, gate_up_cols)
-        Tensor lse;                                // attention's log-sum-exp (B, NH, T)
-    };
-    std::vector<SavedLayer> saved_layers_;  // of the current pass
-
-public:
     explicit Network(const RunSettings& s) : settings(s) {
         for (size_t i = 0; i < params.size(); i++) {
             param_index_[params[i].name] = i;
@@ -100,6 +73,8 @@ public:
         prepare_delayed_scales();
     }
 
+    // --- A whole pass ---
+
     // Forgets what was observed of earlier tensors. It is called before a step, and before a forward pass on
     // its own.
     void reset_all_finite_and_amaxes() {
@@ -108,17 +83,84 @@ public:
             for (DelayedScale& d : operands) d.amax = 0;
     }
 
-    QuantStats* stats_of(MeasuredTensor k) const { return stats_by_kind ? stats_by_kind + int(k) : nullptr; }
+    // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
+    // of the losses. Backward adds to `gradients` those of loss_weight * (sum of the losses). With
+    // loss_weight = 1 / (targets of the step that count), all micro-batches of the step together give the
+    // gradients of the mean loss.
+    double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
+        begin_pass(settings.B, settings.T);
+        const Tensor x = embedding_and_layers_forward(tokens);  // (N, C)
+        const Tensor y = rounded(apply_norm("final_norm", x));  // (N, C)
+        Tensor logits = head_forward(y);                        // (N, padded_V)
+        // The gradients of the logits replace the logits. (Evaluation needs only the loss, but the gradients
+        // cost little.)
+        const double loss = cross_entropy_forward_and_backward(N(), config_.V, config_.padded_V(),
+                                                               logits.data(), targets, Real(loss_weight));
+        all_finite = all_finite && std::isfinite(loss);
+        if (!backward) return loss;
+
+        const Tensor dlogits = rounded(logits);
+        const Tensor dy = head_backward(y, dlogits);
+        Tensor dresidual = rounded(apply_norm_backward("final_norm", x, dy));
+        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
+        embedding_backward(tokens, dresidual);
+        return loss;
+    }
+
+    // The logits (padded_V) of the token that follows n tokens.
+    Tensor next_logits(const int32_t* tokens, int64_t n) {
+        begin_pass(/*B=*/1, /*T=*/n);
+        const Tensor x = embedding_and_layers_forward(tokens);
+        const Tensor last(x.end() - config_.C, x.end());
+        return head_forward(rounded(apply_norm("final_norm", last)));
+    }
+
+    // Where the errors of a kind of tensor are added; null: they are not measured.
+    QuantStats* stats_of(MeasuredTensor kind) const {
+        return stats_by_kind ? stats_by_kind + int(kind) : nullptr;
+    }
 
 private:
+    const ModelConfig& config_ = settings.config;
+    const Recipe& recipe_ = settings.recipe;
+    const LinearFormats formats_ = linear_formats(settings);
+    std::map<std::string, size_t> param_index_;  // by name: the index of the parameter in params
+
+    // What a layer saves for backward (paper, table 2): by SavedKind, the tensors of saved_per_layer() in
+    // common/architecture.h.
+    using SavedActivation = std::conditional_t<ROUNDS, StoredMatrix, Tensor>;
+    using SavedLayer = std::array<SavedActivation, SAVED_KIND_COUNT>;
+    const std::vector<SavedTensor> saved_formats_ = saved_per_layer(config_, recipe_);
+
+    // Of the current pass: B sequences of T tokens, and what each layer has saved.
+    int64_t B_ = 0, T_ = 0;
+    std::vector<SavedLayer> saved_layers_;
+
+    void begin_pass(int64_t B, int64_t T) {
+        B_ = B;
+        T_ = T;
+        saved_layers_.clear();
+        saved_layers_.resize(config_.L);
+    }
+    int64_t N() const { return B_ * T_; }
+
+    // tokens (B, T) -> input of the final norm (N, C)
+    Tensor embedding_and_layers_forward(const int32_t* tokens) {
+        Tensor residual = embedding_forward(tokens);
+        for (int64_t l = 0; l < config_.L; l++) residual = layer_forward(l, residual);
+        return rounded(residual);
+    }
+
     // --- Small functions that the others use ---
 
-    const Tensor& values_of(const std::string& name) const { return param_values[param_index_.at(name)]; }
+    const Tensor& parameter(const std::string& name) const { return param_values[param_index_.at(name)]; }
+    // How the names of the parameters of layer l begin.
+    static std::string prefix_of(int64_t l) { return "layers." + std::to_string(l) + "."; }
     std::string head_name() const { return config_.tied ? "embedding" : "head"; }
 
     static int64_t rows_of(const Tensor& x, int64_t cols) { return int64_t(x.size()) / cols; }
 
-    // x, rounded to the compute format.
+    // To the compute format.
     Tensor rounded(Tensor x) const {
         for (Real& v : x)
             if constexpr (ROUNDS) v = round_to(recipe_.compute_format, v);
@@ -147,160 +189,109 @@ private:
         return product;
     }
 
-public:
-    // --- A whole pass ---
-
-    // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses. Backward adds to `gradients` those of loss_weight * (sum of the losses). With
-    // loss_weight = 1 / (targets of the step that count), all micro-batches of the step together give the
-    // gradients of the mean loss.
-    double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
-        const MicroBatchShape shape{.B = settings.B, .T = settings.T};
-        const Tensor x = embedding_and_layers_forward(shape, tokens);  // (N, C)
-        const Tensor y = rounded(apply_norm("final_norm", x));         // (N, C)
-        Tensor logits = head_forward(y);                               // (N, padded_V)
-        // The gradients of the logits replace the logits. (Evaluation needs only the loss, but the gradients
-        // cost little.)
-        const double loss = cross_entropy_forward_and_backward(shape.N(), config_.V, config_.padded_V(),
-                                                               logits.data(), targets, Real(loss_weight));
-        all_finite = all_finite && std::isfinite(loss);
-        if (!backward) return loss;
-
-        const Tensor dlogits = rounded(logits);
-        const Tensor dy = head_backward(y, dlogits);
-        Tensor dresidual = rounded(apply_norm_backward("final_norm", x, dy));
-        for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(shape, l, dresidual);
-        embedding_backward(shape, tokens, dresidual);
-        return loss;
-    }
-
-    // The logits (padded_V) of the token that follows n tokens.
-    Tensor next_logits(const int32_t* tokens, int64_t n) {
-        const Tensor x = embedding_and_layers_forward({.B = 1, .T = n}, tokens);
-        const Tensor last(x.end() - config_.C, x.end());
-        return head_forward(rounded(apply_norm("final_norm", last)));
-    }
-
-private:
-    // tokens (B, T) -> input of the final norm (N, C)
-    Tensor embedding_and_layers_forward(const MicroBatchShape& shape, const int32_t* tokens) {
-        saved_layers_.clear();
-        Tensor residual = embedding_forward(shape, tokens);
-        for (int64_t l = 0; l < config_.L; l++) residual = layer_forward(shape, l, residual);
-        return rounded(residual);
-    }
-
     // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
     // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C). Both are residual sums
     // in FP32. (Before layer 0 the stream is the embedding.)
-    Tensor layer_forward(const MicroBatchShape& shape, int64_t l, const Tensor& residual_sum) {
-        const std::string prefix = "layers." + std::to_string(l) + ".";
-        SavedLayer& saved = saved_layers_.emplace_back();
-
-        // Residual sum -> norm 1 input, saved in groups. Norm 1 reads the groups.
-        saved.norm1_input =
-            save_for_backward(residual_sum, config_.C, recipe_.saved_inputs, MeasuredTensor::NormInput);
-
-        // Norm 1 -> q, k, v -> RoPE, which is in qkv_to_save()
-        const Tensor norm1_output = apply_norm(prefix + "norm1", load_saved(saved.norm1_input));
-        const Tensor projected = linear_forward(prefix + "qkv", norm1_output);
-        saved.qkv = save_for_backward(qkv_to_save(shape, projected), config_.qkv_cols(),
-                                      recipe_.saved_attention, MeasuredTensor::QkvAndOutput);
-
-        // Attention reads q, k and v as backward will load them, because the log-sum-exp has to belong to the
-        // loaded values.
-        const Tensor qkv = qkv_for_attention(shape, prefix, load_saved_for_attention(saved.qkv));
-        Tensor attended(shape.N() * config_.q_cols());
-        saved.lse.resize(shape.N() * config_.NH);
-        attention_forward(config_, shape.B, shape.T, qkv.data(), attended.data(), saved.lse.data());
-        saved.attended = save_for_backward(rounded(attended), config_.q_cols(), recipe_.saved_attention,
-                                           MeasuredTensor::QkvAndOutput);
-
-        // The linear layer attention_out -> residual sum -> norm 2 input
-        const Tensor branch = linear_forward(prefix + "attention_out", load_saved(saved.attended));
+    Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
+        const std::string prefix = prefix_of(l);
+        const Tensor norm1_input = save_for_backward(l, SavedKind::Norm1Input, residual_sum);
+        const Tensor norm1_output = apply_norm(prefix + "norm1", norm1_input);
+        const Tensor qkv = linear_forward(prefix + "qkv", norm1_output);
+        const Tensor attention_output = core_attention_forward(l, qkv);
+        const Tensor branch = linear_forward(prefix + "attention_out", attention_output);
         const Tensor sum_after_attention = add(rounded(residual_sum), branch);
-        saved.norm2_input = save_for_backward(sum_after_attention, config_.C, recipe_.saved_inputs,
-                                              MeasuredTensor::NormInput);
 
-        // Norm 2 -> gate and up
-        const Tensor norm2_output = apply_norm(prefix + "norm2", load_saved(saved.norm2_input));
-        const Tensor gate_up = linear_forward(prefix + "gate_up", norm2_output);
-        saved.gate_up = save_for_backward(gate_up, config_.gate_up_cols(), recipe_.saved_inputs,
-                                          MeasuredTensor::ActivationInput);
-
-        // SiLU(gate) * up -> down -> residual sum
-        const Tensor act = apply_activation(load_saved(saved.gate_up));
+        const Tensor norm2_input = save_for_backward(l, SavedKind::Norm2Input, sum_after_attention);
+        const Tensor norm2_output = apply_norm(prefix + "norm2", norm2_input);
+        const Tensor projected = linear_forward(prefix + "gate_up", norm2_output);
+        const Tensor gate_up = save_for_backward(l, SavedKind::GateUp, projected);
+        const Tensor act = apply_activation(gate_up);
         return add(rounded(sum_after_attention), linear_forward(prefix + "down", act));
     }
 
     // Layer l: the gradient of the residual stream after the layer (N, C) -> before the layer (N, C). Where a
     // branch leaves the stream, two gradients are added: one comes along the stream, one through the branch.
     // dX is the gradient of X. The operators come in the opposite order of forward.
-    Tensor layer_backward(const MicroBatchShape& shape, int64_t l, Tensor dresidual) {
-        const std::string prefix = "layers." + std::to_string(l) + ".";
-        const SavedLayer& saved = saved_layers_[l];
-
-        // Backward through down, whose input SiLU(gate) * up is computed again
-        const Tensor gate_up = load_saved(saved.gate_up);
-        const Tensor dact = linear_backward(prefix + "down", apply_activation(gate_up), dresidual);
-
-        // Backward through SiLU(gate) * up, the linear layer gate_up, and norm 2
+    Tensor layer_backward(int64_t l, Tensor dresidual) {
+        const std::string prefix = prefix_of(l);
+        const Tensor gate_up = load_saved(l, SavedKind::GateUp);
+        const Tensor act = apply_activation(gate_up);
+        const Tensor dact = linear_backward(prefix + "down", act, dresidual);
         const Tensor dgate_up = apply_activation_backward(gate_up, dact);
-        const Tensor norm2_input = load_saved(saved.norm2_input);
+        const Tensor norm2_input = load_saved(l, SavedKind::Norm2Input);
         const Tensor norm2_output = apply_norm(prefix + "norm2", norm2_input);
         const Tensor dnorm2_output = linear_backward(prefix + "gate_up", norm2_output, dgate_up);
-        dresidual =
-            rounded(add(dresidual, apply_norm_backward(prefix + "norm2", norm2_input, dnorm2_output)));
+        const Tensor dnorm2_input = apply_norm_backward(prefix + "norm2", norm2_input, dnorm2_output);
+        dresidual = rounded(add(dresidual, dnorm2_input));
 
-        // Backward through the linear layer attention_out
-        const Tensor dattended =
-            linear_backward(prefix + "attention_out", load_saved(saved.attended), dresidual);
-
-        // Backward through attention and RoPE
-        const Tensor attended = load_saved_for_attention(saved.attended);
-        const Tensor saved_qkv = load_saved_for_attention(saved.qkv);
-        const Tensor qkv = qkv_for_attention(shape, prefix, saved_qkv);
-        Tensor dqkv(qkv.size());
-        attention_backward(config_, shape.B, shape.T, qkv.data(), attended.data(), saved.lse.data(),
-                           dattended.data(), dqkv.data());
-        dqkv = qkv_backward(shape, prefix, saved_qkv, rounded(dqkv));
-
-        // Backward through the linear layer qkv, and norm 1
-        const Tensor norm1_input = load_saved(saved.norm1_input);
+        const Tensor attention_output = load_saved(l, SavedKind::AttentionOutput);
+        const Tensor dattention_output =
+            linear_backward(prefix + "attention_out", attention_output, dresidual);
+        const Tensor dqkv = core_attention_backward(l, attention_output, dattention_output);
+        const Tensor norm1_input = load_saved(l, SavedKind::Norm1Input);
         const Tensor norm1_output = apply_norm(prefix + "norm1", norm1_input);
         const Tensor dnorm1_output = linear_backward(prefix + "qkv", norm1_output, dqkv);
-        return rounded(add(dresidual, apply_norm_backward(prefix + "norm1", norm1_input, dnorm1_output)));
+        const Tensor dnorm1_input = apply_norm_backward(prefix + "norm1", norm1_input, dnorm1_output);
+        return rounded(add(dresidual, dnorm1_input));
     }
 
     // --- What a layer saves for backward ---
 
-    // Saves x (N, cols) for backward, stored as `format` says. load_saved() gives the stored values.
-    SavedActivation save_for_backward(const Tensor& x, int64_t cols, const TensorFormat& format,
-                                      MeasuredTensor kind) {
-        if constexpr (!ROUNDS) return x;
+    // Saves x (N, cols). Returns the values that backward will load: forward goes on with them.
+    Tensor save_for_backward(int64_t l, SavedKind kind, const Tensor& x) {
+        SavedActivation& saved = saved_layers_[l][int(kind)];
+        if constexpr (!ROUNDS) saved = x;
         else {
-            note_amax(amax_if_fp8(x, format));
-            return quantize(x.data(), rows_of(x, cols), cols, format, stats_of(kind));
+            const SavedTensor& t = saved_formats_[int(kind)];
+            saved = quantize(x.data(), rows_of(x, t.cols), t.cols, t.format, stats_of(measured_tensor(kind)));
+            note_amax(saved.amax);
         }
+        return load_saved(l, kind);
     }
-    static Tensor load_saved(const SavedActivation& saved) {
+    Tensor load_saved(int64_t l, SavedKind kind) const {
+        const SavedActivation& saved = saved_layers_[l][int(kind)];
         if constexpr (!ROUNDS) return saved;
         else return dequantize(saved);
     }
-    // A saved tensor as attention reads it: its values, rounded to the compute format. Usually q, k, v and
-    // attention's output are saved in the compute format, so rounding changes nothing. With --attention
-    // groups they are saved as codes, and a code times its scale is an FP32 value. Attention reads this value
-    // rounded; the linear layer attention_out reads it as it is.
-    Tensor load_saved_for_attention(const SavedActivation& saved) const { return rounded(load_saved(saved)); }
 
-    static float amax_if_fp8(const Tensor& x, const TensorFormat& format) {  // else 0
-        return format.is_fp8() ? compute_amax(x.data(), int64_t(x.size())) : 0;
-    }
     // FP8 codes saturate, which hides an infinity. So `all_finite` remembers whether the amax of each tensor
-    // that is quantized to FP8 was finite. (Only scales of whole tensors need this: scale_of() says why. With
-    // smaller scale blocks it does no harm.)
+    // that is quantized to FP8 was finite (scale_of() in quantize.cpp).
     void note_amax(float amax) { all_finite = all_finite && std::isfinite(amax); }
+
+    // --- Attention and RoPE ---
+
+    // qkv (N, qkv_cols), as the projection gives it -> attention's output (N, q_cols). Attention reads q, k
+    // and v as backward will load them, because the log-sum-exp has to belong to the loaded values.
+    Tensor core_attention_forward(int64_t l, Tensor qkv) {
+        if (rotates_before_saving()) qkv = rotated(qkv);  // Llama: RoPE
+        const Tensor saved_qkv = save_for_backward(l, SavedKind::Qkv, qkv);
+        const Tensor qkv_for_attention = make_attention_input(l, saved_qkv);  // Llama: saved_qkv
+        Tensor output(N() * config_.q_cols()), log_sum_exp(N() * config_.NH);
+        attention_forward(config_, B_, T_, qkv_for_attention.data(), output.data(), log_sum_exp.data());
+        save_for_backward(l, SavedKind::LogSumExp, log_sum_exp);
+        return save_for_backward(l, SavedKind::AttentionOutput, rounded(output));
+    }
+
+    // output (N, q_cols), attention's output as it was saved, and its gradient doutput -> dqkv (N, qkv_cols),
+    // the gradient of what the projection gives.
+    Tensor core_attention_backward(int64_t l, const Tensor& output, const Tensor& doutput) {
+        const Tensor saved_qkv = load_saved(l, SavedKind::Qkv);
+        const Tensor qkv_for_attention = make_attention_input(l, saved_qkv);  // Llama: saved_qkv
+        const Tensor log_sum_exp = load_saved(l, SavedKind::LogSumExp);
+        Tensor dqkv(saved_qkv.size());
+        attention_backward(config_, B_, T_, qkv_for_attention.data(), rounded(output).data(),
+                           log_sum_exp.data(), doutput.data(), dqkv.data());
+        dqkv = rounded(dqkv);
+        if (config_.arch.rope) dqkv = rotated(dqkv, /*inverse=*/true);
+        return qk_norms_backward_if_any(l, saved_qkv, dqkv);
+    }
+
+    // RoPE. In backward it rotates the gradient the other way (inverse = true). qkv: (N, qkv_cols)
+    Tensor rotated(Tensor qkv, bool inverse = false) const {
+        rope(config_, B_, T_, qkv.data(), inverse);
+        return rounded(qkv);
+    }
 
     // --- Linear layers: the operands are quantized, the GEMM computes in FP32, its result is rounded ---
     //
@@ -347,12 +338,12 @@ private:
                         SumAlong sum_along) {
         if constexpr (!ROUNDS) return tensor;
         else {
-            const TensorFormat& format = format_of(formats_, kind);
-            const float amax = amax_if_fp8(tensor, format);
+            float amax = 0;
+            const Tensor operand = gemm_operand(
+                tensor, rows_of(tensor, cols), cols, format_of(formats_, kind), sum_along,
+                stats_of(measured_tensor(kind)), delayed_scale_if_any(kind, weight_index, tensor), &amax);
             note_amax(amax);
-            return gemm_operand(tensor, rows_of(tensor, cols), cols, format, sum_along,
-                                stats_of(measured_tensor(kind)),
-                                delayed_scale_if_any(kind, weight_index, amax));
+            return operand;
         }
     }
 
@@ -361,10 +352,10 @@ private:
     // x (rows, C) -> the norm's output (rows, C), in FP32.
     Tensor apply_norm(const std::string& name, const Tensor& x) const {
         const int64_t C = config_.C;
-        const Real* bias = config_.arch.rms ? nullptr : values_of(name + ".bias").data();
+        const Real* bias = config_.arch.rms ? nullptr : parameter(name + ".bias").data();
         Tensor y(x.size());
         norm_forward<Real>(config_.arch.rms, Real(config_.norm_eps), rows_of(x, C), C, x.data(),
-                           values_of(name + ".weight").data(), bias, y.data());
+                           parameter(name + ".weight").data(), bias, y.data());
         return y;
     }
 
@@ -373,7 +364,7 @@ private:
         const int64_t C = config_.C;
         Tensor dx(x.size()), dweight(C), dbias(C);
         norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), rows_of(x, C), C, x.data(),
-                            values_of(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
+                            parameter(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
                             dbias.data());
         add_gradient(name + ".weight", dweight);
         if (!config_.arch.rms) add_gradient(name + ".bias", dbias);
@@ -396,62 +387,18 @@ private:
         return dgate_up;
     }
 
-    // --- RoPE, and Qwen3's norms of heads, between the q, k, v projection and attention ---
-    //
-    //   Llama, Mistral, Qwen2   projection -> RoPE -> saved -> attention
-    //   Qwen3                   projection -> saved -> norms of heads -> RoPE -> attention
-    //   GPT-2                   projection -> saved -> attention
-    //
-    // The backward pass of a norm needs the norm's input, so Qwen3 saves q, k and v before the norms. The
-    // backward pass of RoPE needs no values, so the other models save q and k as attention reads them. (On
-    // the GPU: core_attention_forward(), make_attention_input() and core_attention_backward() of model.cu.)
-
-    // q, k and v (N, qkv_cols) as the projection gives them -> as they are saved, in the compute format.
-    Tensor qkv_to_save(const MicroBatchShape& shape, Tensor qkv) const {
-        const bool rotates = config_.arch.rope && !config_.arch.qk_norms;
-        if (rotates) rope(config_, shape.B, shape.T, qkv.data(), /*inverse=*/false);
-        return rounded(qkv);
-    }
-    // q, k and v (N, qkv_cols) as they were saved -> as attention reads them.
-    Tensor qkv_for_attention(const MicroBatchShape& shape, const std::string& prefix, Tensor qkv) const {
-        if (!config_.arch.qk_norms) return qkv;
-        qk_norms_forward(config_, shape.N(), values_of(prefix + "qk_norm.weight").data(), qkv.data());
-        qkv = rounded(qkv);
-        rope(config_, shape.B, shape.T, qkv.data(), /*inverse=*/false);
-        return rounded(qkv);
-    }
-    // The backward pass of RoPE and of qk_norms: dqkv (N, qkv_cols), the gradient of what attention
-    // reads -> the gradient of what the projection gives. saved_qkv: q, k and v as they were saved. Adds to
-    // the gradient of the weight of Qwen3's norms.
-    Tensor qkv_backward(const MicroBatchShape& shape, const std::string& prefix, const Tensor& saved_qkv,
-                        Tensor dqkv) {
-        if (config_.arch.rope) {
-            rope(config_, shape.B, shape.T, dqkv.data(), /*inverse=*/true);
-            dqkv = rounded(dqkv);
-        }
-        if (config_.arch.qk_norms) {
-            const std::string name = prefix + "qk_norm.weight";
-            Tensor dweight(2 * config_.HS());
-            qk_norms_backward(config_, shape.N(), saved_qkv.data(), values_of(name).data(), dqkv.data(),
-                              dweight.data());
-            add_gradient(name, dweight);
-            dqkv = rounded(dqkv);
-        }
-        return dqkv;
-    }
-
     // --- Embedding and head. As in the paper, they are not quantized ---
 
     // tokens (B, T) -> the residual stream before layer 0 (N, C):
     //   residual[n] = embedding[token n]                         with RoPE
     //   residual[n] = embedding[token n] + positions[n mod T]    with learned positions
-    Tensor embedding_forward(const MicroBatchShape& shape, const int32_t* tokens) const {
+    Tensor embedding_forward(const int32_t* tokens) const {
         const int64_t C = config_.C;
-        Tensor residual(shape.N() * C);
-        for (int64_t n = 0; n < shape.N(); n++) {
-            std::copy_n(&values_of("embedding")[tokens[n] * C], C, &residual[n * C]);
+        Tensor residual(N() * C);
+        for (int64_t n = 0; n < N(); n++) {
+            std::copy_n(&parameter("embedding")[tokens[n] * C], C, &residual[n * C]);
             if (!config_.arch.rope)
-                add_scaled(C, Real(1), &values_of("positions")[n % shape.T * C], &residual[n * C]);
+                add_scaled(C, Real(1), &parameter("positions")[n % T_ * C], &residual[n * C]);
         }
         return residual;
     }
@@ -459,13 +406,13 @@ private:
     // Adds to the gradients of the embedding and of the learned positions. dresidual: (N, C).
     //   dembedding[token] = sum of dresidual[n] over all n with this token
     //   dpositions[t]     = sum of dresidual[n] over all n with n mod T = t
-    void embedding_backward(const MicroBatchShape& shape, const int32_t* tokens, const Tensor& dresidual) {
+    void embedding_backward(const int32_t* tokens, const Tensor& dresidual) {
         const int64_t C = config_.C;
         const bool positions = !config_.arch.rope;
         Tensor dembedding(config_.padded_V() * C), dpositions(positions ? config_.max_T * C : 0);
-        for (int64_t n = 0; n < shape.N(); n++) {
+        for (int64_t n = 0; n < N(); n++) {
             add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
-            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % shape.T * C]);
+            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T_ * C]);
         }
         add_gradient("embedding", dembedding);
         if (positions) add_gradient("positions", dpositions);
@@ -474,31 +421,64 @@ private:
     // y (rows, C) -> logits (rows, padded_V)
     Tensor head_forward(const Tensor& y) const {
         const int64_t C = config_.C, padded_V = config_.padded_V();
-        const Tensor& w = values_of(head_name());  // (padded_V, C)
+        const Tensor& w = parameter(head_name());  // (padded_V, C)
         return rounded(multiply(rows_of(y, C), padded_V, C, matrix_view(y, C), transposed_view(w, C)));
     }
 
     // y (N, C), dlogits (N, padded_V) -> dy (N, C). Adds to the gradient of the head.
     Tensor head_backward(const Tensor& y, const Tensor& dlogits) {
         const int64_t C = config_.C, padded_V = config_.padded_V(), N = rows_of(y, C);
-        const Tensor& w = values_of(head_name());  // (padded_V, C)
+        const Tensor& w = parameter(head_name());  // (padded_V, C)
         add_gradient(head_name(),
                      multiply(padded_V, C, N, transposed_view(dlogits, padded_V), matrix_view(y, C)));
         return rounded(multiply(N, C, padded_V, matrix_view(dlogits, padded_V), matrix_view(w, C)));
     }
 
     // =======================================================================================================
-    // What can wait: only biases and other recipes than coat need it
+    // What can wait: with coat, and in Llama, these functions change nothing
     //
+    // --- Attention in other models, and with --attention groups ---
+    //
+    //   Llama, Mistral, Qwen2   projection -> RoPE -> saved -> attention
+    //   Qwen3                   projection -> saved -> norms of heads -> RoPE -> attention
+    //   GPT-2                   projection -> saved -> attention
+    //
+    // The backward pass of a norm needs the norm's input, so Qwen3 saves q, k and v before the norms. The
+    // backward pass of RoPE needs no values, so the other models save q and k as attention reads them.
+    bool rotates_before_saving() const { return config_.arch.rope && !config_.arch.qk_norms; }
+
+    // q, k and v (N, qkv_cols) as they were saved -> as attention reads them. With --attention groups they
+    // are saved as codes, and a code times its scale is an FP32 value, which attention reads rounded. (The
+    // backward pass of attention reads the output rounded, too. The linear layer attention_out reads it as it
+    // is.) Without --attention groups rounding changes nothing.
+    Tensor make_attention_input(int64_t l, const Tensor& saved_qkv) const {
+        Tensor qkv = rounded(saved_qkv);
+        if (!config_.arch.qk_norms) return qkv;
+        qk_norms_forward(config_, N(), parameter(prefix_of(l) + "qk_norm.weight").data(), qkv.data());
+        return rotated(rounded(qkv));
+    }
+
+    // dqkv (N, qkv_cols), the gradient of the output of Qwen3's norms -> of their input. Adds to the gradient
+    // of their weight. saved_qkv: the input.
+    Tensor qk_norms_backward_if_any(int64_t l, const Tensor& saved_qkv, Tensor dqkv) {
+        if (!config_.arch.qk_norms) return dqkv;
+        const std::string name = prefix_of(l) + "qk_norm.weight";
+        Tensor dweight(2 * config_.HS());
+        qk_norms_backward(config_, N(), rounded(saved_qkv).data(), parameter(name).data(), dqkv.data(),
+                          dweight.data());
+        add_gradient(name, dweight);
+        return rounded(dqkv);
+    }
+
     // --- Biases of linear layers ---
 
-    // The linear layers of Llama and Mistral have no biases.
+    // Only GPT-2 has biases and, for q, k and v, Qwen2.
     bool has_bias(const std::string& linear) const { return param_index_.count(linear + ".bias"); }
 
     // y (N, out): adds the bias to each row.
     void add_bias_if_any(const std::string& linear, Tensor& y) const {
         if (!has_bias(linear)) return;
-        const Tensor& bias = values_of(linear + ".bias");
+        const Tensor& bias = parameter(linear + ".bias");
         const int64_t out = int64_t(bias.size());
         for (int64_t n = 0; n < rows_of(y, out); n++) add_scaled(out, Real(1), bias.data(), &y[n * out]);
     }
@@ -509,7 +489,7 @@ private:
     void add_bias_gradient_if_any(const std::string& linear, const Tensor& g, const Tensor& g_operand) {
         if (!has_bias(linear)) return;
         const Tensor& to_sum = formats_.g.is_fp8() ? g : g_operand;
-        const int64_t out = int64_t(values_of(linear + ".bias").size());
+        const int64_t out = int64_t(parameter(linear + ".bias").size());
         Tensor dbias(out);
         for (int64_t n = 0; n < rows_of(g, out); n++)
             add_scaled(out, Real(1), &to_sum[n * out], dbias.data());
@@ -541,10 +521,11 @@ private:
     // --- Delayed scaling (the recipe te) ---
 
     // The scale of a GEMM operand, from earlier steps. Other recipes have none, so quantize() takes the scale
-    // from the operand's amax. amax: of the operand.
-    std::optional<float> delayed_scale_if_any(OperandKind kind, size_t weight_index, float amax) {
+    // from the operand's amax.
+    std::optional<float> delayed_scale_if_any(OperandKind kind, size_t weight_index, const Tensor& operand) {
         const TensorFormat& format = format_of(formats_, kind);
         if (recipe_.scale_source != ScaleSource::Delayed || !format.is_fp8()) return {};
+        const float amax = compute_amax(operand.data(), int64_t(operand.size()));
         return delayed_scales[weight_index][int(kind)].raise_amax_and_get_scale(format, amax);
     }
     void prepare_delayed_scales() {

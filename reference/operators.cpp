@@ -306,14 +306,14 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
 //   loss = log(sum_v exp(logit_v)) - logit_target,  dlogit_v = softmax(logits)_v - (v == target)
 // Loss and gradient are 0 if a target does not count. The gradient is multiplied by `loss_weight`.
 template <class Real>
-double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride, Real* logits,
+double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t padded_V, Real* logits,
                                           const int32_t* targets, Real loss_weight) {
     std::vector<double> losses(N);
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
-        Real* row = logits + n * V_stride;
+        Real* row = logits + n * padded_V;
         if (targets[n] == NO_TARGET) {
-            std::fill(row, row + V_stride, Real(0));
+            std::fill(row, row + padded_V, Real(0));
             continue;
         }
         const Real max_logit = *std::max_element(row, row + V);
@@ -326,7 +326,7 @@ double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride
         losses[n] = double(std::log(sum) + max_logit - target_logit);
         for (int64_t v = 0; v < V; v++) row[v] *= loss_weight / sum;
         row[targets[n]] -= loss_weight;
-        std::fill(row + V, row + V_stride, Real(0));
+        std::fill(row + V, row + padded_V, Real(0));
     }
     return std::accumulate(losses.begin(), losses.end(), 0.0);
 }

@@ -38,7 +38,7 @@ template <class Real>
 void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias);
 
-// These two can wait: only Qwen3 needs them. RMSNorm of each head of q and of k in qkv (N, qkv_cols), in
+// (These two can wait: only Qwen3 needs them.) RMSNorm of each head of q and of k in qkv (N, qkv_cols), in
 // place. weight, dweight: (2 HS), [of q | of k]. In backward qkv has the inputs of the norms, and dqkv, the
 // gradient of their outputs, becomes the gradient of their inputs.
 template <class Real>
@@ -56,8 +56,9 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
                          Real* dgate_up);
 
 // RoPE rotates q and k of qkv (B, T, qkv_cols) in place. A pair is (i, i + HS/2), as in Hugging Face. The
-// backward pass rotates the gradients by the opposite angle (inverse = true). rope_frequency() is that of
-// pair i, 0 <= i < HS / 2.
+// backward pass rotates the gradients by the opposite angle (inverse = true).
+//
+// rope_frequency(): the angle of pair i, 0 <= i < HS / 2, for each position, in radians.
 double rope_frequency(const ModelConfig& config, int64_t i);
 template <class Real> void rope(const ModelConfig& config, int64_t B, int64_t T, Real* qkv, bool inverse);
 
@@ -70,10 +71,10 @@ template <class Real>
 void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const Real* qkv, const Real* out,
                         const Real* lse, const Real* dout, Real* dqkv);
 
-// Returns the sum of the losses of N tokens, in nats. logits (N, V_stride) become the gradients of
-// loss_weight times this sum. Columns from V on are padding. targets: (N).
+// Returns the sum of the losses of N tokens, in nats. logits (N, padded_V) are overwritten by the
+// gradients of loss_weight * (the sum). Columns from V on are padding. targets: (N).
 template <class Real>
-double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t V_stride, Real* logits,
+double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t padded_V, Real* logits,
                                           const int32_t* targets, Real loss_weight);
 
 // y += factor x, both (n).

@@ -21,7 +21,8 @@ namespace coat::reference {
 
 // k = log(R) / log(R_X), rounded to a multiple of 1/256, and limited to [1/16, 64].
 //   - Rounding: logarithms of CPU and GPU differ in their last bits. After rounding, most k are the same on
-//     both. (The released code rounds down to a multiple of 1/16, which costs precision.)
+//     both. (The released code rounds down to a multiple of 1/16, which costs precision.) k is stored in
+//     FP32, like max: together they are 8 bytes for 128 codes.
 //   - The upper limit: if all magnitudes are equal, log(R_X) is 0. Then any k is exact, because all codes are
 //     those of FMAX or -FMAX, and contract() gives max or -max. So k is 64.
 //   - The lower limit never changes k: the widest R_X of FP32 is 2^277, and its k in E4M3 is 16/256.
@@ -41,14 +42,15 @@ float expand(Format f, float x, float max_magnitude, float k) {
     return std::copysign(format_info(f).fmax * power, x);
 }
 
-// The inverse of expand(): x = sign(y) max (|y| / FMAX)^(1/k) for a decoded y. If R_X is very large, the
-// power underflows in FP32, although the product of max and the power does not. So max is multiplied twice by
-// the square root of the power. |x| is at least the smallest positive FP32 value: a second moment that is not
-// zero must not become zero.
+// The inverse of expand(), for a decoded y: x = sign(y) max root, where root = (|y| / FMAX)^(1/k) is the k-th
+// root. If R_X is very large, root underflows in FP32, although max * root does not. So max is multiplied
+// twice by the square root of root. |x| is at least the smallest positive FP32 value: a second moment that is
+// not zero must not become zero.
 float contract(Format f, float y, float max_magnitude, float k) {
     if (y == 0 || max_magnitude == 0) return 0.0f;
-    const float root = std::exp2((std::log2(std::abs(y)) - std::log2(format_info(f).fmax)) / (2 * k));
-    return std::copysign(std::max(max_magnitude * root * root, 0x1p-149f), y);
+    const float log2_ratio = std::log2(std::abs(y)) - std::log2(format_info(f).fmax);
+    const float sqrt_of_root = std::exp2(log2_ratio / (2 * k));
+    return std::copysign(std::max(max_magnitude * sqrt_of_root * sqrt_of_root, 0x1p-149f), y);
 }
 
 // Without expansion: the scale of a moment group. Moments are finite, because a step with gradients that are
@@ -64,7 +66,7 @@ void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count) {
     one_moment_group = optimizer.one_moment_group;
     const int64_t moment_groups = optimizer.moment_group_count(f, n);
     elements.assign(n * format_info(f).bytes, 0);
-    max.assign(moment_groups, 0.0f);
+    maxima.assign(moment_groups, 0.0f);
     k.assign(expanded ? moment_groups : 0, 1.0f);
 }
 
@@ -73,7 +75,7 @@ float Moment::value(int64_t i) const {
     const float y = read_element(format, elements.data(), i);
     if (!has_moment_groups(format)) return y;
     const int64_t moment_group = i / moment_group_size();
-    const float max_magnitude = max[moment_group];
+    const float max_magnitude = maxima[moment_group];
     if (expanded) return contract(format, y, max_magnitude, k[moment_group]);
     return max_magnitude == 0 ? 0.0f : y * moment_scale(format, max_magnitude);
 }
@@ -97,7 +99,7 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
         max_magnitude = std::max(max_magnitude, std::abs(x[i]));
         if (x[i] != 0) min_magnitude = std::min(min_magnitude, std::abs(x[i]));
     }
-    max[moment_group] = max_magnitude;
+    maxima[moment_group] = max_magnitude;
     if (expanded) {
         const bool all_zeros = max_magnitude == 0;
         const float k_of_moment_group =
@@ -134,12 +136,12 @@ void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
     for (int64_t i = 0; i < n; i++) add_error(*stats, x[i], value(i));
 }
 
-float clip_factor(const AdamWOptions& options, double grad_norm) {
+float compute_clip_factor(const AdamWOptions& options, double grad_norm) {
     const bool clips = options.clip > 0 && grad_norm > options.clip;
     return clips ? float(options.clip / grad_norm) : 1.0f;
 }
 
-// The constants of one AdamW step. Powers of beta are computed in double.
+// Powers of beta are computed in double.
 AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm) {
     const double t = double(options.update_number);
     return {.lr = options.lr,
@@ -151,7 +153,7 @@ AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double 
             .decay = decays ? options.weight_decay : 0.0f,
             .bias_correction1 = float(1 - std::pow(double(options.beta1), t)),
             .bias_correction2_sqrt = float(std::sqrt(1 - std::pow(double(options.beta2), t))),
-            .clip_factor = clip_factor(options, grad_norm)};
+            .clip_factor = compute_clip_factor(options, grad_norm)};
 }
 
 // One AdamW step in FP32, with the clipped gradient g:

@@ -28,8 +28,8 @@ struct Moment {
     int64_t n = 0;
     bool one_moment_group = false;  // all n elements are one moment group
     std::vector<uint8_t> elements;  // n elements of format
-    std::vector<float> max;         // of each moment group; empty if the format is not scaled
-    std::vector<float> k;           // of each moment group; empty without expansion
+    std::vector<float> maxima;      // max of each moment group; empty if the format is not scaled
+    std::vector<float> k;           // k of each moment group; empty without expansion
 
     // A moment of `count` zeros. f: Param::moment_format().
     void init(const OptimizerFormats& optimizer, Format f, int64_t count);
@@ -57,7 +57,7 @@ struct AdamWConstants {
 };
 // The number by which clipping multiplies the gradients. grad_norm: the norm of all gradients, before
 // clipping.
-float clip_factor(const AdamWOptions& options, double grad_norm);
+float compute_clip_factor(const AdamWOptions& options, double grad_norm);
 // The constants of one step for one parameter. decays: Param::decays() of the parameter.
 AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm);
 // One step of AdamW. gradient, master, m, v: (n)

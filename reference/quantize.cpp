@@ -27,9 +27,9 @@ using Floats = std::vector<float>;
 // depends on the granularity:
 //   group, row, block   The scale is NaN. So the values that share it are read back as NaN, and NaN reaches
 //                       the loss or a gradient.
-//   whole tensor        The scale is 1, and the caller checks the amax itself (note_amax() in
-//                       reference/network.h). With delayed scaling, too, the caller must check: a scale that
-//                       comes from earlier steps does not show this amax.
+//   whole tensor        The scale is 1, and the caller of quantize() checks StoredMatrix::amax. With delayed
+//                       scaling, too, the caller must check: a scale that comes from earlier steps does not
+//                       show this amax.
 float scale_of(const TensorFormat& format, float amax) {
     if (!std::isfinite(amax)) return format.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -48,9 +48,8 @@ static float amax_of_neighbours(const float* x, int64_t n) {
 }
 
 // The amax of a whole tensor. The paper's group scaling (section 5.2) takes it in two stages: first the amax
-// of every 16 neighbours, then the largest of these amaxes. (Group scaling, in spite of its name, gives the
-// tensor one scale.) A GPU mostly needs no pass over the tensor for the amax, because the kernel that
-// computes the values has them in registers.
+// of every 16 neighbours, then the largest of these amaxes. A GPU mostly needs no pass over the tensor for
+// the amax, because the kernel that computes the values has them in registers.
 float compute_amax(const float* x, int64_t n) {
     float amax = 0;
 #pragma omp parallel for reduction(max : amax) if (n > MIN_PARALLEL_ELEMENTS)
@@ -73,7 +72,7 @@ float StoredMatrix::value(int64_t row, int64_t col) const {
     return read_element(format.element_format, elements.data(), row * cols + col) * scale(row, col);
 }
 
-// Adds the error of one value to statistics. (NaN is not counted as flushed, because |NaN| > 0 is false.)
+// (NaN is not counted as flushed, because |NaN| > 0 is false.)
 void add_error(QuantStats& stats, float x, float dequantized) {
     const double error = double(x) - double(dequantized);
     stats.signal += double(x) * x;
@@ -82,13 +81,14 @@ void add_error(QuantStats& stats, float x, float dequantized) {
     stats.elements++;
 }
 
-// Sets stored.scales to the just-in-time scales of x (rows, cols), from the amaxes of its scale blocks. (The
-// scale of a whole tensor comes from compute_amax(), which uses all threads.)
-static void compute_scales(const float* x, StoredMatrix& stored) {
+// Several scale blocks: sets stored.scales to the scales of x (rows, cols), from the amaxes of its scale
+// blocks, and stored.amax to the largest of these amaxes.
+static void compute_amax_and_scales(const float* x, StoredMatrix& stored) {
     const TensorFormat& format = stored.format;
     const int64_t blocks = format.scale_count(stored.rows, stored.cols);
     const int64_t scale_cols = format.cols_of_scales(stored.cols);
-#pragma omp parallel for if (blocks > 1 && stored.rows * stored.cols > MIN_PARALLEL_ELEMENTS)
+    float amax_of_all = 0;
+#pragma omp parallel for reduction(max : amax_of_all) if (stored.rows * stored.cols > MIN_PARALLEL_ELEMENTS)
     for (int64_t block = 0; block < blocks; block++) {
         const int64_t first_row = block / scale_cols * stored.block_rows();
         const int64_t first_col = block % scale_cols * stored.block_cols();
@@ -98,7 +98,15 @@ static void compute_scales(const float* x, StoredMatrix& stored) {
         for (int64_t row = first_row; row < end_row; row++)
             amax = std::max(amax, amax_of_neighbours(x + row * stored.cols + first_col, width));
         write_element(format.scale_format, stored.scales.data(), block, scale_of(format, amax));
+        amax_of_all = std::max(amax_of_all, amax);
     }
+    stored.amax = amax_of_all;
+}
+// One scale for the whole tensor. given: a scale that is used in place of the scale of the amax.
+static void compute_amax_and_scale(const float* x, StoredMatrix& stored, std::optional<float> given) {
+    stored.amax = compute_amax(x, stored.rows * stored.cols);
+    const float s = given ? *given : scale_of(stored.format, stored.amax);
+    write_element(stored.format.scale_format, stored.scales.data(), 0, s);
 }
 
 // Each row of a matrix consists of parts that lie in one scale block. For each part, this calls
@@ -139,17 +147,14 @@ static void measure_quant_errors(const float* x, const StoredMatrix& stored, Qua
     }
 }
 
-// Computes the scales of all scale blocks, and then all elements.
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const TensorFormat& format,
                       QuantStats* stats, std::optional<float> scale) {
     StoredMatrix stored{.elements = {}, .scales = {}, .rows = rows, .cols = cols, .format = format};
     stored.elements.resize(format.bytes_without_scales(rows, cols));
     stored.scales.resize(format.scale_count(rows, cols) * format_info(format.scale_format).bytes);
-    if (format.is_fp8() && format.granularity == PER_TENSOR) {
-        const float s = scale ? *scale : scale_of(format, compute_amax(x, rows * cols));
-        write_element(format.scale_format, stored.scales.data(), 0, s);
-    } else if (format.is_fp8()) {
-        compute_scales(x, stored);
+    if (format.is_fp8()) {
+        if (format.granularity == PER_TENSOR) compute_amax_and_scale(x, stored, scale);
+        else compute_amax_and_scales(x, stored);
     }
     compute_codes(x, stored);
     if (stats && format.is_fp8()) measure_quant_errors(x, stored, *stats);
@@ -165,7 +170,7 @@ Floats dequantize(const StoredMatrix& stored) {
             x[i] = read_element(stored.format.element_format, stored.elements.data(), i);
         return x;
     }
-    float values[256];  // by code
+    float values[256];  // of each code: decode() would take longer
     for (uint16_t code = 0; code < 256; code++) values[code] = decode(stored.format.element_format, code);
     for_each_row_part(stored, [&](int64_t first, int64_t end, float s) {
         for (int64_t i = first; i < end; i++) x[i] = values[stored.elements[i]] * s;
@@ -174,18 +179,22 @@ Floats dequantize(const StoredMatrix& stored) {
 }
 
 // A GPU's tensor cores multiply codes, and scale the sum of the products. Here the GEMM is in FP32 and reads
-// decoded values. (This is called fake quantization.)
+// decoded values, which gives the same sum up to rounding. (This is called fake quantization.)
 //
 // If the GEMM sums along the columns of x, the granularity is that of the transpose (the end of
 // common/formats.h), so the transpose is quantized. If the transpose has the same scale blocks as x,
 // quantizing x itself gives the same values.
 Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const TensorFormat& format,
-                    SumAlong sum_along, QuantStats* stats, std::optional<float> scale) {
-    if (sum_along == SumAlong::Row || format.granularity.transpose_has_same_blocks())
-        return dequantize(quantize(x.data(), rows, cols, format, stats, scale));
+                    SumAlong sum_along, QuantStats* stats, std::optional<float> scale, float* amax) {
+    if (sum_along == SumAlong::Row || format.granularity.transpose_has_same_blocks()) {
+        const StoredMatrix stored = quantize(x.data(), rows, cols, format, stats, scale);
+        if (amax) *amax = stored.amax;
+        return dequantize(stored);
+    }
     const Floats transpose = transposed(x.data(), rows, cols, cols);
-    const StoredMatrix quantized = quantize(transpose.data(), cols, rows, format, stats, scale);
-    return transposed(dequantize(quantized).data(), cols, rows, rows);
+    const StoredMatrix stored = quantize(transpose.data(), cols, rows, format, stats, scale);
+    if (amax) *amax = stored.amax;
+    return transposed(dequantize(stored).data(), cols, rows, rows);
 }
 
 // ===========================================================================================================

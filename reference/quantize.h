@@ -15,6 +15,7 @@ struct StoredMatrix {
     std::vector<uint8_t> scales;    // one for each scale block, of format.scale_format
     int64_t rows = 0, cols = 0;
     TensorFormat format{.element_format = Format::FP32};
+    float amax = 0;  // of the values before they were quantized, in FP8; infinity if one was NaN. Else 0
 
     // The number of rows and of columns of a scale block.
     int64_t block_rows() const { return format.granularity.rows ? format.granularity.rows : rows; }
@@ -23,13 +24,14 @@ struct StoredMatrix {
     float value(int64_t row, int64_t col) const;
 };
 
-float scale_of(const TensorFormat& format, float amax);  // the scale of a scale block with this amax
-float compute_amax(const float* x, int64_t n);           // the amax of n values
+// The scale of a scale block with this amax.
+float scale_of(const TensorFormat& format, float amax);
+float compute_amax(const float* x, int64_t n);  // the amax of n values; infinity if one is NaN
 
 // Stores x (rows, cols) as `format` says. (In FP32 and BF16 nothing is quantized: the values are only
 // rounded.)
 //   stats   null, or where the errors are added if the format is FP8
-//   scale   for PER_TENSOR only: the scale to use in place of the just-in-time scale
+//   scale   (this can wait) with delayed scaling, so PER_TENSOR: the scale, in place of the just-in-time one
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const TensorFormat& format,
                       QuantStats* stats = nullptr, std::optional<float> scale = {});
 std::vector<float> dequantize(const StoredMatrix& stored);  // (rows, cols)
@@ -37,14 +39,15 @@ std::vector<float> dequantize(const StoredMatrix& stored);  // (rows, cols)
 // x (rows, cols) as a GEMM reads it: quantized, and decoded again. stats, scale: as for quantize().
 //   sum_along   whether the GEMM sums along the rows of x, as fprop does, or along its columns, as wgrad does
 //               (the end of common/formats.h)
+//   amax        null, or where StoredMatrix::amax is written
 std::vector<float> gemm_operand(const std::vector<float>& x, int64_t rows, int64_t cols,
                                 const TensorFormat& format, SumAlong sum_along, QuantStats* stats = nullptr,
-                                std::optional<float> scale = {});
+                                std::optional<float> scale = {}, float* amax = nullptr);
 
 // Adds the error of one value to statistics.
 void add_error(QuantStats& stats, float x, float dequantized);
 
-// --- Delayed scaling. This can wait: only the recipe te needs it ---
+// --- Delayed scaling (this can wait: only the recipe te needs it) ---
 // The scale of one operand of a linear layer comes from earlier steps (common/recipes.h, ScaleSource). It is
 // known before the tensor is, so values beyond FMAX * scale saturate.
 struct DelayedScale {

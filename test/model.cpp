@@ -23,7 +23,7 @@ static reference::Moment moment_of(const RunSettings& s, const Param& p, const S
     reference::Moment moment;
     moment.init(s.optimizer, p.moment_format(second ? s.optimizer.v_format : s.optimizer.m_format), p.size());
     moment.elements = state.at(name);
-    if (!moment.max.empty()) moment.max = values_of<float>(state, name + ".max");
+    if (!moment.maxima.empty()) moment.maxima = values_of<float>(state, name + ".max");
     if (!moment.k.empty()) moment.k = values_of<float>(state, name + ".k");
     return moment;
 }
@@ -115,7 +115,7 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
             for (int v : {0, 1}) {
                 update.store(v);
                 const reference::Moment stored = moment_of(s, p, after, v), &expected = update.moments[v];
-                if (exact) CHECK((stored.elements == expected.elements && stored.max == expected.max));
+                if (exact) CHECK((stored.elements == expected.elements && stored.maxima == expected.maxima));
                 Floats a(w.size()), b(w.size());
                 stored.load(a.data());
                 expected.load(b.data());

@@ -7,6 +7,7 @@
 #include <random>
 #include <utility>
 
+#include "../../common/known_models.h"
 #include "comparison.h"
 
 using namespace coat;
@@ -112,7 +113,7 @@ void reference_adamw(const Step& s, int n, const float* g, float* w, Moment m, M
     for (int j : {0, 1}) {
         moments[j].init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n);
         std::copy_n(views[j].codes, n, moments[j].elements.begin());
-        moments[j].max[0] = *views[j].max;
+        moments[j].maxima[0] = *views[j].max;
         moments[j].k[0] = *views[j].k;
         moments[j].load(values[j].data());
     }
@@ -120,7 +121,7 @@ void reference_adamw(const Step& s, int n, const float* g, float* w, Moment m, M
     for (int j : {0, 1}) {
         moments[j].store(values[j].data(), j == 1);
         std::copy_n(moments[j].elements.begin(), n, views[j].codes);
-        *views[j].max = moments[j].max[0];
+        *views[j].max = moments[j].maxima[0];
         *views[j].k = moments[j].k[0];
     }
 }

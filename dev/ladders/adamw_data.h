@@ -172,7 +172,7 @@ private:
         const std::vector<float> all = fields_.read();
         const auto max = all.begin() + which * (n_ / SPAN), k = max + n_ / SPAN;
         moment.elements = codes.read();
-        moment.max.assign(max, k);
+        moment.maxima.assign(max, k);
         moment.k.assign(k, k + n_ / SPAN);
         return moment;
     }
@@ -183,7 +183,7 @@ private:
         expected.store(x.data(), second);
         for (int64_t g = 0; g < n_ / SPAN; g++) {
             const float off = std::abs(now.k[g] - expected.k[g]);
-            d.max += !(std::abs(now.max[g] - expected.max[g]) <= 1e-5f * expected.max[g]);
+            d.max += !(std::abs(now.maxima[g] - expected.maxima[g]) <= 1e-5f * expected.maxima[g]);
             d.k += !(off == 0);
             d.far_k += !(off <= 1 / 256.0f);
             if (!(off == 0)) continue;

@@ -279,7 +279,7 @@ save("new_w", new_w)
 )");
     auto check = [&](const std::string& name, const reference::Moment& expected) {
         INFO(name);
-        others(folder.get(name + ".max"), expected.max, 0, 0x1p-21f);
+        others(folder.get(name + ".max"), expected.maxima, 0, 0x1p-21f);
         CHECK(others(folder.get(name + ".k"), expected.k, 1.0f / 256) <= groups / 100);
         CHECK(others(folder.get(name + ".codes"), floats(expected.elements), 1) <= n / 1000);
     };

@@ -45,7 +45,7 @@ inline Doubles load_exactly(const Moment& m) {
         for (int64_t i = g.first; i < g.last; i++) {
             const double code = reference::decode(m.format, code_of(m, i)),
                          k = m.expanded ? m.k[g.number] : 1;
-            x[i] = std::copysign(m.max[g.number] * std::pow(std::abs(code) / fmax, 1 / k), code);
+            x[i] = std::copysign(m.maxima[g.number] * std::pow(std::abs(code) / fmax, 1 / k), code);
         }
     return x;
 }
@@ -63,12 +63,12 @@ struct DeviceMoment {
     Buffer<float> max, k;
     DeviceMoment(const Moment& m, int64_t padded)
         : of(m), codes(padded * format_info(m.format).bytes),
-          max(int64_t(m.max.size()) *
+          max(int64_t(m.maxima.size()) *
               (m.one_moment_group ? 2 : 1)),  // one scale per tensor: room for the new one
           k(int64_t(m.k.size())) {
         codes.zero();
         codes.write(m.elements);
-        max.write(m.max);
+        max.write(m.maxima);
         k.write(m.k);
     }
     gpu::MomentRef ref() const {
@@ -77,17 +77,17 @@ struct DeviceMoment {
     Moment read() const {
         Moment m = of;
         m.elements = codes.read();
-        m.max = max.read();
+        m.maxima = max.read();
         m.k = k.read();
         CHECK(std::none_of(m.elements.begin() + of.elements.size(), m.elements.end(),
                            [](auto c) { return c; }));
         m.elements.resize(of.elements.size());
-        m.max.resize(of.max.size());
+        m.maxima.resize(of.maxima.size());
         return m;
     }
 };
 inline bool same_moment(const Moment& a, const Moment& b) {
-    return a.elements == b.elements && same_bytes(a.max, b.max) && same_bytes(a.k, b.k);
+    return a.elements == b.elements && same_bytes(a.maxima, b.maxima) && same_bytes(a.k, b.k);
 }
 
 // Parameters, gradients and moments with random values, and one step of AdamW with them on the GPU.
@@ -267,11 +267,11 @@ struct MomentCheck {
             top = {std::max(top.lower, limits.lower), std::max(top.upper, limits.upper)};
             low = {std::min(low.lower, limits.lower), std::min(low.upper, limits.upper)};
         }
-        REQUIRE(got.max[g.number] >= top.lower - 0x1p-149);
-        REQUIRE(got.max[g.number] <= top.upper + 0x1p-149);
+        REQUIRE(got.maxima[g.number] >= top.lower - 0x1p-149);
+        REQUIRE(got.maxima[g.number] <= top.upper + 0x1p-149);
         if (!got.expanded) return;
         const double k = got.k[g.number];
-        if (got.max[g.number] == 0) {
+        if (got.maxima[g.number] == 0) {
             REQUIRE(k == 1);
             return;
         }
@@ -291,7 +291,7 @@ struct MomentCheck {
     int64_t wrong_codes(const MomentGroup& g, bool keep_positive) const {
         const double fmax = format_info(got.format).fmax;
         const uint16_t sign = got.format == Format::FP16 ? 0x8000 : 0x80;
-        const float max = got.max[g.number], k = got.expanded ? got.k[g.number] : 1;
+        const float max = got.maxima[g.number], k = got.expanded ? got.k[g.number] : 1;
         const float scale = reference::scale_of(TensorFormat{got.format}, max);
         const bool expands = got.expanded && max > 0;
         // Magnitudes as they become codes.

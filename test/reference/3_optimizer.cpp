@@ -55,7 +55,7 @@ static void check_moment(Format f, bool expansion, bool one_moment_group, bool s
                  .expansion = expansion,
                  .one_moment_group = one_moment_group},
                 f, n);
-    CHECK(moment.max == Floats(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
+    CHECK(moment.maxima == Floats(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
     CHECK(moment.k == Floats(size_t(expands ? ceil_div(n, size) : 0), 1.0f));
     Floats values(x.size(), -7);
     moment.load(values.data());
@@ -75,7 +75,7 @@ static void check_moment(Format f, bool expansion, bool one_moment_group, bool s
             }
             k = expands && max > 0 ? expansion_exponent(f, max, min) : 1;
             s = scaled ? scale_of({f}, max) : 1;
-            if (scaled) REQUIRE(moment.max[moment_group] == max);
+            if (scaled) REQUIRE(moment.maxima[moment_group] == max);
             if (expands) REQUIRE(moment.k[moment_group] == k);
         }
         INFO(i, ": ", x[i], " became ", values[i], "; max ", max, ", k ", k);
