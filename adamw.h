@@ -10,7 +10,8 @@
 //   shard              what one rank owns of a parameter
 //   the rank's order   all shards of a rank, one after the other, each padded as in the flat order
 #pragma once
-#include "common/ranks.h"
+#include "common/architecture.h"
+#include "common/step.h"
 #include "gpu/tensors.h"
 
 namespace coat::gpu {

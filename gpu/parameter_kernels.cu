@@ -1,6 +1,7 @@
 // gpu/parameter_kernels.cu - what a step does with parameters besides AdamW (gpu/parameter_kernels.h).
 #include "parameter_kernels.h"
 #include "../common/random.h"
+#include "../common/ranks.h"
 #include "layers.cuh"
 
 namespace coat::gpu {

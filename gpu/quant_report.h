@@ -3,6 +3,7 @@
 // gpu/tensors.h hold here, too.
 #pragma once
 #include "../adamw.h"
+#include "../common/quant_errors.h"
 
 namespace coat::gpu {
 

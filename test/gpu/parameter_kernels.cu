@@ -1,4 +1,5 @@
 // parameter_kernels.cu - first values of weights, and norms of gradients (../../gpu/parameter_kernels.cu).
+#include "../../common/ranks.h"
 #include "../help/gpu.h"
 
 using namespace coat;
