@@ -95,8 +95,7 @@ static void check_moment(Format f, bool expansion, bool one_moment_group, bool s
     else CHECK(stats.elements == 0);
 }
 
-TEST_CASE(
-    "expansion_exponent: k = log(R of the format) / log(R of the moment group) is rounded and clamped") {
+TEST_CASE("expansion_exponent: k = log(R) / log(R of the moment group) is rounded and clamped") {
     SEEDED_RANDOM(rng);
     const auto rounded = [](double k) { return std::clamp(std::rint(k * 256) / 256, 1.0 / 16, 64.0); };
     for (Format f : {Format::E4M3, Format::E5M2}) {
