@@ -275,7 +275,7 @@ public:
                     .saved_tensors = {}};
         if (qk_norms_) layer.qk_norms_weight_index = index("qk_norm.weight");
         uint8_t* data = memory_.saved_activations + l * saved_layer_bytes(settings_);
-        for (const SavedTensor& saved : saved_per_layer(config_, recipe_)) {
+        for (const SavedFormat& saved : saved_per_layer(config_, recipe_)) {
             TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .format = saved.format};
             // The scales of groups lie right after the codes
             if (saved.format.is_fp8())
@@ -449,7 +449,7 @@ public:
             const TensorRef before_groups = allocate_tensor(micro_batch_.N, gate_up.cols);
             layer.gate_up_proj.fprop(x, before_groups);
             quantize_activation_input(gated_, before_groups, gate_up, layer.down_proj.place_for_x_amax(),
-                                      context_.quant_stats_of(MeasuredTensor::ActivationInput), stream_);
+                                      context_.quant_stats_of(MeasuredKind::ActivationInput), stream_);
         } else {
             // Recipes that save no groups: the projection's output is saved as it is
             layer.gate_up_proj.fprop(x, gate_up);
@@ -802,7 +802,7 @@ public:
     }
     void save_and_reload(const TensorRef& buffer, const TensorRef& saved) {
         quantize_groups(buffer, saved, /*write_back=*/true,
-                        context_.quant_stats_of(MeasuredTensor::QkvAndOutput), stream_);
+                        context_.quant_stats_of(MeasuredKind::QkvAndOutput), stream_);
     }
     // core_attention_forward() of Qwen3, or with --attention groups. qkv: the buffer, or the tensor that is
     // saved. What is allocated here is given back at the end of the caller's Scope.
@@ -873,7 +873,7 @@ public:
     void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
             measure_quant_errors(lazy_stored(residual.current), Operand{.tensor = next.args.in},
-                                 context_.quant_stats_of(MeasuredTensor::NormInput), stream_);
+                                 context_.quant_stats_of(MeasuredKind::NormInput), stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -1099,7 +1099,7 @@ public:
         report.k_m = parameter_state_.expansion_exponents(memory_.first_moments);
         report.k_v = parameter_state_.expansion_exponents(memory_.second_moments);
         // With several ranks, each may have quantized a part of the weights
-        QuantStats& weights = report.stats_by_kind[static_cast<int>(MeasuredTensor::Weight)];
+        QuantStats& weights = report.stats_by_kind[static_cast<int>(MeasuredKind::Weight)];
         weights = sharding_->sum_weight_quant_stats(weights);
         context_.quant_report = nullptr;
         context_.quant_stats = nullptr;

@@ -83,8 +83,8 @@ struct ModelConfig {
 enum class SavedKind : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 inline constexpr int SAVED_KIND_COUNT = static_cast<int>(SavedKind::GateUp) + 1;
 
-// A saved tensor (N, cols). The log-sum-exp is (B, NH, T): here it counts as (N, NH).
-struct SavedTensor {
+// How a saved tensor (N, cols) is stored. The log-sum-exp is (B, NH, T): here it counts as (N, NH).
+struct SavedFormat {
     SavedKind kind;
     const char* name;
     int64_t cols;
@@ -93,7 +93,7 @@ struct SavedTensor {
     int64_t bytes(int64_t N) const { return format.bytes(N, cols); }
 };
 
-inline std::vector<SavedTensor> saved_per_layer(const ModelConfig& config, const Recipe& r) {
+inline std::vector<SavedFormat> saved_per_layer(const ModelConfig& config, const Recipe& r) {
     // clang-format off
     return {
         {.kind = SavedKind::Norm1Input, .name = "norm 1 input", .cols = config.C, .format = r.saved_inputs},

@@ -28,29 +28,29 @@ struct QuantStats {
 
 // The kinds of tensors that the statistics tell apart.
 // clang-format off
-enum class MeasuredTensor : uint8_t {
+enum class MeasuredKind : uint8_t {
     NormInput, QkvAndOutput, ActivationInput, LinearInput, Weight, Gradient, Moment1, Moment2, Count
 };
-inline constexpr const char* MEASURED_TENSOR_NAMES[] = {
+inline constexpr const char* MEASURED_KIND_NAMES[] = {
     "norm inputs", "q, k, v, output", "activation inputs", "linear inputs",
     "weights", "gradients", "first moments", "second moments"};
 // clang-format on
 
 // The kind of a linear layer's operand.
-inline MeasuredTensor measured_tensor(OperandKind o) {
-    if (o == OperandKind::X) return MeasuredTensor::LinearInput;
-    return o == OperandKind::W ? MeasuredTensor::Weight : MeasuredTensor::Gradient;
+inline MeasuredKind measured_kind(OperandKind o) {
+    if (o == OperandKind::X) return MeasuredKind::LinearInput;
+    return o == OperandKind::W ? MeasuredKind::Weight : MeasuredKind::Gradient;
 }
 
 // The kind of a tensor that is saved for backward. (The log-sum-exp is never quantized.)
-inline MeasuredTensor measured_tensor(SavedKind kind) {
-    if (kind == SavedKind::Norm1Input || kind == SavedKind::Norm2Input) return MeasuredTensor::NormInput;
-    return kind == SavedKind::GateUp ? MeasuredTensor::ActivationInput : MeasuredTensor::QkvAndOutput;
+inline MeasuredKind measured_kind(SavedKind kind) {
+    if (kind == SavedKind::Norm1Input || kind == SavedKind::Norm2Input) return MeasuredKind::NormInput;
+    return kind == SavedKind::GateUp ? MeasuredKind::ActivationInput : MeasuredKind::QkvAndOutput;
 }
 
 // The errors of quantization in one micro-batch, and k of the moments.
 struct QuantReport {
-    QuantStats stats_by_kind[static_cast<int>(MeasuredTensor::Count)];  // one for each MeasuredTensor
+    QuantStats stats_by_kind[static_cast<int>(MeasuredKind::Count)];  // one for each MeasuredKind
     std::vector<float> k_m, k_v;        // k of every moment group, of first and of second moments
     bool moments_were_sampled = false;  // of large parameters only some moments were measured
 };

@@ -27,9 +27,9 @@ struct GpuContext {
     void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
 
     // What quantization has lost so far, while it is measured. Otherwise both pointers are null.
-    QuantStats* quant_stats = nullptr;    // on the device, by MeasuredTensor, of all but moments
+    QuantStats* quant_stats = nullptr;    // on the device, by MeasuredKind, of all but moments
     QuantReport* quant_report = nullptr;  // on the host: of moments
-    QuantStats* quant_stats_of(MeasuredTensor kind) const {
+    QuantStats* quant_stats_of(MeasuredKind kind) const {
         return quant_stats ? quant_stats + int(kind) : nullptr;
     }
 };

@@ -135,7 +135,7 @@ private:
 
     // Where the errors of quantizing an operand are added up; null if they are not measured.
     QuantStats* quant_stats_of(OperandKind kind) const {
-        return shared_.context.quant_stats_of(measured_tensor(kind));
+        return shared_.context.quant_stats_of(measured_kind(kind));
     }
 
     bool is_its_own_operand(OperandKind kind, const LazyTensor& source) const;

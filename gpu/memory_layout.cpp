@@ -34,7 +34,7 @@ int64_t count_linear_layers(const std::vector<Param>& params) {
 
 int64_t saved_layer_bytes(const RunSettings& s) {
     int64_t bytes = 0;
-    for (const SavedTensor& t : saved_per_layer(s.config, s.recipe))
+    for (const SavedFormat& t : saved_per_layer(s.config, s.recipe))
         bytes += round_up(t.bytes(padded_tokens(s)), GPU_ALIGNMENT);
     return bytes;
 }

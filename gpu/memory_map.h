@@ -29,9 +29,9 @@ struct StepExchange {
     // From the host: 1 / the number of targets that count, because the loss of a step is a mean. Losses and
     // gradients are multiplied by it.
     double loss_weight;
-    // The errors of quantization, while they are measured: one for each MeasuredTensor but the two moments,
+    // The errors of quantization, while they are measured: one for each MeasuredKind but the two moments,
     // which are the last in that enum.
-    QuantStats quant_stats[int(MeasuredTensor::Moment1)];
+    QuantStats quant_stats[int(MeasuredKind::Moment1)];
 };
 
 // The map: where everything is that lasts for the run. The members have the order of the memory. After the

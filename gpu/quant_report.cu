@@ -120,8 +120,8 @@ void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const 
     stored_v.load(new_v.data());
     reference::adamw(reference::adamw_constants({1, 0.0f}, false, 0), n, g.data(), w.data(), new_m.data(),
                      new_v.data());
-    stored_m.store(new_m.data(), false, &report.stats_by_kind[static_cast<int>(MeasuredTensor::Moment1)]);
-    stored_v.store(new_v.data(), true, &report.stats_by_kind[static_cast<int>(MeasuredTensor::Moment2)]);
+    stored_m.store(new_m.data(), false, &report.stats_by_kind[static_cast<int>(MeasuredKind::Moment1)]);
+    stored_v.store(new_v.data(), true, &report.stats_by_kind[static_cast<int>(MeasuredKind::Moment2)]);
 }
 
 }  // namespace coat::gpu

@@ -193,7 +193,7 @@ private:
         const std::vector<TensorRef> values = slices_for_grids(from), codes = slices_for_grids(to);
         for (size_t i = 0; i < values.size(); i++)
             quantize_operand(lazy_stored(values[i]), {.tensor = codes[i], .delayed = scale_table_.delayed()},
-                             context_.quant_stats_of(MeasuredTensor::Weight), comm_stream_);
+                             context_.quant_stats_of(MeasuredKind::Weight), comm_stream_);
     }
     // Gathers the matrices of a gather unit, unless they are in its buffer.
     void gather(int64_t gather_unit) {

@@ -54,7 +54,7 @@ static FormatTexts format_texts(const RunSettings& s) {
 
 // A saved tensor with its format: "norm 1 input e4m3 1x16".
 static std::string saved_text(const RunSettings& s, SavedKind kind) {
-    const SavedTensor t = saved_per_layer(s.config, s.recipe)[int(kind)];
+    const SavedFormat t = saved_per_layer(s.config, s.recipe)[int(kind)];
     return concat(t.name, " ", t.format.text());
 }
 
@@ -196,7 +196,7 @@ std::vector<MemoryRow> memory_plan(const RunSettings& s) {
          kept_of[".m.max"] + kept_of[".m.k"] + kept_of[".v.max"] + kept_of[".v.k"], "parameter", count},
         {Activations, "final norm input", N * config.C * format_info(compute).bytes, "token", N},
     };
-    for (const SavedTensor& t : saved_per_layer(s.config, s.recipe))
+    for (const SavedFormat& t : saved_per_layer(s.config, s.recipe))
         plan.push_back({Activations, t.name, t.bytes(N) * config.L, "token and layer", N * config.L});
     return plan;
 }
@@ -210,7 +210,7 @@ int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category) {
 
 double saved_bytes_per_token_and_layer(const RunSettings& s) {
     int64_t bytes = 0;
-    for (const SavedTensor& t : saved_per_layer(s.config, s.recipe)) bytes += t.bytes(s.B * s.T);
+    for (const SavedFormat& t : saved_per_layer(s.config, s.recipe)) bytes += t.bytes(s.B * s.T);
     return double(bytes) / (s.B * s.T);
 }
 

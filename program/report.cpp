@@ -218,7 +218,7 @@ static void print_kinds(const QuantReport& report) {
         if (!has_title)
             std::printf("\n%-17s | SNR        | quantized   | saturated | flushed to zero\n", "Quantization");
         has_title = true;
-        std::printf("%-17s | %10s | %11ld | %9ld | %ld (%.3f%%)\n", MEASURED_TENSOR_NAMES[kind],
+        std::printf("%-17s | %10s | %11ld | %9ld | %ld (%.3f%%)\n", MEASURED_KIND_NAMES[kind],
                     snr_text(s).c_str(), s.elements, s.saturated, s.flushed, 100.0 * s.flushed / s.elements);
     }
 }

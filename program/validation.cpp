@@ -91,7 +91,7 @@ QuantReport measure_quantization(Run& run) {
     const bool trained = run.flags.steps > 0;  // --steps 0 updates no moments
     read_validation_batch(run, 0);
     QuantReport report = run.model->measure_quantization(run.tokens.data(), run.targets.data());
-    for (MeasuredTensor kind : {MeasuredTensor::Moment1, MeasuredTensor::Moment2}) {
+    for (MeasuredKind kind : {MeasuredKind::Moment1, MeasuredKind::Moment2}) {
         QuantStats sum;
         for (const QuantStats& theirs : run.processes.all_gather(report.stats_by_kind[int(kind)]))
             sum += theirs;

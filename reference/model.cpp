@@ -134,8 +134,8 @@ private:
         state.m.load(m.data());
         state.v.load(v.data());
         adamw(constants, n, network_.gradients[i].data() + first, master.data(), m.data(), v.data());
-        state.m.store(m.data(), /*is_second_moment=*/false, network_.stats_of(MeasuredTensor::Moment1));
-        state.v.store(v.data(), /*is_second_moment=*/true, network_.stats_of(MeasuredTensor::Moment2));
+        state.m.store(m.data(), /*is_second_moment=*/false, network_.stats_of(MeasuredKind::Moment1));
+        state.v.store(v.data(), /*is_second_moment=*/true, network_.stats_of(MeasuredKind::Moment2));
         for (int64_t e = 0; e < n; e++) {
             const int64_t at = first + e;  // in the parameter
             if (settings_.keep_masters) split_master(master[e], &state.weight_bits[at], &state.remainder[at]);

@@ -59,7 +59,7 @@ public:
     std::vector<Tensor> param_values;  // by parameter (rows, cols), in the compute format
     std::vector<Tensor> gradients;     // by parameter (rows, cols), in gradient_format()
     bool all_finite = true;  // whether the loss and all tensors that were quantized to FP8 were finite so far
-    // (The last two members can wait.) One element for each MeasuredTensor; null: errors are not measured.
+    // (The last two members can wait.) One element for each MeasuredKind; null: errors are not measured.
     QuantStats* stats_by_kind = nullptr;
     // By parameter and OperandKind: for recipes with delayed scaling.
     std::vector<std::array<DelayedScale, OPERAND_COUNT>> delayed_scales;
@@ -116,7 +116,7 @@ public:
     }
 
     // Where the errors of a kind of tensor are added; null: they are not measured.
-    QuantStats* stats_of(MeasuredTensor kind) const {
+    QuantStats* stats_of(MeasuredKind kind) const {
         return stats_by_kind ? stats_by_kind + int(kind) : nullptr;
     }
 
@@ -130,7 +130,7 @@ private:
     // common/architecture.h.
     using SavedActivation = std::conditional_t<ROUNDS, StoredMatrix, Tensor>;
     using SavedLayer = std::array<SavedActivation, SAVED_KIND_COUNT>;
-    const std::vector<SavedTensor> saved_formats_ = saved_per_layer(config_, recipe_);
+    const std::vector<SavedFormat> saved_formats_ = saved_per_layer(config_, recipe_);
 
     // Of the current pass: B sequences of T tokens, and what each layer has saved.
     int64_t B_ = 0, T_ = 0;
@@ -243,8 +243,8 @@ private:
         SavedActivation& saved = saved_layers_[l][int(kind)];
         if constexpr (!ROUNDS) saved = x;
         else {
-            const SavedTensor& t = saved_formats_[int(kind)];
-            saved = quantize(x.data(), rows_of(x, t.cols), t.cols, t.format, stats_of(measured_tensor(kind)));
+            const SavedFormat& t = saved_formats_[int(kind)];
+            saved = quantize(x.data(), rows_of(x, t.cols), t.cols, t.format, stats_of(measured_kind(kind)));
             note_amax(saved.amax);
         }
         return load_saved(l, kind);
@@ -341,7 +341,7 @@ private:
             float amax = 0;
             const Tensor operand = gemm_operand(
                 tensor, rows_of(tensor, cols), cols, format_of(formats_, kind), sum_along,
-                stats_of(measured_tensor(kind)), delayed_scale_if_any(kind, weight_index, tensor), &amax);
+                stats_of(measured_kind(kind)), delayed_scale_if_any(kind, weight_index, tensor), &amax);
             note_amax(amax);
             return operand;
         }

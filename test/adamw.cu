@@ -90,7 +90,7 @@ GPU_TEST_CASE("measure_moment_errors: which pieces of the moments and of the gra
                 QuantStats stats;
                 expected.store(measured.data(), i, &stats);
                 const QuantStats& got =
-                    report.stats_by_kind[int(i ? MeasuredTensor::Moment2 : MeasuredTensor::Moment1)];
+                    report.stats_by_kind[int(i ? MeasuredKind::Moment2 : MeasuredKind::Moment1)];
                 CHECK(got.elements == (in_part ? 1 << 18 : n));
                 CHECK(got.elements == stats.elements);
                 CHECK(got.flushed == stats.flushed);

@@ -525,7 +525,7 @@ PROPERTY("--gradients none has the bits of kept gradients that are not clipped a
             CHECK((snapshot(*kept.model) == snapshot(*dropped.model)));
         }
         const QuantReport x = kept.report(), y = dropped.report();
-        for (int k = 0; k < int(MeasuredTensor::Count); k++)
+        for (int k = 0; k < int(MeasuredKind::Count); k++)
             CHECK((x.stats_by_kind[k].elements == y.stats_by_kind[k].elements &&
                    x.stats_by_kind[k].noise == doctest::Approx(y.stats_by_kind[k].noise).epsilon(1e-9)));
         CHECK(x.k_m == y.k_m);
@@ -619,7 +619,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
             const float fmax = format_info(format_of(s.recipe, o).element_format).fmax;
             CHECK(values_of<float>(after[2], operand + ".scale")[0] == std::max(now, last) / fmax);
         }
-    auto saturated = [&] { return t.report().stats_by_kind[int(MeasuredTensor::Weight)].saturated; };
+    auto saturated = [&] { return t.report().stats_by_kind[int(MeasuredKind::Weight)].saturated; };
     CHECK(saturated() == 0);
     change_weights(after[2], "layers.0.down", 0, -1, [](float w) { return 2 * w; });
     restore(*t.model, after[2]);
@@ -653,18 +653,18 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
                              q.g.element_format,
                              s.optimizer.m_format,
                              s.optimizer.v_format};
-        for (int kind = 0; kind < int(MeasuredTensor::Count); kind++) {
+        for (int kind = 0; kind < int(MeasuredKind::Count); kind++) {
             const QuantStats& stats = report.stats_by_kind[kind];
-            INFO(std::string(MEASURED_TENSOR_NAMES[kind]), ": ", stats.snr_db(), " dB of ", stats.elements);
+            INFO(std::string(MEASURED_KIND_NAMES[kind]), ": ", stats.snr_db(), " dB of ", stats.elements);
             CHECK((stats.elements > 0) == has_moment_groups(of[kind]));
             if (stats.elements == 0) continue;
             if (s.recipe.scale_source == ScaleSource::JustInTime) CHECK(stats.saturated == 0);
-            if (kind >= int(MeasuredTensor::Moment1)) {
+            if (kind >= int(MeasuredKind::Moment1)) {
                 QuantStats expected;
                 for (const Param& p : t.params())
                     if (!p.is_vector())
                         Update(*t.model, state, p, {1, 0.0f}, 0)
-                            .store(kind == int(MeasuredTensor::Moment2), &expected);
+                            .store(kind == int(MeasuredKind::Moment2), &expected);
                 CHECK(stats.elements == expected.elements);
                 if (exact) CHECK(stats.flushed == expected.flushed);
                 CHECK(stats.signal == doctest::Approx(expected.signal).epsilon(exact ? 1e-12 : 1e-4));

@@ -45,10 +45,9 @@ static void check_logits(Random& rng, Training& gpu, Training& cpu) {
 // Both reports measure the same tensors. A few values that round differently change the sum of squared errors
 // little: 1 dB is a quarter of it. (Those of moments: model.cpp.)
 static void check_reports(const QuantReport& a, const QuantReport& b) {
-    for (int kind = 0; kind < int(MeasuredTensor::Moment1); kind++) {
+    for (int kind = 0; kind < int(MeasuredKind::Moment1); kind++) {
         const QuantStats &of_gpu = a.stats_by_kind[kind], &of_cpu = b.stats_by_kind[kind];
-        INFO(std::string(MEASURED_TENSOR_NAMES[kind]), ": ", of_gpu.snr_db(), " and ", of_cpu.snr_db(),
-             " dB");
+        INFO(std::string(MEASURED_KIND_NAMES[kind]), ": ", of_gpu.snr_db(), " and ", of_cpu.snr_db(), " dB");
         CHECK(of_gpu.elements == of_cpu.elements);
         if (of_gpu.elements > 0) CHECK(std::fabs(of_gpu.snr_db() - of_cpu.snr_db()) <= 1);
     }

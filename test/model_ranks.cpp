@@ -148,17 +148,17 @@ RANKS_PROPERTY("loaded weights are whole on all ranks; they evaluate and generat
             if (t.validation_loss() != loss || t.next_logits(7) != logits) throw Error(own.rank, " differs.");
             reports[size_t(own.rank)] = t.report();
         });
-        for (int kind = 0; kind < int(MeasuredTensor::Count); kind++) {
-            INFO(std::string(MEASURED_TENSOR_NAMES[kind]));
+        for (int kind = 0; kind < int(MeasuredKind::Count); kind++) {
+            INFO(std::string(MEASURED_KIND_NAMES[kind]));
             const QuantStats& one = report.stats_by_kind[kind];
             QuantStats sum;
             for (const QuantReport& r : reports) sum += r.stats_by_kind[kind];
-            if (kind >= int(MeasuredTensor::Moment1))
+            if (kind >= int(MeasuredKind::Moment1))
                 CHECK(sum.elements == one.elements);  // each reports its own
             else if (one.elements > 0) {
                 const QuantStats& other = reports.back().stats_by_kind[kind];
                 CHECK(other.snr_db() == doctest::Approx(one.snr_db()).epsilon(0.01));
-                if (kind != int(MeasuredTensor::Weight))  // gathered once where used twice
+                if (kind != int(MeasuredKind::Weight))  // gathered once where used twice
                     CHECK(other.elements == one.elements);
             }
         }

@@ -153,7 +153,7 @@ TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a 
                 CHECK((o.reads == linear.x.text() && o.weights == linear.w.text()));
             }
             std::string expected;
-            for (const SavedTensor& t : saved_per_layer(s.config, s.recipe))
+            for (const SavedFormat& t : saved_per_layer(s.config, s.recipe))
                 expected += concat(expected.empty() ? "" : "; ", t.name, " ", t.format.text());
             CHECK(saves == expected);
             const std::vector<Param> params = parameters(s.config);

@@ -121,7 +121,7 @@ TEST_CASE("train: two signals end a run after its step and a third ends it at on
 static std::map<std::string, std::string> report_rows(const std::string& printed) {
     std::map<std::string, std::string> rows;
     for (const std::string& line : lines_of(printed))
-        for (const char* kind : MEASURED_TENSOR_NAMES)
+        for (const char* kind : MEASURED_KIND_NAMES)
             if (line.starts_with(concat(kind, " "))) rows[kind] = line.substr(line.find('|'));
     return rows;
 }
