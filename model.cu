@@ -116,7 +116,7 @@ struct Layer {
 
 // A norm of the residual stream, between two linear layers.
 struct ResidualNorm {
-    Norm args;            // as kernels are given it; args.in is the norm's saved input
+    Norm args;            // as kernels are given it; args.input is the norm's saved input
     size_t weight_index;  // the index of the norm's weight in ParameterState::params
     // The linear layer whose output was added to the residual stream last. In backward it reads the gradient
     // that this norm computes. Null for the first norm 1: the embedding comes before it.
@@ -124,7 +124,7 @@ struct ResidualNorm {
     // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
     LinearLayer* linear_after;
 
-    bool saves_groups() const { return args.in.format.is_fp8(); }
+    bool saves_groups() const { return args.input.format.is_fp8(); }
     float* place_for_output_amax() const { return linear_after ? linear_after->place_for_x_amax() : nullptr; }
     float* place_for_dresidual_amax() const {
         return linear_before ? linear_before->place_for_g_amax() : nullptr;
@@ -146,7 +146,7 @@ struct ResidualStream {
                 .norm_output_amax_to_raise = next.place_for_output_amax()};
     }
     // To be called after such a sum.
-    void advance_to(const ResidualNorm& next) { current = next.saves_groups() ? buffer : next.args.in; }
+    void advance_to(const ResidualNorm& next) { current = next.saves_groups() ? buffer : next.args.input; }
 };
 
 // B sequences of T tokens: a micro-batch of a step or of an evaluation, or a prompt.
@@ -303,9 +303,9 @@ public:
     TensorRef dresidual() const { return final_norm_input(); }
 
     // The norms of the residual stream, with their inputs. norm1_of(l) and norm2_of(l) are those of layer l.
-    Norm norm_args(size_t weight_index, const TensorRef& in) const {
+    Norm norm_args(size_t weight_index, const TensorRef& input) const {
         const std::optional<size_t> bias_index = parameter_state_.bias_index(weight_index);
-        return {.in = in,
+        return {.input = input,
                 .weight = weight(weight_index).data,
                 .bias = bias_index ? weight(*bias_index).data : nullptr,
                 .row_statistics = memory_.row_statistics,
@@ -427,7 +427,7 @@ public:
     void core_attention_forward(const Layer& layer, const TensorRef& qkv) {
         if (qk_norms_ || saves_attention_in_groups_)
             return core_attention_forward_of_qwen3_or_groups(layer, qkv);
-        if (rotary_) rope(rope_args(), qkv, /*inverse=*/false, /*amax_to_raise=*/nullptr, stream_);
+        if (rotary_) rope(rope_args(), qkv, /*inverse=*/false, /*qkv_amax_to_raise=*/nullptr, stream_);
         attention_forward(attention_shape_args(), qkv.data,
                           saved_tensor(layer, SavedKind::AttentionOutput).data, saved_log_sum_exp(layer),
                           layer.attention_out_proj.place_for_x_amax(), stream_);
@@ -559,7 +559,7 @@ public:
         const HeadOutput out{.norm_output = allocate_tensor(n, config_.C),
                              .logits = allocate_tensor(n, config_.padded_V())};
         Norm norm_of_slice = final_norm().args;
-        norm_of_slice.in = row_slice(norm_of_slice.in, first, n);
+        norm_of_slice.input = row_slice(norm_of_slice.input, first, n);
         norm_of_slice.row_statistics += first;
         // In the compute format: no recipe quantizes the head
         store_values(lazy_norm(norm_of_slice), out.norm_output, stream_);
@@ -704,8 +704,7 @@ public:
         const TensorRef qkv = make_loaded_buffer_if_in_groups(saved_tensor(layer, SavedKind::Qkv));
         const TensorRef attention_output =
             make_loaded_buffer_if_in_groups(saved_tensor(layer, SavedKind::AttentionOutput));
-        void* const workspace =
-            arena_.allocate(static_cast<int64_t>(attention_workspace(attention_shape_args())));
+        void* const workspace = arena_.allocate(attention_workspace_bytes(attention_shape_args()));
         const TensorRef attention_qkv = make_attention_input(layer, qkv);
         attention_backward(attention_shape_args(),
                            {.qkv = attention_qkv.data,
@@ -810,7 +809,7 @@ public:
         const TensorRef saved_output = saved_tensor(layer, SavedKind::AttentionOutput);
         const TensorRef output = allocate_buffer_if_in_groups(saved_output);
         if (rotary_ && !qk_norms_)
-            rope(rope_args(), qkv, /*inverse=*/false, /*amax_to_raise=*/nullptr, stream_);
+            rope(rope_args(), qkv, /*inverse=*/false, /*qkv_amax_to_raise=*/nullptr, stream_);
         if (saves_attention_in_groups_) save_and_reload(qkv, saved_tensor(layer, SavedKind::Qkv));
         const TensorRef attention_qkv = make_attention_input(layer, qkv);
         float* const output_amax_to_raise =
@@ -872,7 +871,7 @@ public:
     // BF16, which is in the buffer. Unless quantization is measured, this does nothing.
     void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
-            measure_quant_errors(lazy_stored(residual.current), Operand{.tensor = next.args.in},
+            measure_quant_errors(lazy_stored(residual.current), Operand{.tensor = next.args.input},
                                  context_.quant_stats_of(MeasuredKind::NormInput), stream_);
     }
 

@@ -180,7 +180,7 @@ private:
 
     static double size(const TensorRef& t) { return t.data ? double(t.format.bytes(t.rows, t.cols)) : 0; }
     static double reads(const LazyTensor& x) {
-        return size(x.input) + size(x.dact) + 8.0 * double(x.norm.in.rows);
+        return size(x.input) + size(x.dact) + 8.0 * double(x.norm.input.rows);
     }
     TensorRef random(int64_t rows, int64_t cols) { return memory_.random(rows, cols, compute_); }
     TensorRef random(int64_t rows, int64_t cols, const TensorFormat& q) {
@@ -283,7 +283,7 @@ private:
         const TensorRef qkv = random(N_, c_.qkv_cols()), dqkv = random(N_, c_.qkv_cols());
         const TensorRef out = random(N_, c_.q_cols()), dout = random(N_, c_.q_cols());
         float* lse = floats(N_ * c_.NH);
-        void* workspace = memory_.take(std::max<int64_t>(16, int64_t(attention_workspace(shape))));
+        void* workspace = memory_.take(std::max<int64_t>(16, attention_workspace_bytes(shape)));
         // 4 N T C, half of which is masked
         const double flops = 2.0 * double(N_ * settings_.T * c_.q_cols());
         const double logs = 4.0 * double(N_ * c_.NH);
@@ -331,15 +331,15 @@ private:
                                             .dweight = dweight,
                                             .dbias = dbias};
         float* workspace = floats(norm_backward_workspace_floats(c_.C));
-        pass(group, name, count, size(n.in) + size(dy) + size(dresidual_in) + size(out),
+        pass(group, name, count, size(n.input) + size(dy) + size(dresidual_in) + size(out),
              [&] { norm_backward(n, gradients, workspace, stream_); });
     }
     void norms() {
         const Norm n = random_norm(N_, r_.saved_inputs);
         const TensorRef x = random(N_, c_.C), a = random(N_, c_.C), out = random(N_, c_.C);
         // The last sum of a micro-batch, which the final norm reads, has no groups; here it is as the others.
-        pass(BETWEEN, "residual add", 2 * layers_, size(x) + size(a) + size(n.in) + (groups_ ? size(out) : 0),
-             [&] {
+        pass(BETWEEN, "residual add", 2 * layers_,
+             size(x) + size(a) + size(n.input) + (groups_ ? size(out) : 0), [&] {
                  residual_add(x, a, {groups_ ? out : TensorRef{}, n, amax_to_raise_}, stream_);
              });
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Fprop);
@@ -438,7 +438,7 @@ private:
         const int64_t distinct = int64_t(order.tokens.size());
         const int32_t *on_device = memory_.upload(tokens), *rows = memory_.upload(order.order);
         const TokenRows* token_rows = memory_.upload(order.tokens);
-        pass(HEAD, "embedding", batches_, size(x) + size(first.in) + (groups_ ? size(x) : 0), [&] {
+        pass(HEAD, "embedding", batches_, size(x) + size(first.input) + (groups_ ? size(x) : 0), [&] {
             embed(table, positions, on_device, settings_.T,
                   {groups_ ? x : TensorRef{}, first, amax_to_raise_}, stream_);
         });

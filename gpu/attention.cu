@@ -350,13 +350,13 @@ __global__ void __launch_bounds__(TileT::THREADS)
 }
 
 template <class TileT>
-void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* amax_to_raise,
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* out_amax_to_raise,
              cudaStream_t stream) {
     const dim3 grid(unsigned(s.NH), unsigned(s.B), block_count(s.T, TileT::ROWS));
     launch("attention_forward", attention_forward_kernel<TileT>, grid, TileT::THREADS, 3 * TileT::BYTES,
            stream, s, qkv, out, lse);
     const TensorRef result{out, s.B * s.T, s.NH * s.HS, TensorFormat{s.format}};
-    if (amax_to_raise) compute_amax(lazy_stored(result), amax_to_raise, stream);
+    if (out_amax_to_raise) compute_amax(lazy_stored(result), out_amax_to_raise, stream);
 }
 
 template <class TileT>
@@ -379,7 +379,7 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
     else if (tensors.dqkv_amax_to_raise) compute_amax(lazy_stored(dqkv), tensors.dqkv_amax_to_raise, stream);
 }
 
-template <class TileT> size_t workspace(const AttentionShape& s) {
+template <class TileT> int64_t workspace_bytes(const AttentionShape& s) {
     return QueryStatistics(s, TileT::ROWS, nullptr).all_tiles(s) * 2 * TileT::ROWS * sizeof(float);
 }
 
@@ -389,7 +389,7 @@ template <class TileT> size_t workspace(const AttentionShape& s) {
 template <class Real, int COLS>
 constexpr AttentionKernels ANY_GPU{.forward = forward<Tile<Real, COLS>>,
                                    .backward = backward<Tile<Real, COLS>>,
-                                   .workspace = workspace<Tile<Real, COLS>>};
+                                   .workspace_bytes = workspace_bytes<Tile<Real, COLS>>};
 
 AttentionKernels fastest(const AttentionShape& s) {
     require(s.HS % 8 == 0 && s.HS <= 128 && s.NH % s.NKV == 0 &&
@@ -408,16 +408,16 @@ AttentionKernels any_gpu_attention(const AttentionShape& s) {
     return s.HS <= 64 ? ANY_GPU<bf16, 64> : ANY_GPU<bf16, 128>;
 }
 
-void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* amax_to_raise,
-                       cudaStream_t stream) {
+void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse,
+                       float* out_amax_to_raise, cudaStream_t stream) {
     enqueue(stream, "attention_forward",
-            [&] { fastest(s).forward(s, qkv, out, lse, amax_to_raise, stream); });
+            [&] { fastest(s).forward(s, qkv, out, lse, out_amax_to_raise, stream); });
 }
 
 void attention_backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {
     enqueue(stream, "attention_backward", [&] { fastest(s).backward(s, tensors, stream); });
 }
 
-size_t attention_workspace(const AttentionShape& s) { return fastest(s).workspace(s); }
+int64_t attention_workspace_bytes(const AttentionShape& s) { return fastest(s).workspace_bytes(s); }
 
 }  // namespace coat::gpu

@@ -32,14 +32,14 @@ inline AttentionShape attention_shape(const ModelConfig& config, int64_t B, int6
 }
 
 // Computes attention.
-//   qkv        (B, T, (NH + 2 NKV) HS), with columns [q heads | k heads | v heads]
-//   out        (B, T, NH HS)
-//   lse        (B, NH, T) in FP32, the log-sum-exp: the natural logarithm of the sum of exp(s) over the keys.
-//              Backward recomputes p from it
-//   amax_to_raise   the amax of out; null if nobody needs it, as in FP32
+//   qkv                 (B, T, (NH + 2 NKV) HS), with columns [q heads | k heads | v heads]
+//   out                 (B, T, NH HS)
+//   lse                 (B, NH, T) in FP32, the log-sum-exp: the natural logarithm of the sum of exp(s) over
+//                       the keys. Backward recomputes p from it
+//   out_amax_to_raise   null if nobody needs the amax of out, as in FP32
 // Pointers are 16-byte aligned. A shape that no implementation supports is an Error.
 void attention_forward(const AttentionShape& shape, const void* qkv, void* out, float* lse,
-                       float* amax_to_raise, cudaStream_t stream);
+                       float* out_amax_to_raise, cudaStream_t stream);
 
 // Where backward finds its inputs and leaves its results.
 struct AttentionBackward {
@@ -52,20 +52,20 @@ struct AttentionBackward {
     // `inverse`, of the gradient without a rope_table. So dq and dk are rounded to `format`, rotated, and
     // rounded again.)
     void* dqkv;
-    void* workspace;            // attention_workspace(shape) bytes of temporary memory
+    void* workspace;            // attention_workspace_bytes(shape) bytes of temporary memory
     const float2* rope_table;   // see Rope (gpu/layers.h); null if q and k were not rotated
-    float* dqkv_amax_to_raise;  // the amax of dqkv; null if nobody needs it, as in FP32
+    float* dqkv_amax_to_raise;  // null if nobody needs the amax of dqkv, as in FP32
 };
 void attention_backward(const AttentionShape& shape, const AttentionBackward& tensors, cudaStream_t stream);
-size_t attention_workspace(const AttentionShape& shape);
+int64_t attention_workspace_bytes(const AttentionShape& shape);
 
 // An implementation, for one format and range of head sizes. The functions above choose one of them and call
 // it; tests and the ladder (dev/ladders/attention.cu) call each.
 struct AttentionKernels {
-    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, float* amax_to_raise,
+    void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, float* out_amax_to_raise,
                     cudaStream_t);
     void (*backward)(const AttentionShape&, const AttentionBackward&, cudaStream_t);
-    size_t (*workspace)(const AttentionShape&);
+    int64_t (*workspace_bytes)(const AttentionShape&);
 };
 AttentionKernels any_gpu_attention(const AttentionShape& shape);  // attention.cu
 AttentionKernels hopper_attention(const AttentionShape& shape);   // attention_sm90.cu: BF16, HS 64 or 128

@@ -266,7 +266,7 @@ template <class F> struct ForwardConsumer {
     const F& smem;
     const Dims& d;
     float* const lse;
-    float* const amax_to_raise;
+    float* const out_amax_to_raise;
     const int warpgroup = this_warpgroup();
     const bool leader = threadIdx.x % WARPGROUP == 0;
     // Named barriers: one for the turn of each warpgroup, then one for each warpgroup by itself.
@@ -337,7 +337,7 @@ template <class F> struct ForwardConsumer {
     }
     __device__ void write_output() {
         const int first_row = output_item.first + warpgroup * 64, row = first_row + fragment_row();
-        if (amax_to_raise)
+        if (out_amax_to_raise)
             for (int i = 0; i < HS / 2; i++)
                 if (row + i / 2 % 2 * 8 < output_item.end) largest = larger_magnitude(largest, o[i]);
         uint32_t result[HS / 16][4];
@@ -389,7 +389,7 @@ template <class F> struct ForwardConsumer {
         finish_output();
         scale_output();
         write_output();
-        if (amax_to_raise) update_bf16_amax(amax_to_raise, largest);
+        if (out_amax_to_raise) update_bf16_amax(out_amax_to_raise, largest);
         if (leader) bulk_wait_read();
     }
 };
@@ -398,7 +398,7 @@ template <class F> struct ForwardConsumer {
 template <class F>
 __global__ void __launch_bounds__(F::THREADS, 1)
     attention_forward_kernel(const __grid_constant__ CUtensorMap qkv, const __grid_constant__ CUtensorMap out,
-                             Dims d, Work work, int counter, float* lse, float* amax_to_raise) {
+                             Dims d, Work work, int counter, float* lse, float* out_amax_to_raise) {
     if (!HOPPER) return __trap();
     const F smem{dynamic_shared_memory(1024)};  // the period of the swizzle
     if (threadIdx.x == 0) smem.init_barriers();
@@ -409,12 +409,12 @@ __global__ void __launch_bounds__(F::THREADS, 1)
             forward_producer<F>(qkv, smem, d, work, &counters[counter]);
     } else {
         increase_registers<F::REGISTERS>();
-        ForwardConsumer<F>{out, smem, d, lse, amax_to_raise}.run();
+        ForwardConsumer<F>{out, smem, d, lse, out_amax_to_raise}.run();
     }
 }
 
 template <class F>
-void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* amax_to_raise,
+void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, float* out_amax_to_raise,
              cudaStream_t stream) {
     constexpr int64_t CACHED = 16 << 20;  // bytes of keys and values that stay in the L2 cache
     const int64_t heads = s.B * s.NH, head_bytes = std::max<int64_t>(1, 2 * s.T * F::HS * 2 * s.NKV / s.NH);
@@ -422,7 +422,7 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, fl
                     int(std::clamp<int64_t>(CACHED / head_bytes, 1, heads))};
     launch("attention_forward", attention_forward_kernel<F>, std::min(work.total(), multiprocessors()),
            F::THREADS, F::SHARED, stream, tensor_map(s, qkv, s.qkv_cols()), tensor_map(s, out, s.NH * F::HS),
-           s, work, int(launches++ % COUNTERS), lse, amax_to_raise);
+           s, work, int(launches++ % COUNTERS), lse, out_amax_to_raise);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -464,8 +464,8 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, fl
 
 // What is done to dqkv in registers, before it is written: see AttentionBackward in gpu/attention.h.
 struct Epilogue {
-    const float2* rope_table;  // (T, HS / 2) {cos, sin}; null if there is no RoPE
-    float* amax_to_raise;      // the amax of dqkv; may be null
+    const float2* rope_table;   // (T, HS / 2) {cos, sin}; null if there is no RoPE
+    float* dqkv_amax_to_raise;  // may be null
 
     // {cos, sin} of row t of N neighbouring columns of the first half of a head, from the even column `col`
     // on. A row past T, which is not written, gets those of the last row.
@@ -925,8 +925,8 @@ template <class F> struct BackwardConsumer {
             store_rows<HS, F::KEYS>(dqkv, own_v, (d.NH + d.NKV + start.kv_head) * HS, first_key, start.b);
             bulk_commit();
         }
-        if (epilogue.amax_to_raise)
-            update_bf16_amax(epilogue.amax_to_raise, largest_magnitude_of_dk_and_dv());
+        if (epilogue.dqkv_amax_to_raise)
+            update_bf16_amax(epilogue.dqkv_amax_to_raise, largest_magnitude_of_dk_and_dv());
         if (stores) bulk_wait_read();
     }
 };
@@ -977,13 +977,13 @@ __device__ void finish_dq(const Dims& d, const BackwardWorkspace& workspace, con
                 y[j] *= d.scale;
                 if (epilogue.rope_table) rotate_back(x[j], y[j], angles[i][j]);
             }
-            if (epilogue.amax_to_raise) largest = larger_magnitude(larger_magnitude(largest, x), y);
+            if (epilogue.dqkv_amax_to_raise) largest = larger_magnitude(larger_magnitude(largest, x), y);
             bf16* const to = dqkv + ((int64_t(b) * d.T + t) * (d.NH + 2 * d.NKV) + h) * F::HS + lane * 4;
             store_at_once(to, uint2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])});
             store_at_once(to + HALF, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
         }
     }
-    if (epilogue.amax_to_raise) update_bf16_amax(epilogue.amax_to_raise, largest);
+    if (epilogue.dqkv_amax_to_raise) update_bf16_amax(epilogue.dqkv_amax_to_raise, largest);
 }
 
 // The grid has a block for each tile of keys of each head set (see Order), and then the blocks that finish
@@ -1036,14 +1036,14 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
            static_cast<bf16*>(tensors.dqkv));
 }
 
-template <class F> size_t workspace(const AttentionShape& s) {
+template <class F> int64_t workspace_bytes(const AttentionShape& s) {
     return BackwardWorkspace(s, nullptr, F{}).bytes;
 }
 
 template <int HS>
 constexpr AttentionKernels KERNELS{.forward = forward<Forward<HS>>,
                                    .backward = backward<Backward<HS>>,
-                                   .workspace = workspace<Backward<HS>>};
+                                   .workspace_bytes = workspace_bytes<Backward<HS>>};
 
 }  // namespace
 

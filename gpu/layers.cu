@@ -50,7 +50,7 @@ constexpr int ROPE_HEADS = 8, ROPE_THREADS = 256;
 template <class Element>
 static __global__ void __launch_bounds__(ROPE_THREADS)
     rope_kernel(PlainView<Element, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
-                float* amax_to_raise) {
+                float* qkv_amax_to_raise) {
     const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
     const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
     const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, pair = i % quads * 4;
@@ -83,20 +83,20 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
                 pairs.round_in_place_and_store(h * rope.HS, x, true);
                 pairs.round_in_place_and_store(h * rope.HS + half, y, true);
             }
-            if (amax_to_raise) largest = larger_magnitude(larger_magnitude(largest, x), y);
+            if (qkv_amax_to_raise) largest = larger_magnitude(larger_magnitude(largest, x), y);
         }
     }
-    if (amax_to_raise) update_amax_by_warp(amax_to_raise, magnitude_bits(largest));
+    if (qkv_amax_to_raise) update_amax_by_warp(qkv_amax_to_raise, magnitude_bits(largest));
 }
 
-void rope(const Rope& r, const TensorRef& qkv, bool inverse, float* amax_to_raise, cudaStream_t stream) {
-    const int64_t quads = qkv.rows * r.HS / 8, heads = (amax_to_raise ? qkv.cols : r.rotated_cols) / r.HS;
+void rope(const Rope& r, const TensorRef& qkv, bool inverse, float* qkv_amax_to_raise, cudaStream_t stream) {
+    const int64_t quads = qkv.rows * r.HS / 8, heads = (qkv_amax_to_raise ? qkv.cols : r.rotated_cols) / r.HS;
     const dim3 grid(block_count(quads, ROPE_THREADS), block_count(heads, ROPE_HEADS));
     with_plain_view(qkv, [&](auto x) {
         using Element = typename decltype(x)::ComputeElement;
         launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, /*shared_bytes=*/0, stream,
                PlainView<Element, 4>{x.data}, r, static_cast<uint32_t>(qkv.rows), qkv.cols,
-               static_cast<uint32_t>(heads), inverse ? -1 : 1, amax_to_raise);
+               static_cast<uint32_t>(heads), inverse ? -1 : 1, qkv_amax_to_raise);
     });
 }
 

@@ -42,9 +42,9 @@ __device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* token
 }
 
 // The kernel of residual_add() and of embed() (gpu/norm.h). It adds a and b, by rows_to_add(); b may be no
-// tensor. It writes the sum (N, C) to sum_out, if that is a tensor, and to norm_input, the memory of
-// next_norm.in. For that norm, it computes the row statistics and, if norm_output_amax_to_raise is not null,
-// the amax of the norm's output.
+// tensor. It writes the sum (N, C) to sum_out, if that is a tensor, and to norm_input, a view of
+// next_norm.input. For this norm it computes the row statistics and, if norm_output_amax_to_raise is not
+// null, the amax of the norm's output.
 template <class StoredView, class Element = typename StoredView::ComputeElement>
 __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     residual_add_kernel(PlainView<Element> a, PlainView<Element> b, const int32_t* tokens, int64_t T,
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
                         float* norm_output_amax_to_raise) {
     using LoadedChunk = typename PlainView<Element>::LoadedChunk;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    const int64_t rows = next_norm.in.rows, C = next_norm.in.cols;
+    const int64_t rows = next_norm.input.rows, C = next_norm.input.cols;
     auto live = [&](int c) { return row < rows && first_column(c) < C; };
     const RowsToAdd add = rows_to_add(row, rows, tokens, T);
     LoadedChunk loaded_a[MAX_CHUNKS_PER_THREAD] = {}, loaded_b[MAX_CHUNKS_PER_THREAD] = {};
@@ -86,10 +86,10 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
 void launch_residual_add(const char* what, const TensorRef& a, const TensorRef& b, const int32_t* tokens,
                          int64_t T, const ResidualSumOutputs& out, cudaStream_t stream) {
     const Norm& next_norm = out.next_norm;
-    const dim3 block = block_shape(next_norm.in.cols);
-    with_view(next_norm.in, [&](auto in) {
+    const dim3 block = block_shape(next_norm.input.cols);
+    with_view(next_norm.input, [&](auto in) {
         using Element = typename decltype(in)::ComputeElement;
-        launch(what, residual_add_kernel<decltype(in)>, block_count(next_norm.in.rows, block.y), block,
+        launch(what, residual_add_kernel<decltype(in)>, block_count(next_norm.input.rows, block.y), block,
                /*shared_bytes=*/0, stream, plain_view<Element>(a.data), plain_view<Element>(b.data), tokens,
                T, plain_view<Element>(out.sum_out.data), in, next_norm, out.norm_output_amax_to_raise);
     });

@@ -11,21 +11,22 @@ namespace coat::gpu {
 // --- Forward ---
 
 // residual_add() and embed() make a sum in FP32: the new residual stream. ResidualSumOutputs says where they
-// store the sum, and which norm reads it next. The norm will read the stored, rounded sum, next_norm.in. So
-// its row statistics, and the amax of its output, are computed from the rounded values. What is written:
+// store the sum, and which norm reads it next. The norm will read the stored, rounded sum: next_norm.input.
+// So its row statistics, and the amax of its output, are computed from the rounded values. What is written:
 //
 //   field                       norms 1 and 2 in coat           final norm
-//   sum_out                     the sum, in BF16                null: next_norm.in has the same values
-//   next_norm.in                the sum, in groups              the sum, in BF16
+//   sum_out                     the sum, in BF16                no tensor: next_norm.input has the same values
+//   next_norm.input             the sum, in groups              the sum, in BF16
 //   next_norm.row_statistics    written                         written
 //   norm_output_amax_to_raise   the amax of the norm's output   null: the output is not quantized
 //
-// In other recipes all norms have their input in the compute format, and a null sum_out, as the final norm
-// has. In all recipes norm_output_amax_to_raise is null if the quantizer of the norm's output needs no amax.
+// In other recipes all norms are like the final norm: their input is in the compute format, and sum_out is no
+// tensor. In all recipes norm_output_amax_to_raise is null if the quantizer of the norm's output needs no
+// amax.
 struct ResidualSumOutputs {
     TensorRef sum_out;  // (N, C) the sum, rounded. It may be the memory of an operand of the sum
     Norm next_norm;     // the norm that reads the sum
-    float* norm_output_amax_to_raise;  // the amax of the norm's output
+    float* norm_output_amax_to_raise;
 };
 // Adds a branch to the residual stream: x + branch, both (N, C).
 void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSumOutputs& out,
@@ -50,11 +51,11 @@ struct NormBackwardTensors {
     TensorRef dweight, dbias;  // (C); dbias is no tensor for RMSNorm
 };
 // The backward pass of a norm, and of the residual sum before it. dresidual_out may be the memory of
-// dresidual_in, or of n.in if that is in the compute format. workspace:
-// norm_backward_workspace_floats(n.in.cols) floats.
+// dresidual_in, or of n.input if that is in the compute format. workspace:
+// norm_backward_workspace_floats(n.input.cols) floats.
 //
 // The function also writes the row statistics of the norm again. Afterwards lazy_norm(n) may be read, until
-// another norm writes its row statistics to the same memory or n.in is overwritten.
+// another norm writes its row statistics to the same memory or n.input is overwritten.
 void norm_backward(const Norm& n, const NormBackwardTensors& tensors, float* workspace, cudaStream_t stream);
 int64_t norm_backward_workspace_floats(int64_t C);
 

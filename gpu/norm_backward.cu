@@ -68,7 +68,7 @@ __device__ void compute_xhat(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], Norm
 }
 
 // What happens to a row of a norm: load(), then normalize(), then write_gradients(). input is the memory of
-// norm.in. The other tensors are those of NormBackwardTensors: dy is dnorm_output, and dresidual_in may be
+// norm.input. The other tensors are those of NormBackwardTensors: dy is dnorm_output, and dresidual_in may be
 // no tensor.
 //
 // If every thread has the same number of chunks inside a row, 3 or 4, CHUNKS is this number. Then no chunk
@@ -81,14 +81,14 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
     PlainView<Element> dy_in, dresidual_in, dresidual_out;
 
     __device__ bool inside_row(int c) const {
-        return CHUNKS > 0 ? c < CHUNKS : first_column(c) < norm.in.cols;
+        return CHUNKS > 0 ? c < CHUNKS : first_column(c) < norm.input.cols;
     }
 
     // A row past the last one is zeros, and so is a chunk past the end of its row.
     __device__ LoadedRow<StoredView> load(int64_t row) const {
         LoadedRow<StoredView> loaded{};
-        if (row >= norm.in.rows) return loaded;
-        const int64_t row_begin = row * norm.in.cols;
+        if (row >= norm.input.rows) return loaded;
+        const int64_t row_begin = row * norm.input.cols;
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
             if (!inside_row(c)) continue;
             loaded.x[c] = input.starting_at(row_begin).load(first_column(c));
@@ -110,7 +110,7 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
 
     // All threads of the block call it, because it takes sums along rows. `buffer` is that of sum_over_row().
     __device__ NormedRow normalize(const LoadedRow<StoredView>& loaded, int buffer) const {
-        const int64_t C = norm.in.cols;
+        const int64_t C = norm.input.cols;
         const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(C));
         ChunkValues x[MAX_CHUNKS_PER_THREAD], dy, d;
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) input.unpack(loaded.x[c], x[c]);
@@ -155,8 +155,8 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
     // the largest magnitude of dresidual_out so far.
     __device__ void write_gradients(int64_t row, const LoadedRow<StoredView>& loaded, const NormedRow& normed,
                                     float4* dweight, float4* dbias, float& largest) const {
-        if (row >= norm.in.rows) return;
-        const uint32_t C = static_cast<uint32_t>(norm.in.cols);
+        if (row >= norm.input.rows) return;
+        const uint32_t C = static_cast<uint32_t>(norm.input.cols);
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
             if (!inside_row(c)) continue;
             const ChunkValues& xhat = normed.xhat[c];
@@ -186,8 +186,8 @@ template <class StoredView, bool RMS, int CHUNKS>
 __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     norm_backward_kernel(const NormBackward<StoredView, RMS, CHUNKS> backward, float* dresidual_amax_to_raise,
                          float* partials) {
-    const int64_t rows = backward.norm.in.rows;
-    const uint32_t C = static_cast<uint32_t>(backward.norm.in.cols);
+    const int64_t rows = backward.norm.input.rows;
+    const uint32_t C = static_cast<uint32_t>(backward.norm.input.cols);
     extern __shared__ float4 sums_of_teams[];  // (blockDim.y, C) of dweight; then, of LayerNorm, of dbias
     const uint32_t float4s = C / 4;
     float4* const dweight = sums_of_teams + threadIdx.y * float4s;
@@ -222,14 +222,14 @@ template <class StoredView, bool RMS, int CHUNKS>
 void launch_norm_backward(const Norm& n, StoredView in, const NormBackwardTensors& tensors, float* workspace,
                           unsigned blocks, cudaStream_t stream) {
     using Element = typename StoredView::ComputeElement;
-    const dim3 block = block_shape(n.in.cols);
+    const dim3 block = block_shape(n.input.cols);
     const NormBackward<StoredView, RMS, CHUNKS> backward{
         .norm = n,
         .input = in,
         .dy_in = plain_view<Element>(tensors.dnorm_output.data),
         .dresidual_in = plain_view<Element>(tensors.dresidual_in.data),
         .dresidual_out = plain_view<Element>(tensors.dresidual_out.data)};
-    const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.in.cols * sizeof(float));
+    const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.input.cols * sizeof(float));
     launch("norm_backward", norm_backward_kernel<StoredView, RMS, CHUNKS>, blocks, block, shared_bytes,
            stream, backward, tensors.dresidual_amax_to_raise, workspace);
 }
@@ -239,7 +239,7 @@ void launch_norm_backward(const Norm& n, StoredView in, const NormBackwardTensor
 template <class StoredView, bool RMS>
 void launch_for_width(const Norm& n, StoredView in, const NormBackwardTensors& tensors, float* workspace,
                       unsigned blocks, cudaStream_t stream) {
-    const int64_t C = n.in.cols, columns_per_round = block_shape(C).x * CHUNK;
+    const int64_t C = n.input.cols, columns_per_round = block_shape(C).x * CHUNK;
     if (C == 3 * columns_per_round)
         launch_norm_backward<StoredView, RMS, /*CHUNKS=*/3>(n, in, tensors, workspace, blocks, stream);
     else if (C == 4 * columns_per_round)
@@ -252,9 +252,9 @@ void launch_for_width(const Norm& n, StoredView in, const NormBackwardTensors& t
 int64_t norm_backward_workspace_floats(int64_t C) { return 2 * most_norm_blocks() * C; }
 
 void norm_backward(const Norm& n, const NormBackwardTensors& tensors, float* workspace, cudaStream_t stream) {
-    const unsigned blocks =
-        std::min(block_count(n.in.rows, block_shape(n.in.cols).y), static_cast<unsigned>(most_norm_blocks()));
-    with_view(n.in, [&](auto in) {
+    const unsigned blocks = std::min(block_count(n.input.rows, block_shape(n.input.cols).y),
+                                     static_cast<unsigned>(most_norm_blocks()));
+    with_view(n.input, [&](auto in) {
         if (n.rms) launch_for_width<decltype(in), /*RMS=*/true>(n, in, tensors, workspace, blocks, stream);
         else launch_for_width<decltype(in), /*RMS=*/false>(n, in, tensors, workspace, blocks, stream);
     });

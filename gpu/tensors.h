@@ -112,7 +112,7 @@ struct alignas(8) RowStatistics {
 // there for the next kernels. norm_backward() writes them again, before backward needs the norm's output.
 // (The output is what wgrad reads. On the GPU wgrad comes after norm_backward().)
 struct Norm {
-    TensorRef in;                   // (N, C) in the compute format, or in groups
+    TensorRef input;                // (N, C) in the compute format, or in groups
     const void* weight;             // (C) compute format
     const void* bias;               // (C) compute format; null for RMSNorm
     RowStatistics* row_statistics;  // (N)
@@ -147,7 +147,7 @@ inline LazyTensor lazy_stored(const TensorRef& x) {
 }
 // The output (N, C) of a norm, whose row statistics are known.
 inline LazyTensor lazy_norm(const Norm& n) {
-    return {.op = LazyOp::Norm, .rows = n.in.rows, .cols = n.in.cols, .input = n.in, .norm = n};
+    return {.op = LazyOp::Norm, .rows = n.input.rows, .cols = n.input.cols, .input = n.input, .norm = n};
 }
 // gate_up (N, 2F) = [gate | up], or (N, F) where nothing is gated, in the compute format or in groups. The
 // result is (N, F): SiLU(gate) x up, or GELU.

@@ -167,7 +167,7 @@ struct Run {
           dqkv({s.B * s.T, s.qkv_cols()}, TensorFormat{s.format}),
           rotated_dqkv({s.B * s.T, s.qkv_cols()}, TensorFormat{s.format}) {
         const Tensor in(qkv, s.format), o(exact_out, s.format), l(exact_lse, Format::FP32), g(dout, s.format);
-        const Buffer<uint8_t> workspace(int64_t(kernels.workspace(s)));
+        const Buffer<uint8_t> workspace(kernels.workspace_bytes(s));
         const RopeTable table(s);
         kernels.forward(s, in.codes.get(), out.codes.get(), floats(lse), amax_of(out), nullptr);
         for (const Tensor* result : {&dqkv, &rotated_dqkv})
@@ -195,7 +195,7 @@ void check_epilogues(const AttentionShape& s, const Run& run) {
     const Tensor wanted(run.dqkv.values(), {run.dqkv.rows, run.dqkv.cols}, run.dqkv.format);
     const RopeTable table(s);
     gpu::rope({.table = table.get(), .T = s.T, .HS = s.HS, .rotated_cols = (s.NH + s.NKV) * s.HS},
-              wanted.ref(), /*inverse=*/true, /*amax_to_raise=*/nullptr, nullptr);
+              wanted.ref(), /*inverse=*/true, /*qkv_amax_to_raise=*/nullptr, nullptr);
     CHECK(run.rotated_dqkv.codes.read() == wanted.codes.read());
     for (const Tensor* x : {&run.out, &run.dqkv, &run.rotated_dqkv}) {
         const Floats values = x->values();
@@ -298,8 +298,9 @@ HOPPER_TEST_CASE("long attention_backward on Hopper: the same bits each time") {
             dout(normals(rng, s.format, outputs), s.format);
         const Buffer<float> lse(s.NH * s.T);
         const AttentionKernels kernels = hopper_attention(s);
-        const Buffer<uint8_t> workspace(int64_t(kernels.workspace(s)));
-        kernels.forward(s, in.codes.get(), out.codes.get(), lse.get(), /*amax_to_raise=*/nullptr, nullptr);
+        const Buffer<uint8_t> workspace(kernels.workspace_bytes(s));
+        kernels.forward(s, in.codes.get(), out.codes.get(), lse.get(), /*out_amax_to_raise=*/nullptr,
+                        nullptr);
         const RopeTable table(s);
         Bytes first;
         for (int turn = 0; turn < 20; turn++) {
