@@ -108,7 +108,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
             // This rounds v to what the group holds, scale * decode(code).
             groups.starting_at(first_element).round_in_place_and_store(offset, v[p], live);
             if (TASK == ExtraTask::WriteBack)
-                producer.in.starting_at(first_element).store(offset, v[p], live);
+                producer.input.starting_at(first_element).store(offset, v[p], live);
         }
         if (TASK == ExtraTask::ActivationAmax) largest = amax_of_activation(largest, v);
     });

@@ -19,8 +19,8 @@ struct Rope {
 };
 void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream);
 // Rotates qkv (B*T, qkv_cols) in place. With `inverse` qkv is the gradient, which is rotated by the opposite
-// angles. *qkv_amax_to_raise is that of all columns, those of v included. (model.cu rotates forward, without an amax.
-// Some attention kernels rotate the gradient: gpu/attention.cu.)
+// angles. The amax is that of all columns, also of v. (model.cu rotates forward, without an amax. Some
+// attention kernels rotate the gradient: gpu/attention.cu.)
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, float* qkv_amax_to_raise, cudaStream_t stream);
 
 // ===========================================================================================================

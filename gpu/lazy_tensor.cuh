@@ -21,8 +21,9 @@ namespace coat::gpu {
 //   | x 128 |       |       |         ...                             ...
 //   +-------+-------+-------+         t240 ...          t255          row 7  x x x x x x x x
 //
-// So 16 neighbouring threads read 128 BF16 values of a row, two lines of 128 bytes, and write their 128
-// codes, one line.
+// So 16 neighbouring threads read 128 BF16 values of a row, 256 bytes, and write their 128 codes, 128 bytes.
+// These are whole sectors. (A sector is 32 bytes. A warp's load or store takes time for each sector that it
+// touches, however little of it is used.)
 //
 // Planes. [gate | up] has two planes side by side, gate and up, each `width` columns wide. A thread block has
 // a tile of both, at the same place, and a thread the same 8 x 8 elements of both. Any other tensor has one
@@ -32,8 +33,8 @@ constexpr int TILE = 128;                   // rows and columns of a tile
 constexpr int THREAD_ROWS = 8;              // rows of a tile that a thread has
 constexpr int SIDE_THREADS = TILE / CHUNK;  // threads along a side of the tile, across as well as down
 constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
-// Thread blocks that a multiprocessor has at once. Four leave 64 registers for each thread. (With three or
-// five kernels were slower.)
+// Thread blocks that a multiprocessor has at once. Four leave 64 registers for each thread. (With three,
+// or with five, the kernels were slower.)
 constexpr int TILE_BLOCKS_PER_SM = 4;
 
 // Where a thread is: its number across and down the threads of its tile, and the row and the column of its
@@ -47,7 +48,13 @@ struct TilePlace {
         : across(threadIdx.x % SIDE_THREADS), down(threadIdx.x / SIDE_THREADS),
           row(tile_down * TILE + down * THREAD_ROWS),
           col(static_cast<int64_t>(blockIdx.x) * TILE + across * CHUNK) {}
+    // Whether the thread's first element is inside a tensor of this size.
     __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
+    // How many of the thread's 8 rows are inside it.
+    __device__ int rows_inside(int64_t rows) const {
+        const int64_t rows_left = max(rows - row, static_cast<int64_t>(0));
+        return static_cast<int>(min(rows_left, static_cast<int64_t>(THREAD_ROWS)));
+    }
 };
 inline dim3 tile_grid(int64_t rows, int64_t width) {
     return {block_count(width, TILE), block_count(rows, TILE)};
@@ -105,13 +112,13 @@ inline __device__ float gelu_backward(float u, float d) {
 // 3. Producers
 //
 // A producer gives a kernel the values of a LazyTensor: it loads them, or computes them from what is stored.
-// A thread calls three functions:
-//   cursor_at(row, col)               returns what all rows of the thread need: pointers to its first element
-//                                     at (row, col), and the weight and bias of a norm
-//   load(cursor, i)                   only loads what row + i needs. So the loads of several rows can be on
-//                                     their way at once
-//   compute(loaded, cursor, values)   computes the FP32 values of a row from what was loaded: 8 columns of
-//                                     each plane
+// A thread, whose first element is at (row, col), calls three functions:
+//   thread_part(row, col)           returns the ThreadPart, which all rows of the thread need: views of what
+//                                   is stored, starting at (row, col), and the weight and bias of a norm
+//   load(part, i)                   only loads what row + i needs. So the loads of several rows can be on
+//                                   their way at once
+//   compute(loaded, part, values)   computes the FP32 values of a row from what was loaded: 8 columns of each
+//                                   plane
 
 // The distance, in elements, from a thread's first row to its row i of a tensor with `width` columns. It has
 // 32 bits, so that a single instruction computes an address.
@@ -120,60 +127,62 @@ inline __device__ uint32_t row_offset(int i, int64_t width) {
 }
 
 // The producer of the LazyTensors whose op is OP, and whose input is read through a StoredView (device.cuh).
-// The input has two planes if TWO_PLANES, else one. (SiLU(gate) x up is computed from two planes and has
-// one.)
+// The input has two planes if TWO_PLANES, else one. SiLU(gate) x up is computed from two planes and has one.
+// (A stored [gate | up] is a tensor with one plane for kernels that only quantize it. The kernel that also
+// computes SiLU(gate) x up from it is given a producer with two planes: quantize_activation_input() in
+// coat.cu.)
 template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           ACTIVATION_BACKWARD = OP == LazyOp::ActivationBackward;
     static constexpr int INPUT_PLANES = TWO_PLANES ? 2 : 1;
     static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // how many planes the result has
     using ComputeElement = typename StoredView::ComputeElement;
-    struct Cursor {
-        StoredView in[INPUT_PLANES];
+    struct ThreadPart {
+        StoredView input[INPUT_PLANES];
         PlainView<ComputeElement> dact;
         const RowStatistics* statistics;
         ChunkValues weight, bias;
     };
     // What load() returns. A producer uses only some of these fields, and the compiler leaves out the others.
     struct Loaded {
-        typename StoredView::LoadedChunk in[INPUT_PLANES];
+        typename StoredView::LoadedChunk input[INPUT_PLANES];
         typename PlainView<ComputeElement>::LoadedChunk dact;
         RowStatistics statistics;
     };
-    // The bytes of Loaded that this producer uses: what a row takes in registers.
-    static constexpr int BYTES =
-        sizeof(Loaded::in) + ACTIVATION_BACKWARD * sizeof(Loaded::dact) + NORM * sizeof(Loaded::statistics);
-    StoredView in;    // reads lazy.input, (N, INPUT_PLANES * width)
-    int64_t width;    // the columns of a plane
-    LazyTensor lazy;  // what is computed
+    // The bytes of the fields that this producer uses, with padding: what a row takes in registers.
+    static constexpr int BYTES = sizeof(Loaded::input) + ACTIVATION_BACKWARD * sizeof(Loaded::dact) +
+                                 NORM * sizeof(Loaded::statistics);
+    StoredView input;   // the view of tensor.input, (N, INPUT_PLANES * width)
+    int64_t width;      // the columns of a plane
+    LazyTensor tensor;  // what is computed
 
-    __device__ Cursor cursor_at(int64_t row, int64_t col) const {
-        Cursor cursor;
+    __device__ ThreadPart thread_part(int64_t row, int64_t col) const {
+        ThreadPart part;
         for (int p = 0; p < INPUT_PLANES; p++)
-            cursor.in[p] = in.starting_at((row * INPUT_PLANES + p) * width + col);
+            part.input[p] = input.starting_at((row * INPUT_PLANES + p) * width + col);
         if (ACTIVATION_BACKWARD)
-            cursor.dact = plain_view<ComputeElement>(lazy.dact.data).starting_at(row * width + col);
+            part.dact = plain_view<ComputeElement>(tensor.dact.data).starting_at(row * width + col);
         if (NORM) {
-            cursor.statistics = lazy.norm.row_statistics + row;
-            load_weight_and_bias<ComputeElement>(lazy.norm, col, cursor.weight, cursor.bias);
+            part.statistics = tensor.norm.row_statistics + row;
+            load_weight_and_bias<ComputeElement>(tensor.norm, col, part.weight, part.bias);
         }
-        return cursor;
+        return part;
     }
-    __device__ Loaded load(const Cursor& cursor, int i) const {
+    __device__ Loaded load(const ThreadPart& part, int i) const {
         Loaded loaded;
         for (int p = 0; p < INPUT_PLANES; p++)
-            loaded.in[p] = cursor.in[p].load(row_offset(i, INPUT_PLANES * width));
-        if (ACTIVATION_BACKWARD) loaded.dact = cursor.dact.load(row_offset(i, width));
-        if (NORM) loaded.statistics = cursor.statistics[i];
+            loaded.input[p] = part.input[p].load(row_offset(i, INPUT_PLANES * width));
+        if (ACTIVATION_BACKWARD) loaded.dact = part.dact.load(row_offset(i, width));
+        if (NORM) loaded.statistics = part.statistics[i];
         return loaded;
     }
-    __device__ void compute(const Loaded& loaded, const Cursor& cursor, ChunkValues (&v)[PLANES]) const {
+    __device__ void compute(const Loaded& loaded, const ThreadPart& part, ChunkValues (&v)[PLANES]) const {
         ChunkValues x[INPUT_PLANES], d;  // d: of dact
-        for (int p = 0; p < INPUT_PLANES; p++) in.unpack(loaded.in[p], x[p]);
-        if (ACTIVATION_BACKWARD) cursor.dact.unpack(loaded.dact, d);
+        for (int p = 0; p < INPUT_PLANES; p++) input.unpack(loaded.input[p], x[p]);
+        if (ACTIVATION_BACKWARD) part.dact.unpack(loaded.dact, d);
         for (int j = 0; j < CHUNK; j++) {
             if constexpr (NORM) {
-                v[0][j] = norm_output(x[0][j], loaded.statistics, cursor.weight[j], cursor.bias[j]);
+                v[0][j] = norm_output(x[0][j], loaded.statistics, part.weight[j], part.bias[j]);
             } else if constexpr (ACTIVATION && TWO_PLANES) {
                 v[0][j] = gated_silu(x[0][j], x[1][j]);
             } else if constexpr (ACTIVATION) {
@@ -190,17 +199,17 @@ template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProdu
     }
 };
 
-// Calls f with the producer of x; `in` is the view of x.input. f is compiled for each type of producer.
-template <class StoredView, class F> void with_producer_of_view(const LazyTensor& x, StoredView in, F f) {
+// Calls f with the producer of x; `input` is the view of x.input. f is compiled for each type of producer.
+template <class StoredView, class F> void with_producer_of_view(const LazyTensor& x, StoredView input, F f) {
     const int64_t cols = x.input.cols;
-    if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, StoredView>{in, cols, x});
-    else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, StoredView>{in, cols, x});
+    if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, StoredView>{input, cols, x});
+    else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, StoredView>{input, cols, x});
     else if (x.op == LazyOp::Activation && x.gated)
-        f(LazyProducer<LazyOp::Activation, StoredView, /*TWO_PLANES=*/true>{in, cols / 2, x});
-    else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, StoredView>{in, cols, x});
+        f(LazyProducer<LazyOp::Activation, StoredView, /*TWO_PLANES=*/true>{input, cols / 2, x});
+    else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, StoredView>{input, cols, x});
     else if (x.gated)
-        f(LazyProducer<LazyOp::ActivationBackward, StoredView, /*TWO_PLANES=*/true>{in, cols / 2, x});
-    else f(LazyProducer<LazyOp::ActivationBackward, StoredView>{in, cols, x});
+        f(LazyProducer<LazyOp::ActivationBackward, StoredView, /*TWO_PLANES=*/true>{input, cols / 2, x});
+    else f(LazyProducer<LazyOp::ActivationBackward, StoredView>{input, cols, x});
 }
 // Calls f with the producer of x, for quantizers. Their inputs are in BF16 or in groups, because FP8 goes
 // with the compute format BF16. An input in FP32 is an Error: so quantizers are not compiled for it.
@@ -212,7 +221,7 @@ template <class F> void with_producer_for_quantizer(const LazyTensor& x, F f) {
 }
 // The same for tensors that may also be in FP32.
 template <class F> void with_producer(const LazyTensor& x, F f) {
-    with_view(x.input, [&](auto in) { with_producer_of_view(x, in, f); });
+    with_view(x.input, [&](auto input) { with_producer_of_view(x, input, f); });
 }
 
 // ===========================================================================================================
@@ -226,8 +235,8 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 
 // Calls use(i, values, live) for each of the thread's 8 rows of the tensor that is produced, one after the
 // other. It loads several rows before it uses the first of them, so that their loads are on their way at the
-// same time. (So does rung 6 of dev/ladders/quantize_transpose.cu.) For example, this is thread 17, which
-// has rows 8 to 15 and columns 8 to 15, if four rows are loaded at once and the tensor has two planes:
+// same time. For example, this is thread 17, which has rows 8 to 15 and columns 8 to 15, if four rows are
+// loaded at once and the tensor has two planes:
 //
 //                 plane 0, `width` columns     plane 1, `width` columns
 //   column        0..7  8..15  16..23  ...     0..7  8..15  16..23  ...
@@ -252,23 +261,22 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& producer, const TilePlace& place, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
-    const int64_t clamped_row = place.row < rows ? place.row : rows - 1;
-    const int64_t clamped_col = place.col < producer.width ? place.col : producer.width - CHUNK;
-    const auto cursor = producer.cursor_at(clamped_row, clamped_col);
-    // How many of the thread's 8 rows are rows of the tensor.
-    const int64_t rows_left = max(rows - place.row, static_cast<int64_t>(0));
-    const int rows_inside = static_cast<int>(min(rows_left, static_cast<int64_t>(THREAD_ROWS)));
-    // In how many of them the thread's chunk is live: in none if its columns lie past the last column.
+    // (With min() in place of these two conditions, some kernels would have 10% more instructions.)
+    const int64_t row = place.row < rows ? place.row : rows - 1;
+    const int64_t col = place.col < producer.width ? place.col : producer.width - CHUNK;
+    const auto part = producer.thread_part(row, col);
+    const int rows_inside = place.rows_inside(rows);
+    const int last_row = max(rows_inside - 1, 0);  // of the thread's rows 0 to 7
+    // In how many rows the thread's chunk is live: in none if its columns lie past the last column.
     const int live_rows = place.col < producer.width ? rows_inside : 0;
 #pragma unroll
     for (int first = 0; first < THREAD_ROWS; first += IN_FLIGHT) {
         typename Producer::Loaded loaded[IN_FLIGHT];
-        for (int i = 0; i < IN_FLIGHT; i++)
-            loaded[i] = producer.load(cursor, min(first + i, max(rows_inside - 1, 0)));
+        for (int i = 0; i < IN_FLIGHT; i++) loaded[i] = producer.load(part, min(first + i, last_row));
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
             ChunkValues v[Producer::PLANES];
-            producer.compute(loaded[i], cursor, v);
+            producer.compute(loaded[i], part, v);
             use(first + i, v, first + i < live_rows);
         }
     }

@@ -15,7 +15,7 @@ namespace coat::gpu {
 // So its row statistics, and the amax of its output, are computed from the rounded values. What is written:
 //
 //   field                       norms 1 and 2 in coat           final norm
-//   sum_out                     the sum, in BF16                no tensor: next_norm.input has the same values
+//   sum_out                     the sum, in BF16                no tensor: next_norm.input is the same
 //   next_norm.input             the sum, in groups              the sum, in BF16
 //   next_norm.row_statistics    written                         written
 //   norm_output_amax_to_raise   the amax of the norm's output   null: the output is not quantized
