@@ -18,7 +18,7 @@
 // Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //
 //   write_operand()                        part 4            chooses: codes, or values without codes
-//     quantize_operand()                   part 4            chooses: the function for this granularity,
+//     quantize_operand()                   part 3            chooses: the function for this granularity,
 //                                                            and E4M3 or E5M2
 //       quantize_per_tensor()              part 3            chooses: with or without transposed codes
 //         with_producer_for_quantizer()    lazy_tensor.cuh   chooses: the producer that computes x
@@ -110,6 +110,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
             if (TASK == ExtraTask::WriteBack)
                 producer.input.starting_at(first_element).store(offset, v[p], live);
         }
+        // Chunks that are not live count, too: they are copies of the thread's last row, because only
+        // WriteBack overwrites x. So they do not change the maximum.
         if (TASK == ExtraTask::ActivationAmax) largest = amax_of_activation(largest, v);
     });
     if (TASK == ExtraTask::ActivationAmax)
@@ -204,7 +206,8 @@ template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, float fmax,
                     uint8_t* row_major, uint8_t* transposed) {
-    // Just in time: every thread derives the same scale from the amax.
+    // Just in time: every thread derives the same scale from the amax. (fmax is an argument, because a kernel
+    // cannot call format_info(FP8).)
     const float scale = scale_of(fmax, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
     store_codes<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
@@ -225,6 +228,18 @@ static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStr
                stream, producer, x.rows, out.tensor.tensor_scale, format_info(FP8).fmax,
                static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
     });
+}
+
+void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
+    const TensorFormat& format = out.tensor.format;
+    require(format.is_fp8() && format != E4M3_PER_1x16,
+            "quantize_operand() makes the FP8 codes of a GEMM's operand, not groups");
+    // Both of these are in gpu/other_scaling.cu.
+    if (format.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, stream);
+    if (out.delayed) return quantize_delayed(x, out, quant_stats, stream);
+    measure_quant_errors(x, out, quant_stats, stream);  // first, because the codes may overwrite x
+    if (format.element_format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, stream);
+    else quantize_per_tensor<Format::E4M3>(x, out, stream);
 }
 
 // ===========================================================================================================
@@ -249,18 +264,6 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
         launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, bf16_or_fp32(out));
     });
-}
-
-void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
-    const TensorFormat& format = out.tensor.format;
-    require(format.is_fp8() && format != E4M3_PER_1x16,
-            "quantize_operand() makes the FP8 codes of a GEMM's operand, not groups");
-    // Both of these are in gpu/other_scaling.cu.
-    if (format.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, stream);
-    if (out.delayed) return quantize_delayed(x, out, quant_stats, stream);
-    measure_quant_errors(x, out, quant_stats, stream);  // first, because the codes may overwrite x
-    if (format.element_format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, stream);
-    else quantize_per_tensor<Format::E4M3>(x, out, stream);
 }
 
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {

@@ -20,24 +20,23 @@
 //   compute_amax()                a LazyTensor of BF16 or groups   the amax of x
 //   quantize_operand()            a LazyTensor of BF16 or groups   FP8 codes
 //   store_values()                any LazyTensor                   values in BF16 or FP32
-//   write_operand()               a LazyTensor: of BF16 or         FP8 codes, or values in BF16 or FP32
-//                                 groups if the operand is in
-//                                 FP8, else any
+//   write_operand()               as for the function that it      what quantize_operand() or store_values()
+//                                 calls                            writes
 //   quantize_activation_input()   gate and up, in BF16             groups, and the amax of the activation's
 //                                                                  output
 //   quantize_groups()             a tensor in BF16                 groups; with write_back also x
 //
 // "Of BF16 or groups" means that x is computed from tensors in BF16 or in groups, not in FP32.
 //
-// Three rules hold for all of them:
+// Three rules hold for those that write a tensor:
 //   - Row-major output may overwrite x.input, the stored tensor from which x is computed, if both have the
 //     same bytes per element. For example the codes of dgate_up may overwrite the groups of gate_up. (A
 //     thread loads its elements before it stores what it makes of them.)
 //   - Row-major output may have more rows than x, as for a prompt of any length (gpu/linear.cpp): an FP8 GEMM
 //     wants a multiple of 16. The other rows keep what they hold. (Transposed output has one column for each
 //     row of x, and no more.)
-//   - What quantizing loses is added to *quant_stats, for the report (gpu/quant_report.h). The pointer may be
-//     null.
+//   - If they are given quant_stats, what quantizing loses is added to *quant_stats, for the report
+//     (gpu/quant_report.h). The pointer may be null.
 #pragma once
 #include "common/quant_errors.h"
 #include "gpu/tensors.h"

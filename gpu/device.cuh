@@ -174,6 +174,7 @@ inline __device__ float divide_by_448(float amax) {
     return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
 }
 inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
+constexpr uint32_t NAN_BITS = 0x7FC00000u;  // a NaN in FP32. Its upper 16 bits are a NaN in BF16
 
 // -----------------------------------------------------------------------------------------------------------
 // Fast mathematics: one instruction each, with a relative error of about 2^-22. (Near 1, log2 has an absolute
@@ -310,7 +311,7 @@ struct GroupsView {
     static __device__ float group_scale(const ChunkValues& v) {
         float amax = larger_magnitude(0, v);
         amax = larger_magnitude(amax, __shfl_xor_sync(ALL_LANES, amax, 1));  // with the other lane
-        if (!(amax < INFINITY)) return __uint_as_float(0x7FC00000u);
+        if (!(amax < INFINITY)) return __uint_as_float(NAN_BITS);
         return amax > 0 ? round_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
     }
     // Returns 1 / scale, rounded to nearest as a division rounds it. r is nearly 1 / scale, and the result is
@@ -357,10 +358,10 @@ template <class F> void with_view(const TensorRef& t, F f) {
 // A tensor in BF16 or FP32. The kernel learns at run time which of the two it is. All threads take the same
 // branch, so this costs little.
 //
-// When which: a PlainView is for a tensor in the compute format. The kernel is compiled for each of the two.
-// Bf16OrFp32 is for a tensor whose format does not follow from the compute format, above all a gradient of
-// parameters (gradient_format() in common/model.h). With a PlainView the kernel would be compiled for each
-// pair of formats.
+// When to use which: a PlainView is for a tensor in the compute format. The kernel is compiled for each of
+// the two. Bf16OrFp32 is for a tensor whose format does not follow from the compute format, above all a
+// gradient of parameters (gradient_format() in common/model.h). With a PlainView the kernel would be compiled
+// for each pair of formats.
 struct Bf16OrFp32 {
     void* data;
     bool is_fp32;

@@ -493,9 +493,9 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     }
 }
 
-// With d = dy weight: dx = (d - x r mean(d x r)) r,  dweight = sum(dy x r). The eight threads of a head have
-// this head in every COLUMN_PARTIALS-th row, and sum up their part of dweight. They fetch the next row while
-// they compute one. dqkv holds dy, which becomes dx.
+// With d = dy weight and xhat = x r: dx = (d - xhat mean(d xhat)) r,  dweight = sum(dy xhat). The eight
+// threads of a head have this head in every COLUMN_PARTIALS-th row, and sum up their part of dweight. They
+// fetch the next row while they compute one. dqkv holds dy, which becomes dx.
 template <class Element>
 static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     qk_norms_backward_kernel(QkNorms n, PlainView<Element, QUAD> qkv, PlainView<Element, QUAD> dqkv,
@@ -534,14 +534,14 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         }
         fetch_row(row + COLUMN_PARTIALS);
         const float r = inverse_rms(sum_of_head(squares), n);
-        const float mean_d_normal = sum_of_head(products) * r / static_cast<float>(n.HS);
+        const float mean_d_xhat = sum_of_head(products) * r / static_cast<float>(n.HS);
         for (int i = 0; i < HEAD_QUADS; i++) {
             if (row >= rows || !live(i)) continue;
             float dx[QUAD];
             for (int j = 0; j < QUAD; j++) {
-                const float normal = __fmul_rn(x[i][j], r);
-                dweight[i][j] = __fmaf_rn(dy[i][j], normal, dweight[i][j]);
-                const float projection = __fmul_rn(normal, mean_d_normal);
+                const float xhat = __fmul_rn(x[i][j], r);
+                dweight[i][j] = __fmaf_rn(dy[i][j], xhat, dweight[i][j]);
+                const float projection = __fmul_rn(xhat, mean_d_xhat);
                 dx[j] = __fmul_rn(__fmaf_rn(dy[i][j], weight[i][j], -projection), r);
             }
             dqkv.starting_at(row * cols + col).store(quad_column(i), dx, true);

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
         // Rounds the sum to what the norm will read, in coat to groups.
         norm_input.round_in_place_and_store(i, sum[c], live(c));
     }
-    const RowStatistics statistics = row_statistics(sum, C, next_norm.rms, next_norm.eps);
+    const RowStatistics statistics = compute_row_statistics(sum, C, next_norm.rms, next_norm.eps);
     if (row < rows && threadIdx.x == 0) next_norm.row_statistics[row] = statistics;
     if (norm_output_amax_to_raise)
         update_amax_by_warp(norm_output_amax_to_raise,
@@ -87,11 +87,11 @@ void launch_residual_add(const char* what, const TensorRef& a, const TensorRef& 
                          int64_t T, const ResidualSumOutputs& out, cudaStream_t stream) {
     const Norm& next_norm = out.next_norm;
     const dim3 block = block_shape(next_norm.input.cols);
-    with_view(next_norm.input, [&](auto in) {
-        using Element = typename decltype(in)::ComputeElement;
-        launch(what, residual_add_kernel<decltype(in)>, block_count(next_norm.input.rows, block.y), block,
+    with_view(next_norm.input, [&](auto input) {
+        using Element = typename decltype(input)::ComputeElement;
+        launch(what, residual_add_kernel<decltype(input)>, block_count(next_norm.input.rows, block.y), block,
                /*shared_bytes=*/0, stream, plain_view<Element>(a.data), plain_view<Element>(b.data), tokens,
-               T, plain_view<Element>(out.sum_out.data), in, next_norm, out.norm_output_amax_to_raise);
+               T, plain_view<Element>(out.sum_out.data), input, next_norm, out.norm_output_amax_to_raise);
     });
 }
 

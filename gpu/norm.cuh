@@ -27,12 +27,17 @@ inline __device__ uint32_t first_column(int chunk) { return (chunk * blockDim.x 
 // fixed, and all threads get the same bits. All threads of the block call it, because it synchronizes them.
 // (COUNT is 1, or 2 where two sums are taken at once.)
 //
-// The sums of a team's warps pass through shared memory: through buffer 0 or 1, as the caller says. Sums
-// that follow each other use different buffers, because some thread may still be reading the buffer of one
-// sum when another thread writes its part of the next. The sum after that may use the first buffer again: in
-// the __syncthreads() of the sum between, all threads have finished reading it.
+// The sums of a team's warps pass through shared memory, through the buffer with the number that the caller
+// gives. Sums that follow each other use different buffers, because some thread may still be reading the
+// buffer of one sum when another thread writes its part of the next. The sum after that may use the first
+// buffer again: in the __syncthreads() of the sum between, all threads have finished reading it. Who uses
+// which buffer:
+//
+//   compute_row_statistics()    0 for the mean, and 1 for the variance
+//   gpu/norm_backward.cu        2 and 3 for its own sums, in turns from row to row
+constexpr int SUM_BUFFERS = 4;
 template <int COUNT> __device__ void sum_over_row(float (&x)[COUNT], int buffer) {
-    __shared__ float buffers[2][COUNT][MAX_WARPS_PER_TEAM];
+    __shared__ float buffers[SUM_BUFFERS][COUNT][MAX_WARPS_PER_TEAM];
     float(&parts)[COUNT][MAX_WARPS_PER_TEAM] = buffers[buffer];
     for (int i = 0; i < COUNT; i++) x[i] = sum_of_warp(x[i]);
     const int warps = blockDim.x / 32, first_warp = threadIdx.y * warps;
@@ -46,32 +51,38 @@ template <int COUNT> __device__ void sum_over_row(float (&x)[COUNT], int buffer)
         for (int w = 0; w < warps; w++) x[i] += parts[i][first_warp + w];
     }
 }
+// The same for a single sum, which is returned.
+inline __device__ float sum_over_row(float x, int buffer) {
+    float sum[1] = {x};
+    sum_over_row(sum, buffer);
+    return sum[0];
+}
 
-// 1 / sqrt(squares / C + eps)
-inline __device__ float inverse_root(float squares, int64_t C, float eps) {
-    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(__fdiv_rn(squares, static_cast<float>(C)), eps)));
+// rstd = 1 / sqrt(variance + eps), where the variance is sum_of_squares / C.
+inline __device__ float rstd_of(float sum_of_squares, int64_t C, float eps) {
+    const float variance = __fdiv_rn(sum_of_squares, static_cast<float>(C));
+    return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(variance, eps)));
 }
 
 // The statistics of a row. x: the thread's chunks of the row; a chunk past the end of the row is zeros.
 //
 // The backward pass (gpu/norm_backward.cu) adds in the same order, so it gets the same bits.
-inline __device__ RowStatistics row_statistics(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], int64_t C,
-                                               bool rms, float eps) {
-    float sum[1] = {0};
+inline __device__ RowStatistics compute_row_statistics(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD],
+                                                       int64_t C, bool rms, float eps) {
+    float sum = 0;
     if (!rms) {
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
-            for (int j = 0; j < CHUNK; j++) sum[0] += x[c][j];
-        sum_over_row(sum, /*buffer=*/0);
+            for (int j = 0; j < CHUNK; j++) sum += x[c][j];
+        sum = sum_over_row(sum, /*buffer=*/0);
     }
-    const float mean = __fdiv_rn(sum[0], static_cast<float>(C));
-    float square[1] = {0};
+    const float mean = __fdiv_rn(sum, static_cast<float>(C));
+    float squares = 0;
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
         for (int j = 0; j < CHUNK; j++) {
             const float deviation = first_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
-            square[0] = __fmaf_rn(deviation, deviation, square[0]);
+            squares = __fmaf_rn(deviation, deviation, squares);
         }
-    sum_over_row(square, /*buffer=*/1);
-    return {mean, inverse_root(square[0], C, eps)};
+    return {.mean = mean, .rstd = rstd_of(sum_over_row(squares, /*buffer=*/1), C, eps)};
 }
 
 }  // namespace coat::gpu

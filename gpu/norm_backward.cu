@@ -67,18 +67,17 @@ __device__ void compute_xhat(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], Norm
             row.xhat[c][j] = (x[c][j] - row.statistics.mean) * row.statistics.rstd;
 }
 
-// What happens to a row of a norm: load(), then normalize(), then write_gradients(). input is the memory of
-// norm.input. The other tensors are those of NormBackwardTensors: dy is dnorm_output, and dresidual_in may be
-// no tensor.
+// What happens to a row of a norm: load(), then normalize(), then write_gradients(). `input` is the view of
+// norm.input. The other views are of the tensors of NormBackwardTensors; dresidual_in may be no tensor.
 //
-// If every thread has the same number of chunks inside a row, 3 or 4, CHUNKS is this number. Then no chunk
+// CHUNKS: how many chunks of a row each thread has, 3 or 4, if all threads have equally many. Then no chunk
 // needs a condition, and the compiler can mix the instructions of all chunks. For other widths CHUNKS is 0:
 // which chunks lie inside the row is known only at run time.
-template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
+template <class StoredView, bool RMS, int CHUNKS> struct RowBackward {
     using Element = typename StoredView::ComputeElement;
     Norm norm;
     StoredView input;
-    PlainView<Element> dy_in, dresidual_in, dresidual_out;
+    PlainView<Element> dnorm_output, dresidual_in, dresidual_out;
 
     __device__ bool inside_row(int c) const {
         return CHUNKS > 0 ? c < CHUNKS : first_column(c) < norm.input.cols;
@@ -92,7 +91,7 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
             if (!inside_row(c)) continue;
             loaded.x[c] = input.starting_at(row_begin).load(first_column(c));
-            loaded.dy[c] = dy_in.starting_at(row_begin).load(first_column(c));
+            loaded.dy[c] = dnorm_output.starting_at(row_begin).load(first_column(c));
             if (dresidual_in.data)
                 loaded.dresidual[c] = dresidual_in.starting_at(row_begin).load(first_column(c));
         }
@@ -103,7 +102,7 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
     __device__ void get_dy_and_d(const LoadedRow<StoredView>& loaded, int c, ChunkValues& dy,
                                  ChunkValues& d) const {
         ChunkValues weight;
-        dy_in.unpack(loaded.dy[c], dy);
+        dnorm_output.unpack(loaded.dy[c], dy);
         plain_view<Element>(norm.weight).load_values(first_column(c), weight);
         for (int j = 0; j < CHUNK; j++) d[j] = dy[j] * weight[j];
     }
@@ -127,13 +126,13 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
                 }
             }
             sum_over_row(sum, buffer);
-            row.statistics = {.mean = 0, .rstd = inverse_root(sum[0], C, norm.eps)};
+            row.statistics = {.mean = 0, .rstd = rstd_of(sum[0], C, norm.eps)};
             compute_xhat(x, row);
             row.mean_d = 0;
             row.mean_d_xhat = sum[1] * inverse_C * row.statistics.rstd;
         } else {
             // The statistics come first, and then the means, which need xhat.
-            row.statistics = row_statistics(x, C, /*rms=*/false, norm.eps);
+            row.statistics = compute_row_statistics(x, C, /*rms=*/false, norm.eps);
             compute_xhat(x, row);
             float sum[2] = {0, 0};  // of d, and of d xhat
             for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
@@ -184,10 +183,10 @@ template <class StoredView, bool RMS, int CHUNKS> struct NormBackward {
 // them and quantizes it with the amax from forward, and a larger value would saturate.
 template <class StoredView, bool RMS, int CHUNKS>
 __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
-    norm_backward_kernel(const NormBackward<StoredView, RMS, CHUNKS> backward, float* dresidual_amax_to_raise,
-                         float* partials) {
-    const int64_t rows = backward.norm.input.rows;
-    const uint32_t C = static_cast<uint32_t>(backward.norm.input.cols);
+    norm_backward_kernel(const RowBackward<StoredView, RMS, CHUNKS> row_backward,
+                         float* dresidual_amax_to_raise, float* partials) {
+    const int64_t rows = row_backward.norm.input.rows;
+    const uint32_t C = static_cast<uint32_t>(row_backward.norm.input.cols);
     extern __shared__ float4 sums_of_teams[];  // (blockDim.y, C) of dweight; then, of LayerNorm, of dbias
     const uint32_t float4s = C / 4;
     float4* const dweight = sums_of_teams + threadIdx.y * float4s;
@@ -198,14 +197,14 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     }
     __syncthreads();
     float largest = 0;
-    int buffer = 0;  // of sum_over_row(): successive rows use different ones
+    int buffer = 2;  // of sum_over_row(): 2 and 3, in turns from row to row
     for (int64_t first_row = static_cast<int64_t>(blockIdx.x) * blockDim.y; first_row < rows;
          first_row += static_cast<int64_t>(gridDim.x) * blockDim.y) {
         const int64_t row = first_row + threadIdx.y;
-        const LoadedRow<StoredView> loaded = backward.load(row);
-        const NormedRow normed = backward.normalize(loaded, buffer);
-        if (row < rows && threadIdx.x == 0) backward.norm.row_statistics[row] = normed.statistics;
-        backward.write_gradients(row, loaded, normed, dweight, dbias, largest);
+        const LoadedRow<StoredView> loaded = row_backward.load(row);
+        const NormedRow normed = row_backward.normalize(loaded, buffer);
+        if (row < rows && threadIdx.x == 0) row_backward.norm.row_statistics[row] = normed.statistics;
+        row_backward.write_gradients(row, loaded, normed, dweight, dbias, largest);
         buffer ^= 1;
     }
     if (dresidual_amax_to_raise) update_amax_by_warp(dresidual_amax_to_raise, magnitude_bits(largest));
@@ -219,32 +218,32 @@ constexpr int NORM_BLOCKS_PER_SM = 4;
 int most_norm_blocks() { return multiprocessors() * NORM_BLOCKS_PER_SM; }
 
 template <class StoredView, bool RMS, int CHUNKS>
-void launch_norm_backward(const Norm& n, StoredView in, const NormBackwardTensors& tensors, float* workspace,
-                          unsigned blocks, cudaStream_t stream) {
+void launch_norm_backward(const Norm& n, StoredView input, const NormBackwardTensors& tensors,
+                          float* workspace, unsigned blocks, cudaStream_t stream) {
     using Element = typename StoredView::ComputeElement;
     const dim3 block = block_shape(n.input.cols);
-    const NormBackward<StoredView, RMS, CHUNKS> backward{
+    const RowBackward<StoredView, RMS, CHUNKS> row_backward{
         .norm = n,
-        .input = in,
-        .dy_in = plain_view<Element>(tensors.dnorm_output.data),
+        .input = input,
+        .dnorm_output = plain_view<Element>(tensors.dnorm_output.data),
         .dresidual_in = plain_view<Element>(tensors.dresidual_in.data),
         .dresidual_out = plain_view<Element>(tensors.dresidual_out.data)};
     const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.input.cols * sizeof(float));
     launch("norm_backward", norm_backward_kernel<StoredView, RMS, CHUNKS>, blocks, block, shared_bytes,
-           stream, backward, tensors.dresidual_amax_to_raise, workspace);
+           stream, row_backward, tensors.dresidual_amax_to_raise, workspace);
 }
 
 // At the usual widths a thread has 3 chunks (768 columns), or 4 (multiples of 1024). A round is one chunk for
 // each thread of a team.
 template <class StoredView, bool RMS>
-void launch_for_width(const Norm& n, StoredView in, const NormBackwardTensors& tensors, float* workspace,
+void launch_for_width(const Norm& n, StoredView input, const NormBackwardTensors& tensors, float* workspace,
                       unsigned blocks, cudaStream_t stream) {
     const int64_t C = n.input.cols, columns_per_round = block_shape(C).x * CHUNK;
     if (C == 3 * columns_per_round)
-        launch_norm_backward<StoredView, RMS, /*CHUNKS=*/3>(n, in, tensors, workspace, blocks, stream);
+        launch_norm_backward<StoredView, RMS, /*CHUNKS=*/3>(n, input, tensors, workspace, blocks, stream);
     else if (C == 4 * columns_per_round)
-        launch_norm_backward<StoredView, RMS, /*CHUNKS=*/4>(n, in, tensors, workspace, blocks, stream);
-    else launch_norm_backward<StoredView, RMS, /*CHUNKS=*/0>(n, in, tensors, workspace, blocks, stream);
+        launch_norm_backward<StoredView, RMS, /*CHUNKS=*/4>(n, input, tensors, workspace, blocks, stream);
+    else launch_norm_backward<StoredView, RMS, /*CHUNKS=*/0>(n, input, tensors, workspace, blocks, stream);
 }
 
 }  // namespace
@@ -254,9 +253,10 @@ int64_t norm_backward_workspace_floats(int64_t C) { return 2 * most_norm_blocks(
 void norm_backward(const Norm& n, const NormBackwardTensors& tensors, float* workspace, cudaStream_t stream) {
     const unsigned blocks = std::min(block_count(n.input.rows, block_shape(n.input.cols).y),
                                      static_cast<unsigned>(most_norm_blocks()));
-    with_view(n.input, [&](auto in) {
-        if (n.rms) launch_for_width<decltype(in), /*RMS=*/true>(n, in, tensors, workspace, blocks, stream);
-        else launch_for_width<decltype(in), /*RMS=*/false>(n, in, tensors, workspace, blocks, stream);
+    with_view(n.input, [&](auto input) {
+        if (n.rms)
+            launch_for_width<decltype(input), /*RMS=*/true>(n, input, tensors, workspace, blocks, stream);
+        else launch_for_width<decltype(input), /*RMS=*/false>(n, input, tensors, workspace, blocks, stream);
     });
     reduce_partials(workspace, blocks, tensors.dweight, stream, n.rms ? TensorRef{} : tensors.dbias);
 }

@@ -90,7 +90,7 @@ static __global__ void convert_amaxes_to_scales_kernel(float* scales, int64_t n,
                                                        float* amax_to_raise) {
     const int64_t i = thread_of_grid();
     const float amax = i < n ? scales[i] : 0.0f;
-    if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(0x7FC00000u);
+    if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(NAN_BITS);
     update_amax_by_warp(amax_to_raise, magnitude_bits(amax));
 }
 

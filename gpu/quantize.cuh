@@ -11,9 +11,9 @@
 //
 // A thread has 8 x 8 elements of a tile: in each of 8 rows a chunk of 8 columns (gpu/lazy_tensor.cuh, part
 // 1). The thread stores row-major codes itself: the 8 codes of a chunk lie side by side. Of a column it has
-// only 8 codes, and its warp 16, but memory is written fastest in lines of 128 bytes. So for transposed codes
-// the thread writes its codes to shared memory. From there the threads of the block read them column by
-// column, and store the 128 codes of a column as a line.
+// only 8 codes, and its warp 16: half a sector of 32 bytes, which would take as long to store as a whole one.
+// So for transposed codes the thread writes its codes to shared memory. From there the threads of the block
+// read them column by column, and store the 128 codes of a column side by side: four whole sectors.
 #pragma once
 #include "lazy_tensor.cuh"
 
@@ -35,48 +35,43 @@ inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column
     column[3] = __byte_perm(rows01_columns23, rows23_columns23, 0x7632);    // a3 b3 c3 d3
 }
 
-// The codes of a tile in shared memory: they are written as threads have them, and read column by column.
-// This is the tile of rungs 6 and 7 of dev/ladders/quantize_transpose.cu, where its parts come one after the
-// other. It differs from rung 7 in one thing, which the end of this comment tells.
+// The codes of a tile in shared memory. Threads write them as they have them, and read them column by column.
+// dev/ladders/quantize_transpose.cu explains such a tile step by step: rung 6 its words and pieces, rung 7
+// why the words change places (a swizzle). In short:
 //
-// Words. A word is four rows of one column: 4 bytes, one bank of shared memory. Word 0 has rows 0 to 3, word
-// 1 has rows 4 to 7, and so on. A column of the tile has 128 rows, so it has 32 words, as many as there are
-// banks. Thread (across, down) has two words of each of its eight columns: the upper word has its rows 0 to
-// 3, the lower word its rows 4 to 7.
+//   word    Four rows of one column: 4 bytes. Thread (across, down) has two words of each of its eight
+//           columns: the upper word has its rows 0 to 3, the lower word its rows 4 to 7
+//   piece   Four neighbouring words of a column: 16 rows, which one thread reads at once
+//   place   Where a word is in its column, 0 to 31. Shared memory has 32 banks, so the place is also the
+//           bank. It depends on `across`: if it were simply the word's number, the 16 threads with the same
+//           `down` would write to one bank
 //
-//   word = 2 * down + upper_or_lower     upper_or_lower: 0 is the upper word, 1 the lower
+// What is different from rung 7. There a thread first has all its words, and writes an upper or a lower word
+// first, as the last bit of `across` says. Here it writes its upper words as soon as it has the codes of four
+// rows, because this takes fewer registers. So all threads write upper words at the same time, and the last
+// bit of `across` cannot choose between upper and lower. Instead the four words inside a piece change places,
+// too:
 //
-// Pieces. Four neighbouring words of a column are a piece: 16 rows, which one thread reads at once.
-//
-// Swizzle. Threads that lie side by side have the same `down`. If word w were in bank w, all of them would
-// write to the same bank. So the words change places within their column, in another way for each `across`:
-//
-//   bank = word ^ (2 * across) ^ (down & 1)
+//   word = 2 * down + upper_or_lower              upper_or_lower: 0 is the upper word, 1 the lower
+//   place = word ^ (2 * across) ^ (down & 1)
 //
 // A warp has 16 threads side by side, in two rows. With one instruction each of them writes a word, all the
-// upper or all the lower. Bits 1 to 4 of the bank are down ^ across: different for the 16 threads side by
+// upper or all the lower. Bits 1 to 4 of the place are down ^ across: different for the 16 threads side by
 // side. Bit 0 is upper_or_lower ^ (down & 1): it tells the two rows apart. So the 32 words go to 32 different
 // banks.
 //
-// This is the tile, a line for the columns of each `across`: which word is in which bank. When all threads
+// This is the tile, a line for the columns of each `across`: which word is at which place. When all threads
 // write their upper words, those of down 0 write the words in [ ], and those of down 1 the words in ( ):
 //
-//   bank          0    1    2    3  |  4    5    6    7  |  8    9   10   11  |  12   ...  31
+//   place         0    1    2    3  |  4    5    6    7  |  8    9   10   11  |  12   ...  31
 //   across 0     [0]   1    3   (2) |  4    5    7    6  |  8    9   11   10  |  12        30
 //   across 1      3   (2)  [0]   1  |  7    6    4    5  | 11   10    8    9  |  15        29
 //   across 2      4    5    7    6  | [0]   1    3   (2) | 12   13   15   14  |   8        26
 //   across 3      7    6    4    5  |  3   (2)  [0]   1  | 15   14   12   13  |  11        25
 //   ...
 //
-// A piece is what stands between two bars. Among the eight pieces of its column, piece p is at place
-// p ^ (across / 2). A thread reads a piece with one instruction, and stores it with one. Eight lanes read the
-// eight pieces of a column: every bank once.
-//
-// What is different from rung 7. There a thread first has all its words, and writes an upper or a lower word
-// first, as the last bit of `across` says. Here it writes its upper words as soon as it has the codes of four
-// rows, because this takes fewer registers. So all threads write upper words at the same time, and the last
-// bit of `across` cannot choose between upper and lower. Instead the four words inside a piece change places,
-// too, and read_piece() puts them back into order.
+// A piece is what stands between two bars. Pieces are where they are in rung 7: piece p is at place
+// p ^ (across / 2) among the eight of its column. read_piece() puts the four words back into order.
 struct TransposeTile {
     static constexpr int WORDS = TILE / 4;  // of a column
     static constexpr int PIECE_ROWS = 16;
@@ -89,15 +84,15 @@ struct TransposeTile {
         transpose_4x4({codes[0].x, codes[1].x, codes[2].x, codes[3].x}, columns[0]);
         transpose_4x4({codes[0].y, codes[1].y, codes[2].y, codes[3].y}, columns[1]);
         const int word = 2 * place.down + upper_or_lower;
-        const int bank = word ^ (2 * place.across) ^ (place.down & 1);
-        for (int j = 0; j < CHUNK; j++) words[place.across * CHUNK + j][bank] = columns[j / 4][j % 4];
+        const int word_place = word ^ (2 * place.across) ^ (place.down & 1);
+        for (int j = 0; j < CHUNK; j++) words[place.across * CHUNK + j][word_place] = columns[j / 4][j % 4];
     }
     // Rows 16 * piece ... + 15 of a column. Where `across` is even, a piece has its words in the order 0, 1,
     // 3, 2 in memory; where it is odd, in the order 3, 2, 0, 1.
     __device__ uint4 read_piece(int col, int piece) const {
         const int across = col / CHUNK;
-        const int place_in_column = piece ^ (across / 2);
-        const uint4 four = *reinterpret_cast<const uint4*>(&words[col][4 * place_in_column]);
+        const int piece_place = piece ^ (across / 2);
+        const uint4 four = *reinterpret_cast<const uint4*>(&words[col][4 * piece_place]);
         const uint4 of_even{four.x, four.y, four.w, four.z};
         const uint4 of_odd{four.z, four.w, four.y, four.x};
         return across % 2 == 0 ? of_even : of_odd;  // as a conditional expression it needs no branch

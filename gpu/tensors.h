@@ -23,7 +23,8 @@
 //   - The same input gives the same bits every time on the same kind of GPU, because every sum has a fixed
 //     order. (The order may depend on the number of multiprocessors. Atomics are used only where order does
 //     not matter.)
-//   - Shapes, pointers and formats are the caller's duty. Of wrong formats some are noticed, with an Error.
+//   - Shapes, pointers and formats are the caller's duty. Some wrong formats are noticed: then an Error
+//     is thrown.
 //
 // The words group, moment group, scale and scale block are those of common/formats.h.
 #pragma once
@@ -53,7 +54,7 @@ struct alignas(16) TensorScale {
 // is its code times a scale. Where the scale is depends on `format`:
 //   one for the tensor   tensor_scale->scale
 //   one for each group   group_scales
-// Null data means "no tensor". (Only in an Operand, below, it means that there are no row-major codes.)
+// Null data means "no tensor". (In an Operand, below, null data means that there are no row-major codes.)
 struct TensorRef {
     void* data;  // (rows, cols) elements of format.element_format
     int64_t rows, cols;
@@ -107,10 +108,10 @@ struct alignas(8) RowStatistics {
     float mean, rstd;  // rstd = 1 / sqrt(variance + eps)
 };
 
-// A norm layer. Its output is not stored: a kernel that needs the output computes it from `in` and the row
+// A norm layer. Its output is not stored: a kernel that needs the output computes it from `input` and the row
 // statistics. All norms of a model may have the same memory for their row statistics. Forward writes them
 // there for the next kernels. norm_backward() writes them again, before backward needs the norm's output.
-// (The output is what wgrad reads. On the GPU wgrad comes after norm_backward().)
+// (The output is what wgrad reads. On the GPU wgrad comes after norm_backward(), which gpu/norm.h declares.)
 struct Norm {
     TensorRef input;                // (N, C) in the compute format, or in groups
     const void* weight;             // (C) compute format
@@ -138,7 +139,7 @@ struct LazyTensor {
     TensorRef input{};   // what kernels load: the stored tensor, the norm's input, or gate_up
     TensorRef dact{};    // ActivationBackward: the gradient of the activation's output
     bool gated = false;  // the activation is SiLU(gate) x up, not GELU
-    Norm norm{};         // LazyOp::Norm; its field `in` is the same tensor as `input`
+    Norm norm{};         // LazyOp::Norm; norm.input is the same tensor as `input`
 };
 
 // A stored tensor (rows, cols), in the compute format or in groups.

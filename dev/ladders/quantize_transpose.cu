@@ -58,7 +58,7 @@ constexpr unsigned THREADS = 256;  // of a block; in rungs 2 to 4 they are 32 x 
 //   m.x                      the matrix (rows, cols), in BF16
 //   m.codes                  the codes (rows, cols), a byte each
 //   m.transposed             the same codes, transposed (cols, rows)
-//   m.tensor_scale->amax   the amax of the matrix
+//   m.tensor_scale->amax     the amax of the matrix
 // rows and cols are multiples of 16.
 
 // How many blocks it takes if each has this many elements. ceil_div(a, b) is a / b, rounded up.
@@ -198,9 +198,9 @@ void launch_rung2(const Matrix& m) {
 // (README.md, "What the compiler is told"), which is filled in where the kernel is launched, with 0 here and
 // with 1 in rung 4.
 //
-// Counted: 51 instructions for an element. 14 of them are for the scale and the start: these are 56 in a
-// thread, but a thread has four elements only. And a thread has one load of 2 bytes on its way. The next one
-// comes after the store of the code, because for all that the compiler knows `codes` could be where `x` is.
+// Counted: 51 instructions for an element. A thread spends 56 on the scale and on its start. It has only four
+// elements: 14 for each. And it has one load of 2 bytes on its way. The next one comes after the store of the
+// code, because for all that the compiler knows `codes` could be where `x` is.
 //
 // Predict: the time of instructions, and that of latency. 2,048 threads are on each multiprocessor: how many
 // bytes have they asked for at any moment?
@@ -232,7 +232,8 @@ void launch_rung3(const Matrix& m) { rungs3_and_4<0><<<tiles_of(m, SIDE), dim3(S
 // Rung 4: a byte of padding
 //
 // What changes: rungs3_and_4<1>. A row of the tile has 33 bytes in place of 32. Byte b of shared memory is in
-// bank b / 4 modulo 32. The lanes of a warp read a column, so their bytes are a row apart. For column 0:
+// bank b / 4 modulo 32. Lanes of a warp that need different words of one bank are a *conflict*: these words
+// take a clock each. The lanes read a column, so their bytes are a row apart. For column 0:
 //
 //   lane (row of the tile)    0    1    2    3    4    5    6    7    8   ...  31
 //   32 bytes a row: bank      0    8   16   24    0    8   16   24    0   ...  24    4 banks, 8 lanes each
@@ -371,7 +372,7 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 //   rows of the column  0 - 3    4 - 7    8 - 11   12 - 15   16 - 19   ...   124 - 127
 //   word, and its bank  0        1        2        3         4               31
 //   written by down     0        0        1        1         2               15
-//   it is that one's    upper    lower    upper    lower     upper           lower
+//     as its            upper    lower    upper    lower     upper           lower
 //   read as             piece 0                              piece 1         piece 7
 //
 // Who reads and writes which bytes, from the beginning to the end:
@@ -395,7 +396,6 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 //
 // Counted: 8 instructions for an element. A word has four elements, so without conflicts writing the words
 // takes a quarter of 8.8 us, 2.2 us of shared memory, and reading them as much.
-// (Lanes that need different words of one bank are a *conflict*.)
 //
 // Predict: in how many banks are the words that the 16 threads of one `down` write at once? How long does
 // writing take, and how much of that shows in the time?
@@ -405,7 +405,8 @@ constexpr int PIECE_ROWS = 16;        // four words of a column, which a thread 
 constexpr int PIECES = TILE / PIECE_ROWS;
 
 // Four rows of four bytes become four columns of four bytes. __byte_perm(a, b, 0x5140) takes, from the lowest
-// byte of the result on, bytes 0, 4, 1 and 5 of the eight of a and b: a0 b0 a1 b1.
+// byte of the result on, bytes 0, 4, 1 and 5 of the eight of a and b: a0 b0 a1 b1. (gpu/quantize.cuh has the
+// same function.)
 __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column)[4]) {
     const uint32_t rows01_columns01 = __byte_perm(row[0], row[1], 0x5140);  // a0 b0 a1 b1
     const uint32_t rows01_columns23 = __byte_perm(row[0], row[1], 0x7362);  // a2 b2 a3 b3
@@ -422,7 +423,7 @@ struct Unswizzled {
     // Which word of a column a thread writes first (turn 0) and second (turn 1): 0 is the upper, 1 the lower.
     static __device__ int upper_or_lower(int turn, int) { return turn; }
     // The place of a piece among the eight of its column, which belongs to the threads of this `across`.
-    static __device__ int place(int piece, int) { return piece; }
+    static __device__ int piece_place(int piece, int) { return piece; }
 };
 
 // Rungs 6 and 7. The grid is (cols / 128, rows / 128). __launch_bounds__(256, 4) promises blocks of 256
@@ -455,12 +456,13 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
         }
         for (int turn = 0; turn < 2; turn++) {
             const int which = Layout::upper_or_lower(turn, across);
-            const int word = 2 * down + which;                                // of each of the eight columns
-            const int bank = 4 * Layout::place(word / 4, across) + word % 4;  // and its place in the column
+            const int word = 2 * down + which;  // of each of the eight columns
+            // Its place in the column, 0 to 31, which is also its bank.
+            const int word_place = 4 * Layout::piece_place(word / 4, across) + word % 4;
             for (int j = 0; j < CHUNK; j++) {
                 const uint32_t upper = words[0][j / 4][j % 4];
                 const uint32_t lower = words[1][j / 4][j % 4];
-                tile[across * CHUNK + j][bank] = which == 0 ? upper : lower;
+                tile[across * CHUNK + j][word_place] = which == 0 ? upper : lower;
             }
         }
     }
@@ -470,7 +472,7 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
         const int piece = i % PIECES;
         const int64_t piece_row = row0 + piece * PIECE_ROWS;
         if (piece_row >= m.rows || col0 + x >= m.cols) continue;
-        const uint32_t* words = &tile[x][4 * Layout::place(piece, x / CHUNK)];
+        const uint32_t* words = &tile[x][4 * Layout::piece_place(piece, x / CHUNK)];
         uint8_t* to = m.transposed + (col0 + x) * m.rows + piece_row;
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(words);
     }
@@ -531,17 +533,13 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 // Counted: as rung 6. Of its 37 us of shared memory, 4 are left.
 //
 // Row 8 of the table that the program prints is coat.cu, which does the same for any format and for tensors
-// that are computed on the fly. Its tile, TransposeTile in gpu/quantize.cuh, differs in one thing. A thread
-// writes its upper words as soon as it has four rows, because this takes fewer registers. So all threads
-// write an upper word at the same time, and the last bit of `across` cannot choose between upper and lower.
-// Instead the four words inside a piece change places, too: word w is in bank
-// w ^ (2 * across) ^ (down & 1). The pieces are where they are here, and whoever reads one puts its words
-// back into order.
+// that are computed on the fly. Its tile has one difference, which the comment at TransposeTile in
+// gpu/quantize.cuh explains.
 //
 // Predict: the time.
 struct Swizzled {
     static __device__ int upper_or_lower(int turn, int across) { return turn ^ (across % 2); }
-    static __device__ int place(int piece, int across) { return piece ^ (across / 2); }
+    static __device__ int piece_place(int piece, int across) { return piece ^ (across / 2); }
 };
 void launch_rung7(const Matrix& m) { rungs6_and_7<Swizzled><<<tiles_of(m, TILE), THREADS>>>(m); }
 
@@ -644,8 +642,8 @@ int main(int argc, char** argv) {
 // 32 neighbouring bytes are one sector, and a warp's store wants no other, where rung 1's wanted 32.
 //
 // The prediction began with the instructions of both kernels, 200 us. The 50 us above that were a guess:
-// the counts do not give them. Measured alone, the kernels take 177 and 153 us.
-// These are times in us; the first kernel has 47 of the 92 instructions, and 3 of the 5 bytes:
+// the counts do not give them. Measured alone, the kernels take 177 and 153 us. The first kernel has 47 of
+// the 92 instructions, and 3 of the 5 bytes. Here are the times in us:
 //
 //                     instructions   shared memory   memory   latency   measured
 //   first kernel      104                            47       200       177
