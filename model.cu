@@ -2,7 +2,7 @@
 // (common/known_models.h) in any recipe (common/recipes.h), with the kernels of coat.cu, adamw.cu and gpu/.
 // It mirrors the reference in reference/network.h and reference/model.cpp. There are two classes:
 //
-//   1. Network    forward and backward of a micro-batch
+//   1. Network    forward and backward of a micro-batch, and the update
 //   2. GpuModel   a step, and what else one asks of a model
 //
 // This is a step:
@@ -22,8 +22,13 @@
 //           mlp_half_backward()           the gradients of mlp_half_forward(), in opposite order
 //           attention_half_backward()     those of attention_half_forward(), in opposite order
 //       add_embedding_gradients()         from the gradient of the residual stream
-//     Network::check_amaxes()             after each micro-batch: whether FP8 codes hide infinity or NaN
-//     update_parameters()                 AdamW: ParameterState::update() (gpu/parameter_state.cpp)
+//     Network::write_loss_or_nan()        after each micro-batch: the loss; or NaN, if FP8 codes hide
+//                                         infinity or NaN
+//     update_parameters()
+//       Network::update_buckets()
+//         compute_gradient_squares()      of all gradients, for their norm
+//         update_gradient_state()         the norm; what clipping multiplies by; whether the step is skipped
+//         adamw()                         new moments and weights, and the amaxes of the new weights
 //     fetch_result()                      the loss and the norm of the gradients
 //
 // For example, these are the kernels that mlp_half_forward() launches in coat. There are N tokens; C is the
@@ -47,19 +52,32 @@
 // The quantizers are in coat.cu, residual_add() is in gpu/norm.cu, and a GEMM is a call of cuBLASLt
 // (gpu/gemm.cpp). A linear layer, gpu/linear.cpp, calls the quantizers and the GEMM.
 //
-// Most conditions in this file are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one
-// GPU, no further flags. In a first reading follow that run. In it
-//
-//   these are true    rotary_, gated_, dgate_up_in_place_, dqkv_in_place_, is_first, overwrites_gradients,
-//                     keep_gradients; and saves_groups(), but not of the final norm
-//   these are false   qk_norms_, saves_attention_in_groups_, head_sum_in_fp32(), caches_weights, delayed(),
-//                     sends_gradients(), update_in_backward, quant_report
-//
 // Read the rest of this file when you have read the files above it in the table of README.md. First come
 // rules of memory and structs, then the classes. In each class the functions of the list above stand in its
 // order, with those that they call between them. What can wait is at the end of the class: what other models
-// and recipes need, evaluations, prompts and reports.
+// and recipes need, several GPUs, evaluations, prompts and reports.
+//
+// Most conditions in this file are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one
+// GPU, no further flags. In a first reading follow that run. In it
+//
+//   name                            where it is            value
+//   rotary_, gated_                 Network                true
+//   qk_norms_                       Network                false
+//   saves_attention_in_groups_      Network                false
+//   dgate_up_replaces_gate_up_      Network                true
+//   dqkv_replaces_gate_up_          Network                true
+//   is_first                        MicroBatch             true, because a step has one micro-batch
+//   update_in_backward              MicroBatch             nothing
+//   saves_groups()                  ResidualNorm           true; of the final norm false
+//   keep_gradients                  RunSettings            true
+//   quant_stats, quant_report       GpuContext             null
+//   caches_weights                  SharedByLinearLayers   false
+//   delayed()                       ScaleTable             false
+//   sends_gradients()               Sharding               false
+//
+// The other functions of Sharding do nothing with one GPU: gather_weights(), wait_for_gradient_buffer(), ...
 #include "coat.h"
+#include "common/random.h"
 #include "gpu/attention.h"
 #include "gpu/column_sums.h"
 #include "gpu/gpu_model.h"  // declares the two functions at the end of this file
@@ -96,20 +114,23 @@ using namespace gpu;
 //        place                 forward             head                  backward, layer by layer
 //        final_norm_input()    the input of the    the gradient of       the gradient of the residual stream:
 //                              final norm          this input            dresidual()
-//        gate and up of a      gate and up         -                     the operand of dgate_up, if
-//        layer                                                           dgate_up_in_place_; then dqkv, if
-//                                                                        dqkv_in_place_
+//        gate and up of a      gate and up         -                     the row-major codes of dgate_up;
+//        layer                                                           then dqkv
 //        activations of later  what forward saves  -                     gradients of weights, in most runs
 //        layers                                                          (gpu/memory_map.h)
 //        logits                -                   logits, then their    -
 //                                                  gradients
+//
+//      (dgate_up and dqkv have this place in coat. dgate_up_replaces_gate_up_ and dqkv_replaces_gate_up_, in
+//      the class Network, say where they do not fit.)
 
 // A layer of the transformer.
 struct Layer {
     // The weights of the norms, as indices into ParameterState::params (gpu/parameter_state.h).
     size_t norm1_weight_index, norm2_weight_index;
     std::optional<size_t> qk_norms_weight_index;  // only Qwen3 has norms of the heads of q and k: qk_norms
-    LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;  // each is named after its weight
+    // The weights of these are "layers.l.qkv", "layers.l.attention_out", ...
+    LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;
     // By SavedKind (common/architecture.h), with the rows of a micro-batch.
     std::vector<TensorRef> saved_tensors;
 };
@@ -156,10 +177,6 @@ struct MicroBatch {
 
     // The rest is for backward.
     bool is_first = true;  // of the step, on this rank
-    // Whether GEMMs overwrite gradients: in the first micro-batch. In later ones they add to the gradients.
-    // (With several ranks they always overwrite: backward writes to a buffer, from which the gradients are
-    // sent, and the sums of the step lie elsewhere.)
-    bool overwrites_gradients = true;
     // The settings of the update, if finish_bucket() does it (--gradients none).
     std::optional<AdamWOptions> update_in_backward = std::nullopt;
 };
@@ -167,11 +184,11 @@ struct MicroBatch {
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
 
 // ===========================================================================================================
-// 1. Forward and backward of a micro-batch
+// 1. Forward and backward of a micro-batch, and the update
 //
-// GpuModel, below, calls begin_micro_batch(), forward_and_backward(), add_embedding_gradients() and
-// check_amaxes(); and for evaluations forward() and the functions at the end of the class. All functions are
-// public, so that they can stand in the order of a step.
+// GpuModel, below, calls begin_micro_batch(), forward_and_backward(), add_embedding_gradients(),
+// write_loss_or_nan() and update_buckets(); and for evaluations forward() and the functions at the end of the
+// class. All functions are public, so that they can stand in the order of a step.
 
 class Network {
     // Each member may use the members above it.
@@ -184,8 +201,7 @@ class Network {
     const MemoryMap& memory_;  // where everything is that lasts for the run
     ScaleTable& scale_table_;
     ParameterState& parameter_state_;
-    // The interface to the other GPUs. With one GPU its functions do nothing, or return what this GPU has.
-    Sharding& sharding_;
+    Sharding& sharding_;  // the other GPUs. With one GPU its functions do nothing
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     SharedByLinearLayers shared_by_linear_layers_;
     std::vector<Layer> layers_;
@@ -205,19 +221,20 @@ class Network {
 
     // Two tensors of backward may take the place of a layer's saved gate and up (rule 3 above).
     //
-    // dgate_up_in_place_: whether the row-major elements of dgate_up do. They can if an element has as many
+    // The first is dgate_up, of which the row-major elements go there. They can if an element has as many
     // bytes as one of gate and up: then the kernel may write over its input. In coat both are FP8 codes; in
-    // bf16 and fp32 both are values. (In coat it is false in runs whose GEMMs are in BF16. The second
+    // bf16 and fp32 both are values. (In coat they cannot in runs whose GEMMs are in BF16. The second
     // condition decides in no recipe of the table. It is for groups of gate and up beside scales of rows or
     // blocks, which lie right after the codes, where they would overwrite the scales of the groups.)
-    const bool dgate_up_in_place_ = format_info(shared_by_linear_layers_.formats.g.element_format).bytes ==
-                                        format_info(recipe_.saved_inputs.element_format).bytes &&
-                                    shared_by_linear_layers_.formats.g.granularity == PER_TENSOR;
-    // dqkv_in_place_: whether dqkv does, later in backward: if a row of dqkv fits into the bytes of a row of
+    const TensorFormat g_format_ = shared_by_linear_layers_.formats.g;
+    const bool dgate_up_replaces_gate_up_ = format_info(g_format_.element_format).bytes ==
+                                                format_info(recipe_.saved_inputs.element_format).bytes &&
+                                            g_format_.granularity == PER_TENSOR;
+    // The second is dqkv, later in backward. It can go there if a row of it fits into the bytes of a row of
     // gate and up, codes and scales together. (In Llama-2-7B a row of dqkv has 24,576 bytes. A row of gate
     // and up has 22,016 bytes of codes and 2,752 bytes of scales.)
-    const bool dqkv_in_place_ = TensorFormat{recipe_.compute_format}.bytes(1, config_.qkv_cols()) <=
-                                recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
+    const bool dqkv_replaces_gate_up_ = TensorFormat{recipe_.compute_format}.bytes(1, config_.qkv_cols()) <=
+                                        recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
 
     // What add_embedding_gradients() copies to the GPU. It must stay until the host waits for the GPU again.
     EmbeddingOrder embedding_order_;
@@ -241,10 +258,14 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // Where tensors are: weights and gradients, what layers save, and the norms with their inputs
 
-    // The weight and the gradient of the parameter with this index. (With several ranks: the weight as it was
-    // gathered, and the buffer to which backward writes the gradient.)
-    TensorRef weight(size_t i) const { return sharding_.weight(i); }
-    TensorRef gradient(size_t i) const { return sharding_.gradient_to_write(i); }
+    // The weight of the parameter with this index, as forward and backward read it; and its gradient, where
+    // backward writes it.
+    const TensorRef& weight(size_t i) const { return parameter_state_.weights[i]; }
+    const TensorRef& gradient(size_t i) const { return parameter_state_.gradients[i]; }
+    // Whether GEMMs overwrite gradients: in the first micro-batch. In later ones they add to the gradients.
+    // (With several ranks they always overwrite: backward writes to a buffer, from which the gradients are
+    // sent, and the sums of the step lie elsewhere.)
+    bool overwrites_gradients() const { return micro_batch_.is_first || sharding_.sends_gradients(); }
 
     // A tensor (n, cols) in the compute format, in memory that is allocated now. There is memory for a
     // multiple of 16 rows, because an FP8 GEMM writes so many.
@@ -267,22 +288,23 @@ public:
         };
         Layer layer{.norm1_weight_index = index("norm1.weight"),
                     .norm2_weight_index = index("norm2.weight"),
-                    .qk_norms_weight_index = {},
+                    .qk_norms_weight_index = std::nullopt,
                     .qkv_proj = linear_layer("qkv"),
                     .attention_out_proj = linear_layer("attention_out"),
                     .gate_up_proj = linear_layer("gate_up"),
                     .down_proj = linear_layer("down"),
                     .saved_tensors = {}};
         if (qk_norms_) layer.qk_norms_weight_index = index("qk_norm.weight");
-        uint8_t* data = memory_.saved_activations + l * saved_layer_bytes(settings_);
+        uint8_t* const saved_by_layer = memory_.saved_activations + l * saved_layer_bytes(settings_);
+        const std::vector<int64_t> offsets = saved_tensor_offsets(settings_);
         for (const SavedFormat& saved : saved_per_layer(config_, recipe_)) {
+            uint8_t* const data = saved_by_layer + offsets[static_cast<size_t>(saved.kind)];
             TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .format = saved.format};
             // The scales of groups lie right after the codes
             if (saved.format.is_fp8())
                 tensor.group_scales =
                     reinterpret_cast<uint16_t*>(data + saved.format.bytes_without_scales(N, saved.cols));
             layer.saved_tensors.push_back(tensor);
-            data += round_up(saved.bytes(N), GPU_ALIGNMENT);
         }
         return layer;
     }
@@ -393,7 +415,7 @@ public:
     // The embedding: a row of the weight for each token, and in GPT-2 a row for its position. The sum is
     // saved as the input of the first norm 1.
     void embed_and_save(ResidualStream& residual, const ResidualNorm& first_norm) {
-        sharding_.gather_weights(Sharding::EMBEDDING_GATHER_UNIT, Direction::Forward);  // several ranks
+        sharding_.gather_weights(Sharding::EMBEDDING_GATHER_UNIT, Direction::Forward);
         const TensorRef positions = rotary_ ? TensorRef{} : weight(parameter_state_.index("positions"));
         embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T,
               residual.outputs_for(first_norm), stream_);
@@ -419,11 +441,10 @@ public:
         // residual sum, which saves the input of norm 2
         add_branch_and_save(residual, branch, norm2_of(l));
     }
-    // Attention, causal, within each sequence of T tokens. Saves q, k and v, and the output of attention
-    // (N, q_cols), whose amax it finds.
+    // Attention, causal, within each sequence of T tokens. Saves its output (N, q_cols), whose amax it finds.
     //
-    // qkv is the tensor that is saved. (Qwen3 and runs with --attention groups have a function of their own,
-    // which can wait.)
+    // qkv is a saved tensor, as the projection has written it. q and k are rotated there, in place. (Qwen3
+    // and runs with --attention groups have a function of their own, which can wait.)
     void core_attention_forward(const Layer& layer, const TensorRef& qkv) {
         if (qk_norms_ || saves_attention_in_groups_)
             return core_attention_forward_of_qwen3_or_groups(layer, qkv);
@@ -471,16 +492,17 @@ public:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Buckets. Backward completes the gradients of a linear layer, of its bias, and of the norm before it at
-    // the same time. They are a bucket (adamw.h). The final norm and an untied head are another; so are the
-    // embeddings. Every kernel that adds to the gradients of a bucket is launched between begin_bucket() and
-    // finish_bucket(), and the next bucket begins after that. With one GPU and kept gradients the two
-    // functions only clear the gradients of norms, biases and embeddings, in the first micro-batch of a step.
-    // (What else they do, for several GPUs, --gradients none and reports, can wait.)
+    // Buckets (gpu/memory_layout.h): parameters whose gradients backward completes at the same time. The
+    // kernels that add to the gradients of a bucket are launched between begin_bucket() and finish_bucket(),
+    // and the next bucket begins after that. There is one exception: the GEMMs of the head, which write its
+    // gradient before its bucket begins.
+    //
+    // In the first micro-batch of a step begin_bucket() clears the gradients of norms, biases and embeddings.
+    // finish_bucket() does nothing with one GPU and kept gradients, so it stands with what can wait.
 
     void begin_bucket(int64_t bucket) {
-        sharding_.wait_for_gradient_buffer(bucket);  // with one GPU this does nothing
-        if (micro_batch_.overwrites_gradients) clear_gradients_that_no_gemm_writes(bucket);
+        sharding_.wait_for_gradient_buffer(bucket);
+        if (overwrites_gradients()) clear_gradients_that_no_gemm_writes(bucket);
     }
     // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to gradients, so
     // these gradients begin at zero. The gradient of the head's weight is left out: its GEMMs ran before its
@@ -493,22 +515,6 @@ public:
                 clear_async(gradient(i).data, p.padded_size() * parameter_state_.gradient_bytes, stream_);
         }
     }
-    // To be called when everything is launched that adds to the gradients of the bucket in this micro-batch,
-    // or that reads the weights of the bucket. With one GPU and kept gradients there is nothing to do: the
-    // gradients are where the update reads them.
-    void finish_bucket(int64_t bucket) {
-        // Several ranks: each sends the gradients to those that own them, where they are added
-        if (sharding_.sends_gradients() && !context_.quant_report)
-            sharding_.reduce_gradients(bucket, micro_batch_.is_first);
-        // --gradients none: the weights of the bucket are updated
-        if (micro_batch_.update_in_backward) {
-            check_amaxes(&memory_.outcome()->loss_or_nan);
-            parameter_state_.update(*micro_batch_.update_in_backward, bucket, bucket + 1, sharding_);
-        }
-        // measure_quantization(): what storing the moments would lose is measured
-        if (context_.quant_report)
-            parameter_state_.measure_moment_errors_of(bucket, sharding_, *context_.quant_report);
-    }
 
     // -------------------------------------------------------------------------------------------------------
     // Head and loss. The logits of all tokens would be the largest tensor of a step. So they are computed for
@@ -518,8 +524,9 @@ public:
     void head_forward_and_backward() {
         const Arena::Scope scope(arena_);
         const TensorRef dnorm_output = allocate_tensor(micro_batch_.N, config_.C);
-        // With several ranks: gathers the head, and begins to gather the last layer, where backward goes next
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Backward);
+        // The gradient of the head's weight. (If head_sum_in_fp32(), a temporary FP32 sum, which
+        // store_head_gradient_sum() rounds. This can wait.)
         const TensorRef dweight = make_head_gradient_sum();
         for (int64_t first = 0; first < micro_batch_.N; first += HEAD_SLICE_TOKENS)
             head_slice_forward_and_backward(first, dnorm_output, dweight);
@@ -543,7 +550,7 @@ public:
                                            &memory_.step_exchange->loss_weight, memory_.losses + first,
                                            stream_);
         const TensorRef& dlogits = logits;  // the gradients have taken the place of the logits
-        const bool overwrite = micro_batch_.overwrites_gradients && first == 0;
+        const bool overwrite = overwrites_gradients() && first == 0;
         // The head is not quantized: the operands of its GEMMs are the tensors themselves
         const Operand g{dlogits}, w{weight(head_index_)}, x{norm_output};
         gemms_.run(GemmKind::Wgrad, g, x, dweight, stream_, {.overwrite = overwrite});
@@ -577,26 +584,6 @@ public:
                      &memory_.outcome()->loss, stream_);
     }
 
-    // Returns the tensor to which the slices add the gradient of the head's weight: the gradient itself. But
-    // if a gradient in BF16 would be rounded too often (head_sum_in_fp32()), it is a temporary FP32 sum.
-    TensorRef make_head_gradient_sum() {
-        const TensorRef dweight = gradient(head_index_);
-        // With several ranks: the bucket of the head begins here, because the GEMMs of the slices write to it
-        sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
-        if (!head_sum_in_fp32(settings_)) return dweight;
-        const TensorRef fp32_sum{.data = arena_.allocate<float>(dweight.rows * dweight.cols),
-                                 .rows = dweight.rows,
-                                 .cols = dweight.cols,
-                                 .format = PLAIN_FP32};
-        // A later micro-batch begins the sum with the gradient of the earlier ones
-        if (!micro_batch_.overwrites_gradients) store_values(lazy_stored(dweight), fp32_sum, stream_);
-        return fp32_sum;
-    }
-    // Rounds a temporary FP32 sum, and stores it as the gradient.
-    void store_head_gradient_sum(const TensorRef& sum) {
-        if (head_sum_in_fp32(settings_)) store_values(lazy_stored(sum), gradient(head_index_), stream_);
-    }
-
     // -------------------------------------------------------------------------------------------------------
     // Backward. dX is the gradient of X. The gradient of a linear layer's output is g, and g_operand is what
     // the GEMMs of this linear layer read in place of g.
@@ -617,10 +604,11 @@ public:
     // of dqkv takes a pass in make_g_operand().)
 
     // From the gradient of the residual stream after layer l to that before norm 2 of this layer. This is
-    // what is on the stack, from one kernel to the next. What is in brackets, a linear layer allocates for
-    // one GEMM. Of dgate_up_operand only the transposed codes are here in coat: the row-major ones take the
-    // place of gate_up.
+    // what is on the stack, from one kernel to the next. In brackets is what a linear layer allocates for one
+    // GEMM. Of dgate_up_operand only the transposed codes are here in coat: the row-major ones take the place
+    // of gate_up.
     //
+    //   on the stack                                                     what runs, and what it computes
     //   dgate_up_operand | g_operand of down_proj | [x_operand]          wgrad of down_proj
     //   dgate_up_operand | g_operand of down_proj | dact | [w_operand]   dgrad of down_proj: dact
     //   dgate_up_operand | g_operand of down_proj | dact                 activation: dgate_up_operand
@@ -632,10 +620,10 @@ public:
         Layer& layer = layers_[l];
         const TensorRef gate_up = saved_tensor(layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. This operand is computed
-        // from dact and outlives dact, so its memory is allocated first; that of its row-major elements is
-        // the place of the saved gate and up, if dgate_up_in_place_
+        // from dact and outlives dact, so its memory is allocated first. Its row-major elements need none if
+        // they replace gate and up
         const Operand dgate_up_operand = layer.gate_up_proj.allocate_g_operand(
-            micro_batch_.N, dgate_up_in_place_ ? gate_up.data : nullptr);
+            micro_batch_.N, dgate_up_replaces_gate_up_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
         begin_bucket(layer.down_proj.bucket());
@@ -655,7 +643,7 @@ public:
     TensorRef make_dact(Layer& layer, const TensorRef& gate_up) {
         const Operand g_operand =
             layer.down_proj.make_g_operand(lazy_stored(dresidual()), LinearLayer::AmaxFrom::EarlierKernel);
-        layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), micro_batch_.overwrites_gradients);
+        layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), overwrites_gradients());
         const TensorRef dact = allocate_tensor(micro_batch_.N, config_.F);
         layer.down_proj.dgrad(g_operand, dact);
         return dact;
@@ -666,8 +654,8 @@ public:
         const Arena::Scope scope(arena_);
         Layer& layer = layers_[l];
         void* const place_of_gate_up = saved_tensor(layer, SavedKind::GateUp).data;
-        // If dqkv_in_place_, dqkv takes the place of the layer's gate and up, which nobody needs any more
-        const TensorRef dqkv = dqkv_in_place_
+        // dqkv replaces the layer's gate and up, if it fits there: nobody needs them any more
+        const TensorRef dqkv = dqkv_replaces_gate_up_
                                    ? tensor_at(place_of_gate_up, micro_batch_.N, config_.qkv_cols())
                                    : allocate_tensor(micro_batch_.N, config_.qkv_cols());
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from
@@ -692,8 +680,7 @@ public:
         const Operand g_operand = layer.attention_out_proj.make_g_operand(
             lazy_stored(dresidual()), LinearLayer::AmaxFrom::EarlierKernel);
         const TensorRef attention_output = saved_tensor(layer, SavedKind::AttentionOutput);
-        layer.attention_out_proj.wgrad(g_operand, lazy_stored(attention_output),
-                                       micro_batch_.overwrites_gradients);
+        layer.attention_out_proj.wgrad(g_operand, lazy_stored(attention_output), overwrites_gradients());
         layer.attention_out_proj.dgrad(g_operand, dattention_output);
     }
     // dattention_output -> dqkv, the gradient of what the q, k, v projection has written; and the amax of
@@ -728,7 +715,7 @@ public:
         residual_norm_backward(norm, dnorm_output, /*dresidual_in=*/dresidual());
         until_dresidual.end();
         // lazy_norm() reads the row statistics that the norm's backward pass has just written
-        norm.linear_after->wgrad(g_operand, lazy_norm(norm.args), micro_batch_.overwrites_gradients);
+        norm.linear_after->wgrad(g_operand, lazy_norm(norm.args), overwrites_gradients());
     }
     // The backward pass of a norm of the residual stream: dresidual() = dresidual_in + the gradient of the
     // norm's input.
@@ -773,16 +760,80 @@ public:
         finish_bucket(bucket);
     }
 
-    // *loss_or_nan = the loss so far; or NaN, if an amax is not finite: FP8 codes hide infinity and NaN. A
-    // step writes it to memory_.outcome()->loss_or_nan. If it is NaN, ParameterState::update() updates no
-    // weight.
-    void check_amaxes(double* loss_or_nan) {
-        gpu::write_loss_or_nan(scale_table_.all(), scale_table_.count(), &memory_.outcome()->loss,
-                               loss_or_nan, stream_);
+    // memory_.outcome()->loss_or_nan = the loss so far; or NaN, if an amax is not finite: FP8 codes hide
+    // infinity and NaN. If it is NaN, the step is skipped.
+    void write_loss_or_nan() {
+        StepOutcome* const outcome = memory_.outcome();  // on the device
+        gpu::write_loss_or_nan(scale_table_.all(), scale_table_.count(), &outcome->loss,
+                               &outcome->loss_or_nan, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // The rest of this class can wait. q, k, v and the output of attention: --attention groups, and Qwen3
+    // The update
+
+    // Updates the parameters of the buckets [first_bucket, end_bucket): all of a step. (With --gradients none
+    // finish_bucket() updates one at a time.) Their gradients are complete, and loss_or_nan is written.
+    //
+    // Clipping needs the norm of all gradients, so their squares come first. (With several ranks each
+    // computes a row of loss_and_squares, from what it owns, and gets those of the others.)
+    void update_buckets(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket) {
+        const ShardsToUpdate shards = parameter_state_.shards_of_buckets(first_bucket, end_bucket);
+        const Range shard_units = parameter_state_.shard_units_of_buckets(first_bucket, end_bucket);
+        StepOutcome* const outcome = memory_.outcome();  // on the device
+        GradientState* const gradient_state = &outcome->gradient_state;
+        double* const loss_and_squares = memory_.loss_and_squares;
+        const int64_t row_size = 1 + shard_units.count;
+
+        compute_gradient_squares(shards, shard_units, &outcome->loss_or_nan,
+                                 loss_and_squares + settings_.rank * row_size, stream_);
+        sharding_.all_gather(loss_and_squares, row_size * static_cast<int64_t>(sizeof(double)));
+        update_gradient_state(loss_and_squares, shard_units.count, settings_.ranks, options.clip,
+                              gradient_state, stream_);
+        adamw(options, settings_.optimizer, shards, memory_.weights,
+              rounding_key(settings_.seed, options.update_number), gradient_state, stream_);
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // The rest of this class can wait. Several ranks, --gradients none, the head's gradient summed in FP32
+
+    // To be called when everything is launched that adds to the gradients of the bucket in this micro-batch,
+    // or that reads the weights of the bucket. With one GPU and kept gradients there is nothing to do: the
+    // gradients are where the update reads them.
+    void finish_bucket(int64_t bucket) {
+        // Several ranks: each sends the gradients to those that own them, where they are added
+        if (sharding_.sends_gradients() && !context_.quant_report)
+            sharding_.reduce_gradients(bucket, micro_batch_.is_first);
+        // --gradients none: the weights of the bucket are updated
+        if (micro_batch_.update_in_backward) {
+            write_loss_or_nan();
+            update_buckets(*micro_batch_.update_in_backward, bucket, bucket + 1);
+        }
+        // measure_quantization(): what storing the moments would lose is measured
+        if (context_.quant_report) parameter_state_.measure_moment_errors_of(bucket, *context_.quant_report);
+    }
+
+    // Returns the tensor to which the slices add the gradient of the head's weight: the gradient itself. But
+    // if a gradient in BF16 would be rounded too often (head_sum_in_fp32()), it is a temporary FP32 sum.
+    TensorRef make_head_gradient_sum() {
+        const TensorRef dweight = gradient(head_index_);
+        // Several ranks: the GEMMs of the slices write to the buffer of the head's bucket
+        sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
+        if (!head_sum_in_fp32(settings_)) return dweight;
+        const TensorRef fp32_sum{.data = arena_.allocate<float>(dweight.rows * dweight.cols),
+                                 .rows = dweight.rows,
+                                 .cols = dweight.cols,
+                                 .format = PLAIN_FP32};
+        // A later micro-batch begins the sum with the gradient of the earlier ones
+        if (!overwrites_gradients()) store_values(lazy_stored(dweight), fp32_sum, stream_);
+        return fp32_sum;
+    }
+    // Rounds a temporary FP32 sum, and stores it as the gradient.
+    void store_head_gradient_sum(const TensorRef& sum) {
+        if (head_sum_in_fp32(settings_)) store_values(lazy_stored(sum), gradient(head_index_), stream_);
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // q, k, v and the output of attention: --attention groups, and Qwen3
 
     // In most runs q, k, v and the output are saved in the compute format, and attention reads and writes the
     // saved tensors themselves.
@@ -962,14 +1013,11 @@ public:
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
         begin_step_or_evaluation(static_cast<double>(target_count));
         for (int64_t i = 0; i < settings_.micro_batches_per_rank; i++) {
-            MicroBatch micro_batch{.B = settings_.B,
-                                   .T = settings_.T,
-                                   .is_first = i == 0,
-                                   .overwrites_gradients = i == 0 || sharding_->sends_gradients()};
+            MicroBatch micro_batch{.B = settings_.B, .T = settings_.T, .is_first = i == 0};
             if (!settings_.keep_gradients) micro_batch.update_in_backward = options;
             run_micro_batch(micro_batch, tokens + i * micro_batch.N, targets + i * micro_batch.N);
             // The next micro-batch clears the amaxes, so they are looked at now
-            if (settings_.keep_gradients) network_.check_amaxes(&memory_.outcome()->loss_or_nan);
+            if (settings_.keep_gradients) network_.write_loss_or_nan();
         }
         update_parameters(options);
         return fetch_result(target_count);
@@ -1000,12 +1048,12 @@ public:
         network_.add_embedding_gradients(tokens);
     }
 
-    // AdamW, of all parameters. (With --gradients none backward has updated them: Network::finish_bucket())
+    // Updates all parameters. (With --gradients none backward has updated them: Network::finish_bucket())
     void update_parameters(const AdamWOptions& options) {
+        const int64_t bucket_count = static_cast<int64_t>(parameter_state_.buckets.size());
         sharding_->wait_for_transfers();
         if (settings_.keep_gradients)
-            parameter_state_.update(options, 0, static_cast<int64_t>(parameter_state_.buckets.size()),
-                                    *sharding_);
+            network_.update_buckets(options, /*first_bucket=*/0, /*end_bucket=*/bucket_count);
         after_weight_change();
         scale_table_.update_histories(memory_.outcome());  // for delayed scaling
     }
@@ -1074,8 +1122,8 @@ public:
         network_.begin_micro_batch(micro_batch, tokens, targets);
         network_.forward();
         network_.loss_without_gradients();
-        network_.check_amaxes(&memory_.outcome()->loss);  // the loss itself becomes NaN
-        return fetch_outcome().loss;
+        network_.write_loss_or_nan();
+        return fetch_outcome().loss_or_nan;
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {

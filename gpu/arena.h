@@ -14,8 +14,8 @@ inline constexpr int64_t DRY_RUN_BYTES = 0;
 //   const Arena::Scope scope(arena);
 //   float* const sums = arena.allocate<float>(n);   // lives as long as `scope`
 //
-// Every step allocates the same sizes in the same order, so it gets the same addresses, and a CUDA graph can
-// record them. A dry run, whose addresses are never used, finds out how much memory a run needs.
+// Equal micro-batches allocate the same sizes in the same order, so they get the same addresses, and a CUDA
+// graph can record them. A dry run, whose addresses are never used, finds out how much memory a run needs.
 class Arena {
 public:
     explicit Arena(int64_t bytes);  // the size of the allocation, or DRY_RUN_BYTES

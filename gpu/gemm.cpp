@@ -85,8 +85,8 @@ static const float* scales_of(const Operand& operand, bool reads_transposed_code
 //
 // cuBLAS computes A B: it sums along the rows of A, and along the columns of B. What is contiguous in memory
 // is a column for cuBLAS. So if the sum goes along contiguous elements, A must be transposed, and B must not.
-// If it does not, B must be transposed, and A must not. In FP8 the sum always goes along contiguous elements:
-// the GEMM reads the form of the codes, row-major or transposed, in which it does.
+// If it does not, B must be transposed, and A must not. In FP8 the GEMM reads that form of the codes,
+// row-major or transposed, in which the sum goes along contiguous elements.
 //
 //   operand                     in FP8                           in BF16 and FP32
 //   A, summed along rows        row-major codes, to transpose    row-major values, to transpose
@@ -231,16 +231,15 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
             "the shapes of a GEMM do not fit");
     const bool fast = fast_accumulation_[int(kind)];
     Problem problem(a, b, out, options.bias, fast);
-    // The status of the last launch. A candidate may fail; an algorithm that has been chosen may not.
-    cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
-    auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
+    // Returns the status
+    const auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
         const float one = 1, beta = options.overwrite ? 0 : 1;
-        status = cublasLtMatmul(handle_, &problem.operation, &one, a.data, &problem.a, b.data, &problem.b,
-                                &beta, out.data, &problem.out, out.data, &problem.out, &algorithm, scratch,
-                                SCRATCH, stream);
+        const cublasStatus_t status = cublasLtMatmul(
+            handle_, &problem.operation, &one, a.data, &problem.a, b.data, &problem.b, &beta, out.data,
+            &problem.out, out.data, &problem.out, &algorithm, scratch, SCRATCH, stream);
         if (status != CUBLAS_STATUS_SUCCESS)
             cudaGetLastError();  // or the next launch would report this error
-        return status == CUBLAS_STATUS_SUCCESS;
+        return status;
     };
     const Key key{.kind = kind,
                   .cublas_a = a.format,
@@ -254,17 +253,21 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
                   .biased = options.bias != nullptr};
     enqueue(stream, "GEMM", [&] {
         if (!handle_) check_cublas(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
-        if (const auto chosen = algorithms_.find(key); chosen != algorithms_.end()) {
-            launch(chosen->second);
-        } else {
-            // The first GEMM with this key: the first algorithm that can be launched is chosen
-            const bool fast_or_bf16 = fast || a.format == Format::BF16;
-            const bool prefer_tiles = should_prefer_tiles(kind, fast_or_bf16, out);
-            for (const cublasLtMatmulAlgo_t& candidate : candidate_algorithms(handle_, problem, prefer_tiles))
-                if (launch(candidate)) {
-                    algorithms_[key] = candidate;
-                    break;
-                }
+        const auto chosen = algorithms_.find(key);
+        if (chosen != algorithms_.end()) {
+            check_cublas(launch(chosen->second), "A GEMM failed");
+            return;
+        }
+        // The first GEMM with this key: the first candidate that can be launched is chosen
+        const bool fast_or_bf16 = fast || a.format == Format::BF16;
+        const bool prefer_tiles = should_prefer_tiles(kind, fast_or_bf16, out);
+        cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
+        for (const cublasLtMatmulAlgo_t& candidate : candidate_algorithms(handle_, problem, prefer_tiles)) {
+            status = launch(candidate);
+            if (status == CUBLAS_STATUS_SUCCESS) {
+                algorithms_[key] = candidate;
+                break;
+            }
         }
         check_cublas(status, "A GEMM failed");
     });

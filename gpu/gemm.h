@@ -44,7 +44,8 @@ public:
              cudaStream_t stream, const GemmOptions& options = {});
 
 private:
-    // What the choice of an algorithm depends on. The algorithm is chosen once for each Key.
+    // What the choice of an algorithm depends on. The algorithm is chosen once for each Key. (One algorithm
+    // serves both values of GemmOptions::overwrite.)
     struct Key {
         GemmKind kind;
         // A is made of `right`, and B of `left` (gemm.cpp says why)

@@ -6,8 +6,8 @@
 namespace coat::gpu {
 
 // What CUDA gives for an object that it has made, such as a pointer to an allocation. The destructor calls
-// `destroy`, if the handle is not null. (Destroying null would be an error, which CUDA would keep until the
-// next launch of a kernel reports it.)
+// `destroy`, if the handle is not null. (For streams, graphs and events destroying null is an error, which
+// CUDA keeps until the next launch of a kernel reports it.)
 template <class Handle, cudaError_t (*destroy)(Handle)> struct UniqueHandle {
     Handle handle = nullptr;
 
@@ -31,7 +31,8 @@ public:
 
 // Work that is launched again and again with the same arguments. The first run() calls work(), and records
 // what work() launches as a CUDA graph: hundreds of kernels, which then start as one. Every run(), the first
-// one too, launches the graph. (A dry run must not call run(): it has no stream to record.)
+// one too, launches the graph. So the host goes through work() once. What it must do each time, such as
+// copies of tokens, stands outside. (A dry run must not call run(): it has no stream to record.)
 class CudaGraph : UniqueHandle<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work> void run(cudaStream_t stream, Work work) {

@@ -33,7 +33,7 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
     const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Fprop);
     const Operand w_operand = get_or_make_w_operand(GemmKind::Fprop);
-    const void* const bias = bias_index_ ? shared_.sharding.weight(*bias_index_).data : nullptr;
+    const void* const bias = bias_index_ ? shared_.parameter_state.weights[*bias_index_].data : nullptr;
     TensorRef padded_y = y;
     padded_y.rows = rows_of_gemm(shared_.formats.x, y.rows);
     shared_.gemms.run(GemmKind::Fprop, x_operand, w_operand, padded_y, stream(), {.bias = bias});
@@ -49,7 +49,7 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
     const Arena::Scope scope(arena());
     // x has the same values as in forward, so the amax from forward is that of this x.
     const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Wgrad);
-    const TensorRef dw = shared_.sharding.gradient_to_write(weight_index_);
+    const TensorRef dw = shared_.parameter_state.gradients[weight_index_];
     shared_.gemms.run(GemmKind::Wgrad, g_operand, x_operand, dw, stream(), {.overwrite = overwrite});
 }
 
@@ -101,11 +101,10 @@ Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, Ge
 // The operand of w in the form that `gemm` reads: from the cache, if weights are cached; else it is made here
 // from the weight.
 Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
-    // With one GPU this does nothing
     shared_.sharding.gather_weights(Sharding::gather_unit_of(linear_layer_index_),
                                     gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);
     if (shared_.caches_weights) return cached_w_operand_;
-    const TensorRef w = shared_.sharding.weight(weight_index_);
+    const TensorRef w = shared_.parameter_state.weights[weight_index_];
     if (w.format.is_fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
     compute_w_amax_if_needed();                                 // only with delayed scaling
     return make_operand(OperandKind::W, lazy_stored(w), gemm);
@@ -167,7 +166,7 @@ void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, float* miss
     } else {
         const Arena::Scope scope(arena());
         float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-        write_operand_and_add_column_sums(g, g_operand, shared_.sharding.gradient_to_write(*bias_index_),
+        write_operand_and_add_column_sums(g, g_operand, shared_.parameter_state.gradients[*bias_index_],
                                           workspace, quant_stats, stream());
     }
 }
@@ -176,8 +175,7 @@ void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, float* miss
 void LinearLayer::add_dbias(const LazyTensor& g, float* g_amax_to_raise) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-    add_column_sums(g, shared_.sharding.gradient_to_write(*bias_index_), workspace, g_amax_to_raise,
-                    stream());
+    add_column_sums(g, shared_.parameter_state.gradients[*bias_index_], workspace, g_amax_to_raise, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -201,12 +199,13 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
 // amax is computed here.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (shared_.scale_table.delayed() && shared_.needs_amax_before_codes())
-        compute_amax(lazy_stored(shared_.sharding.weight(weight_index_)), &w_tensor_scale_->amax, stream());
+        compute_amax(lazy_stored(shared_.parameter_state.weights[weight_index_]), &w_tensor_scale_->amax,
+                     stream());
 }
 
 void LinearLayer::write_cached_w_operand() {
     compute_w_amax_if_needed();
-    write_operand(lazy_stored(shared_.sharding.weight(weight_index_)), cached_w_operand_,
+    write_operand(lazy_stored(shared_.parameter_state.weights[weight_index_]), cached_w_operand_,
                   quant_stats_of(OperandKind::W), stream());
 }
 

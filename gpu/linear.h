@@ -35,8 +35,9 @@
 //     params                 the list of all parameters; a weight is known by its index in it
 //     bias_index()           the index of the bias that belongs to a weight, if there is one
 //     linear_layer_index()   the number of a linear layer in the order of forward
+//     weights, gradients     where they are, by parameter
 //   ScaleTable               an amax and a scale for each operand (gpu/scale_table.h)
-//   Sharding                 where weights and gradients are: weight(), gradient_to_write() (gpu/sharding.h)
+//   Sharding                 gather_weights() does nothing with one GPU (gpu/sharding.h)
 //   FP8_GEMM_MULTIPLE        16 rows (gpu/memory_layout.h)
 #pragma once
 #include <optional>
@@ -89,9 +90,8 @@ public:
     // the column sums of g to dbias, the gradient of the bias. (In recipes without FP8 a stored g is its own
     // operand: no memory is allocated.)
     Operand make_g_operand(const LazyTensor& g, AmaxFrom g_amax_from);
-    // The two parts of make_g_operand(). Only mlp_half_backward() of model.cu calls them by themselves. There
-    // g is dgate_up, which is computed from dact, and g_operand is needed longer than dact. So on the stack
-    // g_operand must lie below dact, and its memory is allocated first.
+    // The two parts of make_g_operand(), for a caller whose g is computed from a tensor on the stack that
+    // g_operand outlives: it allocates g_operand first (mlp_half_backward() in model.cu).
     //   row_major   where the row-major elements go; if null, memory is allocated for them, too
     Operand allocate_g_operand(int64_t N, void* row_major) const;
     void write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand);
@@ -108,7 +108,7 @@ public:
     // no earlier kernel had the values of x.
     void compute_x_amax_if_needed(const LazyTensor& x) const;
 
-    // The bucket (adamw.h) to which the gradients of w and of the bias belong.
+    // The bucket (gpu/memory_layout.h) to which the gradients of w and of the bias belong.
     int64_t bucket() const { return shared_.parameter_state.params[weight_index_].bucket; }
 
     // Makes the operand of w, if weights are cached (this can wait).
@@ -139,7 +139,8 @@ private:
     }
 
     bool is_its_own_operand(OperandKind kind, const LazyTensor& source) const;
-    Operand allocate_operand(OperandKind kind, int64_t rows, Form form, void* row_major = nullptr) const;
+    Operand allocate_operand(OperandKind kind, int64_t needed_rows, Form form,
+                             void* row_major = nullptr) const;
     Operand make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const;
     Operand get_or_make_w_operand(GemmKind gemm) const;
 

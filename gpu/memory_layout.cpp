@@ -32,12 +32,13 @@ int64_t count_linear_layers(const std::vector<Param>& params) {
     return std::count_if(params.begin(), params.end(), [](const Param& p) { return p.is_linear_weight(); });
 }
 
-int64_t saved_layer_bytes(const RunSettings& s) {
-    int64_t bytes = 0;
+std::vector<int64_t> saved_tensor_offsets(const RunSettings& s) {
+    std::vector<int64_t> offsets{0};
     for (const SavedFormat& t : saved_per_layer(s.config, s.recipe))
-        bytes += round_up(t.bytes(padded_tokens(s)), GPU_ALIGNMENT);
-    return bytes;
+        offsets.push_back(offsets.back() + round_up(t.bytes(padded_tokens(s)), GPU_ALIGNMENT));
+    return offsets;
 }
+int64_t saved_layer_bytes(const RunSettings& s) { return saved_tensor_offsets(s).back(); }
 
 // How many layers' activations backward still needs when it begins to write the gradient of the parameter p:
 //   of layer l                                 l + 1, the layers 0 to l

@@ -1,7 +1,18 @@
 // gpu/memory_layout.h - how the memory of a GPU is divided: what this rank owns of each parameter, the
 // buckets, the sizes of buffers, and where gradients begin. All of this follows from the settings of the
-// run, so a program without CUDA knows it too, for --plan. The words bucket, flat order and rank's order are
-// those of adamw.h. The map of the memory is drawn in gpu/memory_map.h: read it first.
+// run, so a program without CUDA knows it too, for --plan. The map of the memory, gpu/memory_map.h, has a
+// drawing.
+//
+// Parameters and their gradients lie in the order of forward. A bucket is a few parameters that are
+// neighbours in this order, and whose gradients backward completes at the same time:
+//   - the embeddings;
+//   - the parameters of a linear layer, and of the norm before it if there is one;
+//   - the final norm, and the head if it is not tied.
+// Backward goes from the last bucket to the first one.
+//
+// With several GPUs each of them is a rank, which owns a shard of every matrix. Shards lie in the rank's
+// order (adamw.h). On one GPU read "shard" or "what this rank owns" as "parameter", and "the rank's order" as
+// "the order of the parameters".
 #pragma once
 #include "../common/ranks.h"
 
@@ -23,7 +34,8 @@ struct ShardPlace {
 // The table by parameter. One more entry says where the last parameter ends.
 std::vector<ShardPlace> shard_places(const RunSettings& s);
 
-// The parameters [first_param, end_param) of a bucket, and where they are in the flat order, in elements.
+// The parameters [first_param, end_param) of a bucket, and where they are in the flat order (adamw.h), in
+// elements.
 struct BucketRange {
     size_t first_param, end_param;
     int64_t flat_offset, elements;
@@ -37,19 +49,24 @@ int64_t count_linear_layers(const std::vector<Param>& params);
 // Activations and the head
 
 inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;  // the rows of an FP8 GEMM are a multiple of 16
-// Rows of saved tensors: the tokens of a micro-batch, rounded up. (If GEMMs are in FP8, B * T is a multiple
-// of 16 already: linear_formats() in common/recipes.h.)
+// The rows for which a saved tensor has memory: the tokens of a micro-batch, rounded up. (In runs whose GEMMs
+// are in FP8 rounding changes nothing, because B * T is a multiple of 16: linear_formats() in
+// common/recipes.h.)
 inline int64_t padded_tokens(const RunSettings& s) { return round_up(s.B * s.T, FP8_GEMM_MULTIPLE); }
-int64_t saved_layer_bytes(const RunSettings& s);  // the bytes of what a layer saves for backward
+// What a layer saves for backward: where each tensor begins, by SavedKind, in bytes from the first of them.
+// One more entry says where the last one ends.
+std::vector<int64_t> saved_tensor_offsets(const RunSettings& s);
+int64_t saved_layer_bytes(const RunSettings& s);  // the bytes of all that a layer saves
 // The bytes from the first saved activation to the first gradient (drawing: gpu/memory_map.h).
 int64_t gradients_offset(const RunSettings& s);
 
 // The logits exist for so many tokens at a time.
 inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
 // Whether the slices of a micro-batch add to the gradient of the head's weight in FP32, so that their sum is
-// rounded once. The rule is that at most four gradients are added to a BF16 sum in a step. gradient_format()
-// (common/model.h) counts one addition for all slices of a micro-batch. If there are several slices, their
-// additions are counted here: each slice adds once, and a tied embedding once more.
+// rounded once. The rule is that at most four gradients are added to a BF16 sum in a step. With n slices the
+// head's gradient has n additions in a micro-batch, and n + 1 if it is tied, where gradient_format()
+// (common/model.h) counts one. (8 x 2048 tokens are 4 slices. In one micro-batch these are 4 additions, so
+// the sum may be in BF16.)
 inline bool head_sum_in_fp32(const RunSettings& s) {
     const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS);
     const int64_t additions = micro_batches_of_step(s) * (slices + s.config.tied);

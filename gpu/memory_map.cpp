@@ -2,6 +2,7 @@
 #include "memory_map.h"
 
 #include "gemm.h"
+#include "layers.h"
 #include "norm.h"
 
 namespace coat::gpu {

@@ -5,23 +5,25 @@
 // the map uses of other files:
 //
 //   gpu/tensors.h     what is in the memory: TensorScale and RowStatistics
-//   adamw.h           Weights, Shard, MomentRef and GradientState; and the words shard, bucket and rank's
-//                     order
-//   gpu/layers.h      TokenRows, for the gradient of the embedding: which tokens occur in which rows
+//   adamw.h           Weights, Shard, MomentRef and GradientState
+//
+// A bucket is a few parameters whose gradients backward completes at the same time, such as those of a linear
+// layer and of the norm before it. The head of gpu/memory_layout.h says more of buckets and of several ranks.
 #pragma once
 #include "../adamw.h"
 #include "context.h"
-#include "layers.h"
 #include "memory_layout.h"
 
 namespace coat::gpu {
 
+struct TokenRows;  // for the gradient of the embedding: the rows in which a token occurs (gpu/layers.h)
+
 // What a step finds out, on the device. The host clears it before the step and fetches it at the end.
 struct StepOutcome {
-    double loss;         // the sum of the losses so far, times StepExchange::loss_weight
-    double loss_or_nan;  // `loss`; or NaN, if FP8 codes have hidden a value that is not finite
-    GradientState gradient_state;
-    uint32_t empty_histories;  // delayed scaling: how many operands have had no amax yet
+    double loss;                   // the sum of the losses so far, times StepExchange::loss_weight
+    double loss_or_nan;            // `loss`; or NaN, if FP8 codes have hidden a value that is not finite
+    GradientState gradient_state;  // sum_of_squares, norm, clip_factor, skip
+    uint32_t empty_histories;      // delayed scaling: how many operands have had no amax yet
 };
 // The few numbers that the host and the GPU exchange in a step, on the device.
 struct StepExchange {
@@ -42,7 +44,7 @@ struct StepExchange {
 // Gradients of weights. Backward writes them where the update reads them. Usually they lie over the saved
 // activations. Forward writes the layers from left to right, and backward needs them from right to left. The
 // drawing, which is not to scale, shows Llama-2-7B with 8 x 2048 tokens. The activations of a layer take
-// 1.1 GB, and its gradients 0.4 GB:
+// 1.1 GB, and its gradients 0.4 GB. 0 GB is where saved_activations begins:
 //
 //   0 GB                                 22.3 GB                      35.1 GB
 //   +---------+---------+-------------+----------+---------+----------+
@@ -76,7 +78,7 @@ struct MemoryMap {
     StepExchange* step_exchange;
     StepOutcome* outcome() const { return &step_exchange->outcome; }  // on the device
     void* gemm_scratch;                                               // CublasGemms::SCRATCH bytes
-    // For the norm of gradients: the loss, and then sums of squares, each over SHARD_UNIT elements of a
+    // For the norm of gradients: loss_or_nan, and then sums of squares, each over SHARD_UNIT elements of a
     // parameter. They stand together because both decide whether a step is skipped. (ranks, 1 + shard units):
     // a row for each rank.
     double* loss_and_squares;
@@ -92,9 +94,9 @@ struct MemoryMap {
     // What this rank owns, in the rank's order. With one GPU that is the order of the parameters.
     Weights weights;
     Shard* shards;             // AdamW's table of parameters
-    TensorScale* scale_table;  // (scale_table_size): see ScaleTable
+    TensorScale* scale_table;  // (scale_table_size): gpu/scale_table.h
     int64_t scale_table_size;
-    float* histories;       // with delayed scaling: (scale_table_size, Recipe::history_steps), see ScaleTable
+    float* histories;       // with delayed scaling: (scale_table_size, Recipe::history_steps)
     void* moments_begin;    // where all moments begin, with their max and k
     int64_t moments_bytes;  // how many bytes they take together
     std::vector<MomentRef> first_moments, second_moments;  // by parameter, whose m and v lie together

@@ -1,12 +1,9 @@
-// gpu/parameter_state.cpp - weights, gradients and moments of this rank, and their update
-// (gpu/parameter_state.h).
+// gpu/parameter_state.cpp - the class ParameterState (gpu/parameter_state.h).
 #include "parameter_state.h"
 
 #include "../coat.h"
-#include "../common/random.h"
 #include "../common/state_tensors.h"
 #include "quant_report.h"
-#include "sharding.h"
 
 namespace coat::gpu {
 
@@ -24,6 +21,7 @@ ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memor
         linear_layer_indices_.push_back(params[i].is_linear_weight() ? linear_layers++ : -1);
         indices_[params[i].name] = i;
     }
+    list_weights_and_gradients();
     upload_shard_table();
     initialize_state();
 }
@@ -40,6 +38,22 @@ std::optional<size_t> ParameterState::bias_index(size_t weight_index) const {
     return next;
 }
 
+void ParameterState::list_weights_and_gradients() {
+    for (size_t i = 0; i < params.size(); i++) {
+        const Param& p = params[i];
+        const bool owns_all_of_it = settings.ranks == 1 || p.is_vector();
+        weights.push_back({.data = owns_all_of_it ? owned_weight_data(i) : nullptr,
+                           .rows = p.rows,
+                           .cols = p.cols,
+                           .format = format_of_weights});
+        const int64_t elements_before = p.flat_offset - buckets[p.bucket].flat_offset;
+        gradients.push_back({.data = memory_.gradients_to_write[p.bucket] + elements_before * gradient_bytes,
+                             .rows = p.rows,
+                             .cols = p.cols,
+                             .format = format_of_gradients});
+    }
+}
+
 // Fills memory_.shards, AdamW's table of parameters.
 void ParameterState::upload_shard_table() {
     std::vector<Shard> table;
@@ -52,7 +66,7 @@ void ParameterState::upload_shard_table() {
                          .m = memory_.first_moments[i],
                          .v = memory_.second_moments[i],
                          .decays = p.decays(),
-                         .weight_amax_to_raise = weight_amax_of(i),
+                         .weight_amax_to_raise = place_for_weight_amax(i),
                          .bundles_before_shard = bundles,
                          .flat_minus_rank_offset = p.flat_offset + place.owned.first - place.rank_offset,
                          .shard_units_before_shard =
@@ -95,32 +109,20 @@ uint8_t* ParameterState::owned_gradient_sum(size_t i) const {
     return memory_.owned_gradient_sums[bucket] + in_bucket * gradient_bytes;
 }
 
-// Clipping needs the norm of all gradients, so their squares are added up, by shard unit (common/ranks.h).
-// (With several ranks each adds up the squares of what it owns, and sends the others its row of
-// loss_and_squares.)
-void ParameterState::update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket,
-                            Sharding& sharding) {
+ShardsToUpdate ParameterState::shards_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
     const size_t first_param = buckets[first_bucket].first_param;
     const size_t end_param = buckets[end_bucket - 1].end_param;
-    const ShardPlace &begin = places[first_param], &end = places[end_param];
-    const ShardsToUpdate to_update{
-        .shards = memory_.shards + first_param,
-        .count = int(end_param - first_param),
-        .elements = {.first = begin.rank_offset, .count = end.rank_offset - begin.rank_offset},
-        .gradients = owned_gradient_sum(first_param),
-        .gradient_format = format_of_gradients.element_format};
-    const Range shard_units{.first = begin.shard_units_before_parameter,
-                            .count = end.shard_units_before_parameter - begin.shard_units_before_parameter};
-    StepOutcome* const outcome = memory_.outcome();  // on the device
-    GradientState* const state = &outcome->gradient_state;
-
-    double* const loss_and_squares = memory_.loss_and_squares;
-    double* const own_row = loss_and_squares + settings.rank * (1 + shard_units.count);
-    compute_gradient_squares(to_update, shard_units, &outcome->loss_or_nan, own_row, stream_);
-    sharding.all_gather(loss_and_squares, (1 + shard_units.count) * int64_t(sizeof(double)));
-    update_gradient_state(loss_and_squares, shard_units.count, settings.ranks, options.clip, state, stream_);
-    adamw(options, settings.optimizer, to_update, memory_.weights,
-          rounding_key(settings.seed, options.update_number), state, stream_);
+    const int64_t begin = places[first_param].rank_offset, end = places[end_param].rank_offset;
+    return {.shards = memory_.shards + first_param,
+            .count = int(end_param - first_param),
+            .elements = {.first = begin, .count = end - begin},
+            .gradients = owned_gradient_sum(first_param),
+            .gradient_format = format_of_gradients.element_format};
+}
+Range ParameterState::shard_units_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
+    const int64_t begin = places[buckets[first_bucket].first_param].shard_units_before_parameter;
+    const int64_t end = places[buckets[end_bucket - 1].end_param].shard_units_before_parameter;
+    return {.first = begin, .count = end - begin};
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -128,12 +130,11 @@ void ParameterState::update(const AdamWOptions& options, int64_t first_bucket, i
 
 // measure_moment_errors() of gpu/quant_report.h waits with plain CUDA calls, which would never return if the
 // stream waits for a rank that has ended. context_.wait() notices such a rank, so it is called first.
-void ParameterState::measure_moment_errors_of(int64_t bucket, const Sharding& sharding,
-                                              QuantReport& report) const {
+void ParameterState::measure_moment_errors_of(int64_t bucket, QuantReport& report) const {
     context_.wait();
     for (size_t i = buckets[bucket].first_param; i < buckets[bucket].end_param; i++) {
         const Range& owned = places[i].owned;
-        const uint8_t* const gradient = static_cast<const uint8_t*>(sharding.gradient_to_write(i).data);
+        const uint8_t* const gradient = static_cast<const uint8_t*>(gradients[i].data);
         measure_moment_errors(settings.optimizer, memory_.first_moments[i], memory_.second_moments[i],
                               gradient + owned.first * gradient_bytes, format_of_gradients.element_format,
                               owned.count, report, stream_);
@@ -152,13 +153,13 @@ std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentR
     return all;
 }
 
-float* ParameterState::weight_amax_of(size_t i) const {
+float* ParameterState::place_for_weight_amax(size_t i) const {
     if (!params[i].is_linear_weight() || scale_table_.delayed()) return nullptr;
     return &scale_table_.of_operand(OperandKind::W, linear_layer_index(i))->amax;
 }
 
 void ParameterState::compute_weight_amax(size_t i) const {
-    float* const amax = weight_amax_of(i);
+    float* const amax = place_for_weight_amax(i);
     if (!amax) return;
     clear_async(amax, sizeof(float), stream_);
     if (format_of_weights.element_format == Format::FP32) return;

@@ -1,9 +1,8 @@
-// gpu/parameter_state.h - what one GPU keeps of each parameter, which is its weights, gradients and moments;
-// and the update.
+// gpu/parameter_state.h - what one GPU keeps of each parameter: weights, gradients and moments. model.cu
+// updates them (Network::update_buckets()). How a checkpoint reads and writes them is in gpu/named_memory.h.
 //
-// With one GPU there is one rank, which owns all of each parameter. With several, Sharding (gpu/sharding.h)
-// is the interface to what the other GPUs own. How a checkpoint reads and writes the state is in
-// gpu/named_memory.h.
+// The words rank, shard and bucket are explained in gpu/memory_layout.h. With one GPU there is one rank,
+// which owns all of each parameter.
 #pragma once
 #include <map>
 #include <optional>
@@ -13,13 +12,10 @@
 
 namespace coat::gpu {
 
-class Sharding;
-
 // Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, the table of
-// common/architecture.h in the order of forward. The class has three main jobs:
+// common/architecture.h in the order of forward. The class has two main jobs:
 //   - It gives a new run its first values.
-//   - It finds what belongs to a parameter: index(), bias_index(), owned_weight_data(), ...
-//   - It updates parameters: update().
+//   - It finds what belongs to a parameter: index(), bias_index(), weights, gradients, ...
 class ParameterState {
 public:
     // Gives all weights, moments and scales the values that a new run begins with, on the GPU. A run that
@@ -34,6 +30,13 @@ public:
     const TensorFormat format_of_weights, format_of_gradients;
     const int64_t weight_bytes, gradient_bytes;  // the bytes of one element
 
+    // By parameter, (rows, cols): the weight that forward and backward read, and the gradient that backward
+    // writes. With one GPU both tables stay as the constructor has filled them.
+    //
+    // (Several GPUs: a matrix has no data here until it has been gathered. Then Sharding enters where it is,
+    // in which format. And backward writes gradients to buffers; the update reads owned_gradient_sum().)
+    std::vector<TensorRef> weights, gradients;
+
     // The index of the parameter with this name.
     size_t index(const std::string& name) const;
     // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
@@ -41,22 +44,18 @@ public:
     // The number, in the order of forward, of the linear layer whose weight is parameter i; -1 if there is
     // none.
     int64_t linear_layer_index(size_t i) const { return linear_layer_indices_[i]; }
-    int64_t linear_layer_count() const { return scale_table_.linear_layer_count; }
+
+    // What the update is given: the shards and the gradients of the buckets [first_bucket, end_bucket); and
+    // the numbers of their shard units (gpu/parameter_kernels.h).
+    ShardsToUpdate shards_of_buckets(int64_t first_bucket, int64_t end_bucket) const;
+    Range shard_units_of_buckets(int64_t first_bucket, int64_t end_bucket) const;
 
     // Where this rank's part of parameter i begins: its weights; and the sums of its gradients, which the
-    // update reads. With one GPU the part is the whole parameter. (Sharding makes tensors of these pointers:
-    // weight() and gradient_to_write().)
+    // update reads. With one GPU these are weights[i].data and gradients[i].data.
     uint8_t* owned_weight_data(size_t i) const {
         return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
     }
     uint8_t* owned_gradient_sum(size_t i) const;
-
-    // Updates the buckets [first_bucket, end_bucket), whose gradients are complete. StepOutcome::loss_or_nan
-    // must have been written. The function
-    //   - computes the norm of the gradients, for which several ranks exchange sums of squares;
-    //   - decides whether the step is skipped (GradientState);
-    //   - if it is not skipped, runs AdamW, which leaves the amaxes of the new weights.
-    void update(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket, Sharding& sharding);
 
     // --- The rest can wait: several ranks, checkpoints, and the quantization report
 
@@ -67,14 +66,14 @@ public:
         return {owned_weight_data(i), places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
                 format_of_weights};
     }
-    // Computes the amax of the weight that is parameter i, after other values than those of update() were
+    // Computes the amax of the weight that is parameter i, after other values than those of adamw() were
     // written to it. (With delayed scaling, and for what is no weight of a linear layer, there is nothing to
     // do.)
     void compute_weight_amax(size_t i) const;
 
-    // For the report: the errors of storing the moments of a bucket; and the expansion exponents of all
-    // moment groups of `moments`, which are MemoryMap::first_moments or second_moments.
-    void measure_moment_errors_of(int64_t bucket, const Sharding& sharding, QuantReport& report) const;
+    // Adds to the report what storing the moments of a bucket would lose.
+    void measure_moment_errors_of(int64_t bucket, QuantReport& report) const;
+    // The expansion exponents of all moment groups of `moments`: MemoryMap::first_moments or second_moments.
     std::vector<float> expansion_exponents(const std::vector<MomentRef>& moments) const;
 
 private:
@@ -85,12 +84,14 @@ private:
     std::vector<int64_t> linear_layer_indices_;  // by parameter
     std::map<std::string, size_t> indices_;      // of parameters, by name
 
+    void list_weights_and_gradients();
     void upload_shard_table();
     void initialize_state();
     // Where the update leaves the amax of the weight that is parameter i. Null for what is no weight of a
-    // linear layer, and with delayed scaling: there a weight's amax is found when its operand is made. (In
-    // recipes whose quantizers need no amaxes it is found, too: write_loss_or_nan() looks at all entries.)
-    float* weight_amax_of(size_t i) const;
+    // linear layer, and with delayed scaling: there a weight's amax is found when its operand is made.
+    // (Recipes that need no amaxes for scales have this place, too, because write_loss_or_nan() looks at the
+    // amaxes of all weights.)
+    float* place_for_weight_amax(size_t i) const;
     int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP_SIZE); }
 };
 

@@ -12,10 +12,10 @@ class Zero3Sharding : public Sharding {
 public:
     Zero3Sharding(const GpuContext& context, const MemoryMap& memory, ParameterState& parameter_state,
                   const ScaleTable& scale_table, std::shared_ptr<Transport> transport)
-        : Sharding(parameter_state), settings_(context.settings), context_(context), memory_(memory),
-          scale_table_(scale_table), compute_stream_(context.stream), comm_stream_(transport == nullptr),
-          transport_(std::move(transport)), matrices_(size_t(head_gather_unit()) + 1),
-          gathered_(parameter_state.params.size()) {
+        : Sharding(scale_table.linear_layer_count), settings_(context.settings), context_(context),
+          memory_(memory), parameter_state_(parameter_state), scale_table_(scale_table),
+          compute_stream_(context.stream), comm_stream_(transport == nullptr),
+          transport_(std::move(transport)), matrices_(size_t(head_gather_unit()) + 1) {
         list_matrices();
         if (transport_) transport_->attach(context.arena.begin(), memory.received.flags, comm_stream_);
     }
@@ -27,10 +27,6 @@ public:
         // In backward the first linear layer is the last gather unit: the embeddings are not read again.
         const int64_t next = direction == Direction::Forward ? gather_unit + 1 : gather_unit - 1;
         if (next > EMBEDDING_GATHER_UNIT && next <= head_gather_unit()) gather(next);
-    }
-    TensorRef weight(size_t i) const override {
-        const bool owns_all_of_it = parameter_state_.params[i].is_vector();
-        return owns_all_of_it ? Sharding::weight(i) : gathered_[i];
     }
     void combine_amaxes_of_ranks() override {
         // Of all w, which are first in the table; with delayed scaling of all operands
@@ -53,10 +49,6 @@ public:
     }
 
     // --- Gradients
-    TensorRef gradient_to_write(size_t i) const override {
-        const Param& p = parameter_state_.params[i];
-        return {gradient_at(i, 0), p.rows, p.cols, parameter_state_.format_of_gradients};
-    }
     void wait_for_gradient_buffer(int64_t bucket) override {
         is_sent_[buffer_of(bucket)].make_wait(compute_stream_);
     }
@@ -108,12 +100,12 @@ private:
     const RunSettings& settings_;
     const GpuContext& context_;
     const MemoryMap& memory_;
+    ParameterState& parameter_state_;
     const ScaleTable& scale_table_;
     const cudaStream_t compute_stream_;
     const Stream comm_stream_;
     const std::shared_ptr<Transport> transport_;  // null in a dry run: nothing travels
     std::vector<std::vector<size_t>> matrices_;   // by gather unit: the parameters that it gathers
-    std::vector<TensorRef> gathered_;             // by parameter: a matrix, as it was gathered last
     // Whether weights of linear layers can travel as FP8 codes: if they have one scale per tensor, which
     // every rank knows before it has the whole weight.
     const bool codes_travel_ =
@@ -158,9 +150,8 @@ private:
     }
     // Where backward writes this element of the gradient of parameter i.
     uint8_t* gradient_at(size_t i, int64_t element) const {
-        const Param& p = parameter_state_.params[i];
-        const int64_t in_bucket = p.flat_offset - parameter_state_.buckets[p.bucket].flat_offset;
-        return memory_.gradients_to_write[p.bucket] + (in_bucket + element) * parameter_state_.gradient_bytes;
+        uint8_t* const begin = static_cast<uint8_t*>(parameter_state_.gradients[i].data);
+        return begin + element * parameter_state_.gradient_bytes;
     }
     // Where rank `to` receives its part of the gradient of parameter i from rank `from`. The parts lie in the
     // order of the bucket's parameters, and for each parameter in the order of the senders.
@@ -202,7 +193,7 @@ private:
         std::vector<Transfer> transfers;
         wait_for_compute();
         for (size_t i : matrices_[size_t(gather_unit)]) {
-            gathered_[i] = begin_to_gather(i, to, transfers);
+            parameter_state_.weights[i] = begin_to_gather(i, to, transfers);
             to += gathered_bytes(settings_, parameter_state_.params[i]);
         }
         send(transfers);
@@ -241,7 +232,7 @@ private:
 std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,
                                         ParameterState& parameter_state, const ScaleTable& scale_table,
                                         std::shared_ptr<Transport> transport) {
-    if (context.settings.ranks == 1) return std::make_unique<Sharding>(parameter_state);
+    if (context.settings.ranks == 1) return std::make_unique<Sharding>(scale_table.linear_layer_count);
     return std::make_unique<Zero3Sharding>(context, memory, parameter_state, scale_table,
                                            std::move(transport));
 }

@@ -1,11 +1,9 @@
-// gpu/sharding.h - where a step finds weights and gradients, and what the other GPUs of a run do.
-//
-// A step calls the class Sharding. With one GPU this class is all there is: weight() and gradient_to_write()
-// say where ParameterState has a tensor, and the other functions have nothing to do.
+// gpu/sharding.h - the class Sharding: what a step asks of the other GPUs of a run. This file can wait: with
+// one GPU there are no others, and the functions of this class do nothing.
 //
 // With several GPUs each rank owns a shard of every matrix (common/ranks.h). Then the step calls a
 // Zero3Sharding, which overrides every virtual function (gpu/sharding.cpp; step by step: dev/WALK2.md). It
-// gathers weights, reduces gradients and exchanges small values.
+// gathers weights, reduces gradients and exchanges small values. The comments say what it does.
 #pragma once
 #include "parameter_state.h"
 #include "transport.h"
@@ -16,31 +14,18 @@ enum class Direction : uint8_t { Forward, Backward };
 
 class Sharding {
 public:
-    explicit Sharding(ParameterState& parameter_state) : parameter_state_(parameter_state) {}
+    explicit Sharding(int64_t linear_layers) : linear_layers_(linear_layers) {}
     virtual ~Sharding() = default;
-
-    // The whole weight that is parameter i, (rows, cols). (With several ranks a matrix must have been
-    // gathered, and is FP8 codes if it has travelled as codes.)
-    virtual TensorRef weight(size_t i) const {
-        const Param& p = parameter_state_.params[i];
-        return {parameter_state_.owned_weight_data(i), p.rows, p.cols, parameter_state_.format_of_weights};
-    }
-    // Where backward writes the gradient of parameter i: the whole of it, (rows, cols).
-    virtual TensorRef gradient_to_write(size_t i) const {
-        const Param& p = parameter_state_.params[i];
-        return {parameter_state_.owned_gradient_sum(i), p.rows, p.cols, parameter_state_.format_of_gradients};
-    }
-
-    // The rest of the class can wait: the comments say what several ranks do.
 
     // --- Weights, which are gathered by gather unit: the embeddings, each linear layer, the head, counted in
     // the order of forward
     static constexpr int64_t EMBEDDING_GATHER_UNIT = 0;
     static int64_t gather_unit_of(int64_t linear_layer) { return linear_layer + 1; }
-    int64_t head_gather_unit() const { return gather_unit_of(parameter_state_.linear_layer_count()); }
+    int64_t head_gather_unit() const { return gather_unit_of(linear_layers_); }
     // To be called before the launch of what reads the weights of a gather unit. Makes the computation's
-    // stream wait until these weights are gathered, and begins to gather those of the next gather unit: in
-    // forward the gather unit after this one, in backward the gather unit before it.
+    // stream wait until these weights are gathered, enters them in ParameterState::weights, and begins to
+    // gather those of the next gather unit: in forward the gather unit after this one, in backward the gather
+    // unit before it.
     virtual void gather_weights(int64_t /*gather_unit*/, Direction) {}
     // To be called after the weights have changed, or before the scale of their codes changes: what was
     // gathered before is gathered again when it is needed.
@@ -50,7 +35,7 @@ public:
     // (With delayed scaling the same is done for the operands of the step.)
     virtual void combine_amaxes_of_ranks() {}
 
-    // --- Gradients, which are sent by bucket (adamw.h)
+    // --- Gradients, which are sent by bucket (gpu/memory_layout.h)
     // Makes the computation's stream wait until the gradients of a bucket may be written to their places.
     virtual void wait_for_gradient_buffer(int64_t /*bucket*/) {}
     // To be called when backward has launched all that writes the gradients of a bucket in one micro-batch.
@@ -59,7 +44,7 @@ public:
     virtual void reduce_gradients(int64_t /*bucket*/, bool /*first_micro_batch*/) {}
     // True with several ranks: backward writes the gradients of a micro-batch to a buffer, from which
     // reduce_gradients() sends them and adds them to the sums of the step. With one rank backward itself adds
-    // to these sums, which are at gradient_to_write().
+    // to these sums.
     virtual bool sends_gradients() const { return false; }
     // Makes the computation's stream wait for all transfers that were launched so far.
     virtual void wait_for_transfers() {}
@@ -70,12 +55,12 @@ public:
     // What quantizing weights loses, on all ranks together. mine: what it loses on this one.
     virtual QuantStats sum_weight_quant_stats(const QuantStats& mine) const { return mine; }
 
-protected:
-    ParameterState& parameter_state_;
+private:
+    const int64_t linear_layers_;  // of the model
 };
 
 // -----------------------------------------------------------------------------------------------------------
-// Several GPUs (this can wait). Zero3Sharding promises:
+// Several GPUs. Zero3Sharding promises:
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
 //               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once.

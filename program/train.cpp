@@ -52,7 +52,7 @@ struct Progress {
     double started, saved_at;  // when the loop began, and when it last saved
     double save_interval;      // between saves, without --save-every
     double step_seconds = 0;   // what all steps but the first took. (The first step warms caches.)
-    // How many steps were skipped since the last step that was not. (A step without targets does not count.)
+    // How many steps in a row were skipped, up to now. (A step without targets does not count.)
     int skipped_in_a_row = 0;
 };
 
@@ -75,6 +75,7 @@ int train(Run& run) {
     if (!flags.out.empty()) note_checkpoint(run, find_checkpoint(flags.out));
     if (run.state.step == 0) run.state.first_validation = validate_and_report(run);
     create_and_lock_output_folder(run);
+    // If there is no --save-every, the run is saved every 30 minutes
     const double minute = seconds_per_minute();  // 60, shorter in tests
     Progress progress{
         .steps_before = run.state.step, .started = now(), .saved_at = now(), .save_interval = 30 * minute};
@@ -137,10 +138,9 @@ void count_step(Run& run, const StepResult& result, Progress& progress) {
     } else if (result.target_count) {
         progress.skipped_in_a_row++;
     }
-    // Whether the step may be saved if the run ends early, because a signal comes or data cannot be read. A
-    // step may be skipped because an earlier update made weights overflow, and then a checkpoint would be
-    // useless. So unless the step had no targets, a skipped step is saved only if there is no earlier
-    // checkpoint. (Saves at regular times, in train(), and at the end, in finish(), have rules of their own.)
+    // If the run ends early, because a signal comes or data cannot be read, is this step worth a checkpoint?
+    // Not if it was skipped, because an update before it may have made weights overflow. But if there is no
+    // earlier checkpoint, it is.
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
