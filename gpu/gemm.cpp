@@ -20,32 +20,31 @@
 #include <vector>
 
 namespace coat::gpu {
+namespace {
 
-static void check_cublas(cublasStatus_t status, const char* what) {
+void check_cublas(cublasStatus_t status, const char* what) {
     if (status != CUBLAS_STATUS_SUCCESS) throw Error(what, ": ", cublasLtGetStatusString(status), ".");
 }
-static void check_description(cublasStatus_t status) {
+void check_description(cublasStatus_t status) {
     check_cublas(status, "Describing a GEMM to cuBLASLt failed");
 }
 
 // -----------------------------------------------------------------------------------------------------------
 // Operands as cuBLAS sees them
 
-static cudaDataType data_type(Format f) {
+cudaDataType data_type(Format f) {
     constexpr cudaDataType types[] = {CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
     return types[int(f)];
 }
 
 constexpr int32_t ONE_SCALE = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;  // for the whole tensor
-static int32_t scale_mode(const Granularity& g) {
+int32_t scale_mode(const Granularity& g) {
     if (g == PER_TENSOR) return ONE_SCALE;
     if (g == PER_ROW) return CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
     if (g == PER_1x128) return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
     require(g == PER_128x128, "cuBLASLt has no scales for such blocks");
     return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
 }
-
-namespace {
 
 // An operand as cuBLAS sees it: a column-major matrix, in which the `rows` elements of a column are
 // contiguous. The GEMM multiplies by the matrix or, if `transpose`, by its transpose.
@@ -62,18 +61,12 @@ struct Matrix {
     int64_t factor_cols() const { return transpose ? rows : cols; }
 };
 
-}  // namespace
-
 // Along what a GEMM sums in its left operand, and in its right one (table: common/formats.h).
-static SumAlong sum_in_left(GemmKind kind) {
-    return kind == GemmKind::Wgrad ? SumAlong::Column : SumAlong::Row;
-}
-static SumAlong sum_in_right(GemmKind kind) {
-    return kind == GemmKind::Fprop ? SumAlong::Row : SumAlong::Column;
-}
+SumAlong sum_in_left(GemmKind kind) { return kind == GemmKind::Wgrad ? SumAlong::Column : SumAlong::Row; }
+SumAlong sum_in_right(GemmKind kind) { return kind == GemmKind::Fprop ? SumAlong::Row : SumAlong::Column; }
 
 // The scales of the codes that a GEMM reads. (Null in BF16 and FP32.)
-static const float* scales_of(const Operand& operand, bool reads_transposed_codes) {
+const float* scales_of(const Operand& operand, bool reads_transposed_codes) {
     const TensorRef& tensor = operand.tensor;
     if (!tensor.format.is_fp8()) return nullptr;
     if (tensor.format.granularity == PER_TENSOR)
@@ -93,7 +86,7 @@ static const float* scales_of(const Operand& operand, bool reads_transposed_code
 //   A, summed along columns     transposed codes, to transpose   row-major values
 //   B, summed along rows        row-major codes                  row-major values
 //   B, summed along columns     transposed codes                 row-major values, to transpose
-static Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
+Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
     const TensorRef& tensor = operand.tensor;
     const bool fp8 = tensor.format.is_fp8();
     const bool reads_transposed_codes = fp8 && sum_along == SumAlong::Column;
@@ -113,13 +106,11 @@ static Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
 // -----------------------------------------------------------------------------------------------------------
 // The description of a GEMM
 
-static cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols) {
+cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols) {
     cublasLtMatrixLayoutOpaque_t layout;
     check_description(cublasLtMatrixLayoutInit(&layout, data_type(f), rows, cols, rows));
     return layout;
 }
-
-namespace {
 
 // The description of out = A B, or out += A B, for cuBLASLt. Sums are in FP32, or in fewer bits if `fast`
 // (common/recipes.h, FastAccumulation). The bias, if there is one, is added to the sums before they are
@@ -152,8 +143,6 @@ struct Problem {
     }
 };
 
-}  // namespace
-
 // -----------------------------------------------------------------------------------------------------------
 // The choice of an algorithm. This section can wait: the launch calls candidate_algorithms() and
 // should_prefer_tiles().
@@ -171,13 +160,13 @@ constexpr uint32_t PREFERRED_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_M
 // An output is large from this many elements on: at least 2.8 tiles of 176x128 for each multiprocessor.
 constexpr int64_t LARGE_OUTPUT_ELEMENTS = 1 << 23;
 
-static bool should_prefer_tiles(GemmKind kind, bool fast_or_bf16, const TensorRef& out) {
+bool should_prefer_tiles(GemmKind kind, bool fast_or_bf16, const TensorRef& out) {
     return fast_or_bf16 && kind != GemmKind::Wgrad && out.rows * out.cols >= LARGE_OUTPUT_ELEMENTS &&
            device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
 }
 
 // The index of an algorithm's tile in PREFERRED_TILES, or their number if the tile is not among them.
-static size_t preference_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
+size_t preference_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
     uint32_t tile = 0;
     cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_TILE_ID, &tile, sizeof tile,
                                          nullptr);
@@ -187,8 +176,8 @@ static size_t preference_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
 // The algorithms that cuBLASLt proposes, in its own order or, with prefer_tiles, those with PREFERRED_TILES
 // first. Excluded are algorithms that store partial sums in the output's format. With prefer_tiles all
 // algorithms that split the sums are excluded, so that the order of additions does not depend on the choice.
-static std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t handle, Problem& problem,
-                                                              bool prefer_tiles) {
+std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t handle, Problem& problem,
+                                                       bool prefer_tiles) {
     cublasLtMatmulPreferenceOpaque_t preference;
     check_description(cublasLtMatmulPreferenceInit(&preference));
     auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
@@ -214,6 +203,8 @@ static std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t h
         });
     return algorithms;
 }
+
+}  // namespace
 
 // -----------------------------------------------------------------------------------------------------------
 // The launch

@@ -129,8 +129,12 @@ void LinearLayer::write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, con
     float* const missing_amax = g_amax_from == AmaxFrom::ExtraPass ? place_for_g_amax() : nullptr;
     if (bias_index_) return write_g_operand_and_add_dbias(g, missing_amax, g_operand);  // this can wait
     if (missing_amax) compute_amax(g, missing_amax, stream());
-    if (!is_its_own_operand(OperandKind::G, g))
-        write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
+    write_elements_of_g(g, g_operand);
+}
+
+void LinearLayer::write_elements_of_g(const LazyTensor& g, const Operand& g_operand) const {
+    if (is_its_own_operand(OperandKind::G, g)) return;  // there is nothing to write
+    write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
 }
 
 void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
@@ -156,18 +160,17 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 // missing_amax: where the amax of g goes, if it is to be computed; else null.
 void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, float* missing_amax,
                                                 const Operand& g_operand) {
-    QuantStats* const quant_stats = quant_stats_of(OperandKind::G);
     if (!shared_.formats.g.is_fp8()) {
-        if (!is_its_own_operand(OperandKind::G, g)) write_operand(g, g_operand, quant_stats, stream());
+        write_elements_of_g(g, g_operand);
         add_dbias(lazy_stored(g_operand.tensor), /*g_amax_to_raise=*/nullptr);
     } else if (missing_amax) {
         add_dbias(g, missing_amax);
-        write_operand(g, g_operand, quant_stats, stream());
+        write_elements_of_g(g, g_operand);
     } else {
         const Arena::Scope scope(arena());
         float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
         write_operand_and_add_column_sums(g, g_operand, shared_.parameter_state.gradients[*bias_index_],
-                                          workspace, quant_stats, stream());
+                                          workspace, quant_stats_of(OperandKind::G), stream());
     }
 }
 

@@ -143,6 +143,7 @@ private:
                              void* row_major = nullptr) const;
     Operand make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const;
     Operand get_or_make_w_operand(GemmKind gemm) const;
+    void write_elements_of_g(const LazyTensor& g, const Operand& g_operand) const;
 
     // These serve layers with a bias, delayed scaling, and several ranks (they can wait).
     void write_g_operand_and_add_dbias(const LazyTensor& g, float* missing_amax, const Operand& g_operand);
