@@ -128,11 +128,12 @@ using namespace gpu;
 struct Layer {
     // The weights of the norms, as indices into ParameterState::params (gpu/parameter_state.h).
     size_t norm1_weight_index, norm2_weight_index;
-    std::optional<size_t> qk_norms_weight_index;  // only Qwen3 has norms of the heads of q and k: qk_norms
+    // Only Qwen3 has norms of the heads of q and k: qk_norms.
+    std::optional<size_t> qk_norms_weight_index = std::nullopt;
     // The weights of these are "layers.l.qkv", "layers.l.attention_out", ...
     LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;
     // By SavedKind (common/architecture.h), with the rows of a micro-batch.
-    std::vector<TensorRef> saved_tensors;
+    std::vector<TensorRef> saved_tensors = {};
 };
 
 // A norm of the residual stream, between two linear layers.
@@ -288,12 +289,10 @@ public:
         };
         Layer layer{.norm1_weight_index = index("norm1.weight"),
                     .norm2_weight_index = index("norm2.weight"),
-                    .qk_norms_weight_index = std::nullopt,
                     .qkv_proj = linear_layer("qkv"),
                     .attention_out_proj = linear_layer("attention_out"),
                     .gate_up_proj = linear_layer("gate_up"),
-                    .down_proj = linear_layer("down"),
-                    .saved_tensors = {}};
+                    .down_proj = linear_layer("down")};
         if (qk_norms_) layer.qk_norms_weight_index = index("qk_norm.weight");
         uint8_t* const saved_by_layer = memory_.saved_activations + l * saved_layer_bytes(settings_);
         const std::vector<int64_t> offsets = saved_tensor_offsets(settings_);
@@ -783,9 +782,9 @@ public:
         GradientState* const gradient_state = &outcome->gradient_state;
         double* const loss_and_squares = memory_.loss_and_squares;
         const int64_t row_size = 1 + shard_units.count;
+        double* const own_row = loss_and_squares + settings_.rank * row_size;
 
-        compute_gradient_squares(shards, shard_units, &outcome->loss_or_nan,
-                                 loss_and_squares + settings_.rank * row_size, stream_);
+        compute_gradient_squares(shards, shard_units, &outcome->loss_or_nan, own_row, stream_);
         sharding_.all_gather(loss_and_squares, row_size * static_cast<int64_t>(sizeof(double)));
         update_gradient_state(loss_and_squares, shard_units.count, settings_.ranks, options.clip,
                               gradient_state, stream_);
