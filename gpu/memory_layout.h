@@ -64,9 +64,9 @@ int64_t gradients_offset(const RunSettings& s);
 inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
 // Whether the slices of a micro-batch add to the gradient of the head's weight in FP32, so that their sum is
 // rounded once. The rule is that at most four gradients are added to a BF16 sum in a step. With n slices the
-// head's gradient has n additions in a micro-batch, and n + 1 if it is tied, where gradient_format()
-// (common/model.h) counts one. (8 x 2048 tokens are 4 slices. In one micro-batch these are 4 additions, so
-// the sum may be in BF16.)
+// head's gradient has n additions in a micro-batch, where gradient_format() (common/model.h) counts one; the
+// gradient of a tied embedding has one more. (8 x 2048 tokens are 4 slices. In one micro-batch these are 4
+// additions, so the sum may be in BF16.)
 inline bool head_sum_in_fp32(const RunSettings& s) {
     const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS);
     const int64_t additions = micro_batches_of_step(s) * (slices + s.config.tied);

@@ -1,5 +1,5 @@
-// gpu/parameter_kernels.h - what a step does with parameters besides AdamW (the class ParameterState of
-// gpu/parameter_state.h calls these):
+// gpu/parameter_kernels.h - what is done with parameters besides AdamW. (model.cu calls the functions of part
+// 1, and gpu/parameter_state.cpp that of part 2.)
 //
 //   1. the norm of all gradients, and steps that are skipped
 //   2. the first values of parameters
