@@ -14,6 +14,7 @@
 #include "../gpu/layers.h"
 #include "../gpu/memory_layout.h"
 #include "../gpu/norm.h"
+#include "../gpu/other_scaling.h"
 #include "../gpu/parameter_kernels.h"
 #include "../common/random.h"
 #include "gpu_tools.h"

@@ -52,7 +52,7 @@ template <class StoredView> struct LoadedRow {
     LoadedGradient dy[MAX_CHUNKS_PER_THREAD], dresidual[MAX_CHUNKS_PER_THREAD];
 };
 
-// A row as dx needs it: the thread's chunks of xhat, and three numbers of the whole row.
+// A row as dx needs it: the thread's chunks of xhat, and what holds for the whole row.
 struct NormedRow {
     ChunkValues xhat[MAX_CHUNKS_PER_THREAD];
     RowStatistics statistics;

@@ -79,13 +79,13 @@ struct TransposeTile {
     uint32_t words[TILE][WORDS];
 
     // A thread calls it twice: with the codes of its upper four rows, and with those of its lower four.
-    __device__ void write(const TilePlace& place, int upper_or_lower, const uint2 (&codes)[4]) {
+    __device__ void write(const TilePlace& thread, int upper_or_lower, const uint2 (&codes)[4]) {
         uint32_t columns[CHUNK / 4][4];  // a word of each of the eight columns
         transpose_4x4({codes[0].x, codes[1].x, codes[2].x, codes[3].x}, columns[0]);
         transpose_4x4({codes[0].y, codes[1].y, codes[2].y, codes[3].y}, columns[1]);
-        const int word = 2 * place.down + upper_or_lower;
-        const int word_place = word ^ (2 * place.across) ^ (place.down & 1);
-        for (int j = 0; j < CHUNK; j++) words[place.across * CHUNK + j][word_place] = columns[j / 4][j % 4];
+        const int word = 2 * thread.down + upper_or_lower;
+        const int word_place = word ^ (2 * thread.across) ^ (thread.down & 1);
+        for (int j = 0; j < CHUNK; j++) words[thread.across * CHUNK + j][word_place] = columns[j / 4][j % 4];
     }
     // Rows 16 * piece ... + 15 of a column. Where `across` is even, a piece has its words in the order 0, 1,
     // 3, 2 in memory; where it is odd, in the order 3, 2, 0, 1.

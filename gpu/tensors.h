@@ -92,17 +92,6 @@ struct Operand {
     bool delayed = false;                      // te: scaling is delayed
 };
 
-// The number of block scales of codes (rows, cols), with the padding of 128x128 scales. It is 0 in COAT.
-inline int64_t operand_scale_count(const TensorFormat& format, int64_t rows, int64_t cols) {
-    if (!format.is_fp8() || format.granularity == PER_TENSOR) return 0;
-    return format.rows_of_scales(rows) *
-           round_up(format.cols_of_scales(cols), format.granularity == PER_128x128 ? 4 : 1);
-}
-inline int64_t operand_bytes(const TensorFormat& format, int64_t rows, int64_t cols) {
-    return format.bytes_without_scales(rows, cols) +
-           operand_scale_count(format, rows, cols) * format_info(format.scale_format).bytes;
-}
-
 // Statistics of one input row of a norm. RMSNorm takes the mean as 0, so that rstd is 1 / rms.
 struct alignas(8) RowStatistics {
     float mean, rstd;  // rstd = 1 / sqrt(variance + eps)

@@ -19,6 +19,7 @@
 #include "../../gpu/gpu_model.h"
 #include "../../gpu/layers.h"
 #include "../../gpu/norm.h"
+#include "../../gpu/other_scaling.h"
 #include "../../gpu/parameter_kernels.h"
 #include "../../reference/operators.h"
 #include "../../reference/optimizer.h"
