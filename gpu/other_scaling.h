@@ -28,7 +28,7 @@ inline int64_t operand_scale_count(const TensorFormat& format, int64_t rows, int
     return format.rows_of_scales(rows) *
            round_up(format.cols_of_scales(cols), format.granularity == PER_128x128 ? 4 : 1);
 }
-// The bytes of the codes and of their block scales.
+// The bytes of the elements (rows, cols) of an operand, and of their block scales.
 inline int64_t operand_bytes(const TensorFormat& format, int64_t rows, int64_t cols) {
     return format.bytes_without_scales(rows, cols) +
            operand_scale_count(format, rows, cols) * format_info(format.scale_format).bytes;
