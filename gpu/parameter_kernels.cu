@@ -11,6 +11,20 @@ constexpr int THREADS = 256;  // threads of a block
 // ===========================================================================================================
 // 1. The norm of all gradients, clipping, and steps that are skipped
 
+static __global__ void __launch_bounds__(THREADS)
+    write_loss_or_nan_kernel(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan) {
+    bool finite = true;
+    for (int64_t i = threadIdx.x; i < n; i += THREADS) finite = finite && isfinite(amaxes[i].amax);
+    finite = __syncthreads_and(finite);
+    if (threadIdx.x == 0) *loss_or_nan = finite && !isnan(*loss_or_nan) ? *loss : NAN;
+}
+
+void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
+                       cudaStream_t stream) {
+    launch("write_loss_or_nan", write_loss_or_nan_kernel, 1, THREADS, /*shared_bytes=*/0, stream, amaxes, n,
+           loss, loss_or_nan);
+}
+
 // The sum of squares of a chunk. It is computed in FP32 if it lies between 2^-80 and 2^80, else in double,
 // because squares in FP32 could overflow or vanish.
 static __device__ double sum_of_squares(const ChunkValues& v) {
@@ -48,10 +62,11 @@ static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t of
 constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
     compute_gradient_squares_kernel(const Shard* shards, int shard_count, Bf16OrFp32 gradients, int64_t first,
-                                    int64_t first_shard_unit, const double* loss, double* loss_and_squares) {
+                                    int64_t first_shard_unit, const double* loss_or_nan,
+                                    double* loss_and_squares) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
-    if (warp == 0 && lane == 0) loss_and_squares[0] = *loss;
+    if (warp == 0 && lane == 0) loss_and_squares[0] = *loss_or_nan;
     int64_t units_of_earlier_shards = 0;
     for (int i = 0; i < shard_count; i++) {
         const int64_t offset = shards[i].rank_offset - first, size = shards[i].size;
@@ -69,8 +84,8 @@ static __global__ void __launch_bounds__(THREADS)
     }
 }
 
-void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units, const double* loss,
-                              double* loss_and_squares, cudaStream_t stream) {
+void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units,
+                              const double* loss_or_nan, double* loss_and_squares, cudaStream_t stream) {
     // Shard units that other ranks sum stay 0 here.
     clear_async(loss_and_squares, (1 + shard_units.count) * static_cast<int64_t>(sizeof(double)), stream);
     const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
@@ -78,7 +93,7 @@ void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_u
     launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful, at_once), THREADS,
            /*shared_bytes=*/0, stream, shards.shards, shards.count,
            bf16_or_fp32(shards.gradients, shards.gradient_format), shards.elements.first, shard_units.first,
-           loss, loss_and_squares);
+           loss_or_nan, loss_and_squares);
 }
 
 // Adds the squares of the shard units to the state (adamw.h, GradientState). There is one block.
@@ -115,20 +130,6 @@ void update_gradient_state(const double* loss_and_squares, int64_t shard_units, 
                            float clip_limit, GradientState* state, cudaStream_t stream) {
     launch("update_gradient_state", update_gradient_state_kernel, 1, STATE_THREADS, /*shared_bytes=*/0,
            stream, loss_and_squares, shard_units, ranks, clip_limit, state);
-}
-
-static __global__ void __launch_bounds__(THREADS)
-    write_loss_or_nan_kernel(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan) {
-    bool finite = true;
-    for (int64_t i = threadIdx.x; i < n; i += THREADS) finite = finite && isfinite(amaxes[i].amax);
-    finite = __syncthreads_and(finite);
-    if (threadIdx.x == 0) *loss_or_nan = finite && !isnan(*loss_or_nan) ? *loss : NAN;
-}
-
-void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
-                       cudaStream_t stream) {
-    launch("write_loss_or_nan", write_loss_or_nan_kernel, 1, THREADS, /*shared_bytes=*/0, stream, amaxes, n,
-           loss, loss_or_nan);
 }
 
 // ===========================================================================================================

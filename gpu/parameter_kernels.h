@@ -12,19 +12,27 @@ namespace coat::gpu {
 
 // ===========================================================================================================
 // 1. The norm of all gradients, and steps that are skipped
+//
+// A step calls these three functions in this order.
+
+// *loss_or_nan = *loss, or NaN if one of n amaxes is not finite: FP8 codes hide values that are not finite,
+// and the amax is what still shows them. (So the loss carries the news, and update_gradient_state() skips the
+// step.) Once *loss_or_nan is NaN, it stays NaN for the rest of the step.
+void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
+                       cudaStream_t stream);
 
 // Computes the sums of squares of the gradients. A sum is over SHARD_UNIT elements of a parameter, which are
-// called a shard unit (common/ranks.h). The loss is written beside the sums, in loss_and_squares
+// called a shard unit (common/ranks.h). *loss_or_nan is written beside the sums, in loss_and_squares
 // (1 + shard_units.count): with several ranks, each needs both of every rank, and they are sent together.
-//   loss_and_squares[0]       *loss
+//   loss_and_squares[0]       *loss_or_nan
 //   loss_and_squares[1 + u]   the sum of squares of the shard unit shard_units.first + u
-void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units, const double* loss,
-                              double* loss_and_squares, cudaStream_t stream);
+void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units,
+                              const double* loss_or_nan, double* loss_and_squares, cudaStream_t stream);
 // Completes the state: adds up the squares, and computes the norm, the factor that clips it, and whether the
 // step is skipped. A step makes one call, for all its gradients. (With --gradients none it makes a call for
 // each bucket, and state->norm is the norm of the buckets so far.) clip_limit is the largest norm that is not
 // clipped; 0 means that nothing is clipped. The step is skipped if
-//   - the loss is not finite, or
+//   - the loss is not finite, or write_loss_or_nan() has replaced it by NaN, or
 //   - the norm is not finite, or
 //   - the norm of the gradients of this call is 2^62 or more after clipping: their squares might be too
 //     large for a second moment.
@@ -37,11 +45,6 @@ void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_u
 // for any number of ranks. If the loss of one rank is not finite, all ranks skip the step.
 void update_gradient_state(const double* loss_and_squares, int64_t shard_units, int64_t ranks,
                            float clip_limit, GradientState* state, cudaStream_t stream);
-
-// *loss_or_nan = *loss, or NaN if one of n amaxes is not finite: FP8 codes hide values that are not finite.
-// Once *loss_or_nan is NaN, it stays NaN for the rest of the step.
-void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
-                       cudaStream_t stream);
 
 // ===========================================================================================================
 // 2. First values (this can wait)
