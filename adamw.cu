@@ -565,8 +565,8 @@ unsigned adamw_blocks(int64_t bundles) {
 
 MomentGranularity moment_granularity(const OptimizerFormats& o) {
     if (o.has_fp8_moment_groups()) return MomentGranularity::PerMomentGroup;
-    if (o.one_moment_group) return MomentGranularity::PerTensor;
-    require(!has_moment_groups(o.m_format) && !has_moment_groups(o.v_format),
+    if (o.one_scale) return MomentGranularity::PerTensor;
+    require(!is_scaled(o.m_format) && !is_scaled(o.v_format),
             "moments in moment groups must both be in FP8");
     return MomentGranularity::Unscaled;
 }

@@ -14,8 +14,7 @@
 //                   `group` alone never means a moment group
 //   group scaling   the paper's way to find the amax of a whole tensor, in two stages. In spite of its name,
 //                   it gives the tensor one scale (compute_amax() in reference/quantize.cpp)
-//   moment group    128 consecutive elements of an optimizer moment (in the optimizer fp8lm: the whole moment
-//                   of a parameter)
+//   moment group    128 consecutive elements of an optimizer moment
 //   max, k          what a moment group stores besides its codes: max is its amax, and k is the exponent of
 //                   dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX
 //   operand         an input of a GEMM. x, w and g, the operands of linear layers, are quantized

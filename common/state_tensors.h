@@ -109,7 +109,7 @@ inline std::vector<StateTensor> tensors_besides_weights(const RunSettings& s) {
              {std::pair<std::string, Format>{".m", s.optimizer.m_format}, {".v", s.optimizer.v_format}}) {
             const Format f = p.moment_format(wanted);
             const int64_t moment_groups = s.optimizer.moment_group_count(f, p.size());
-            const int64_t shared_by = s.optimizer.one_moment_group ? StateTensor::ALL : MOMENT_GROUP_SIZE;
+            const int64_t shared_by = s.optimizer.one_scale ? StateTensor::ALL : MOMENT_GROUP_SIZE;
             add(moment, safetensors_dtype(f), format_info(f).bytes, {p.rows, p.cols}, 1);
             if (moment_groups) add(moment + ".max", "F32", 4, {moment_groups}, shared_by);
             if (s.optimizer.uses_expansion(f)) add(moment + ".k", "F32", 4, {moment_groups}, shared_by);

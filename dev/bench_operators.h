@@ -496,8 +496,7 @@ private:
         const std::vector<float> ones(size_t(moment_groups), 1.0f);
         auto moment = [&](Format f) -> MomentRef {
             void* codes = memory_.take(n * format_info(f).bytes);
-            return {codes,
-                    has_moment_groups(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
+            return {codes, is_scaled(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
                     o.uses_expansion(f) ? memory_.upload(ones) : nullptr, f};
         };
         const bool remainder = compute_ != Format::FP32;
@@ -512,7 +511,7 @@ private:
 
         const double count = double(total) / double(n);
         auto state_bytes = [&](Format f) {
-            const double scales = has_moment_groups(f) && !o.one_moment_group
+            const double scales = is_scaled(f) && !o.one_scale
                                       ? (o.uses_expansion(f) ? 8.0 : 4.0) / double(MOMENT_GROUP_SIZE)
                                       : 0;
             return format_info(f).bytes + scales;

@@ -198,7 +198,7 @@ struct AdamWArguments {
     // Only m is looked at: where m is in moment groups, v is, too
     // (OptimizerFormats::has_fp8_moment_groups()).
     __device__ bool in_fp8_moment_groups(const Shard& shard) const {
-        return granularity == MomentGranularity::PerMomentGroup && has_moment_groups(shard.m.format);
+        return granularity == MomentGranularity::PerMomentGroup && is_scaled(shard.m.format);
     }
 };
 

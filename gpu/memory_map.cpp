@@ -12,7 +12,7 @@ namespace coat::gpu {
 static void allocate_moments(MemoryMap& map, GpuContext& context, const std::vector<ShardPlace>& places) {
     Arena& arena = context.arena;
     const OptimizerFormats& o = context.settings.optimizer;
-    const int64_t maxima = o.one_moment_group ? 2 : 1;
+    const int64_t maxima = o.one_scale ? 2 : 1;
     map.moments_begin = arena.allocate(0);  // the place of the next allocation
     auto allocate = [&](Format f, const Range& owned) {
         const int64_t moment_groups = o.moment_group_count(f, owned.count);
@@ -20,7 +20,7 @@ static void allocate_moments(MemoryMap& map, GpuContext& context, const std::vec
                          .max = nullptr,
                          .k = nullptr,
                          .format = f};
-        if (has_moment_groups(f)) moment.max = arena.allocate<float>(moment_groups * maxima);
+        if (is_scaled(f)) moment.max = arena.allocate<float>(moment_groups * maxima);
         if (o.uses_expansion(f)) moment.k = arena.allocate<float>(moment_groups);
         return moment;
     };

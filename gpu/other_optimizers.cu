@@ -12,7 +12,7 @@ namespace coat::gpu {
 // Eight old elements of a moment.
 static __device__ FactoredMoments load_moment(const MomentRef& m, float fmax, int64_t i) {
     FactoredMoments old;
-    if (!has_moment_groups(m.format)) {
+    if (!is_scaled(m.format)) {
         old.factor = 1.0f;
         Bf16OrFp32{m.data, m.format == Format::FP32}.load_values(i, old.multiples);
         return old;
@@ -31,7 +31,7 @@ static __device__ FactoredMoments load_moment(const MomentRef& m, float fmax, in
 
 // Rounds and stores eight new elements of a moment, of which the largest in the tensor is max[1].
 static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, ChunkValues& x) {
-    if (!has_moment_groups(m.format)) return Bf16OrFp32{m.data, m.format == Format::FP32}.store(i, x, true);
+    if (!is_scaled(m.format)) return Bf16OrFp32{m.data, m.format == Format::FP32}.store(i, x, true);
     const float inverse_scale = __frcp_rn(scale_of(fmax, m.max[1]));
     if (m.format != Format::FP16)
         return store_at_once(static_cast<uint8_t*>(m.data) + i,
@@ -49,7 +49,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     update_shards_without_moment_groups_kernel(const AdamWArguments a, bool find_maxima) {
     const Shard shard = a.shards[blockIdx.y];
     if (a.state->skip || a.in_fp8_moment_groups(shard)) return;
-    if (find_maxima && !has_moment_groups(shard.m.format) && !has_moment_groups(shard.v.format)) return;
+    if (find_maxima && !is_scaled(shard.m.format) && !is_scaled(shard.v.format)) return;
     const WeightsKind weights(a.weights, shard.rank_offset);
     const float clip_factor = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
     uint32_t largest_bits_w = 0, largest_bits_m = 0, largest_bits_v = 0;
@@ -72,9 +72,9 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         store_moment(shard.v, a.fmax_v, i, moments.v);
     }
     if (shard.weight_amax_to_raise) update_amax_by_warp(shard.weight_amax_to_raise, largest_bits_w);
-    if (find_maxima && has_moment_groups(shard.m.format))
+    if (find_maxima && is_scaled(shard.m.format))
         update_amax_by_warp(shard.m.max + 1, largest_bits_m);
-    if (find_maxima && has_moment_groups(shard.v.format))
+    if (find_maxima && is_scaled(shard.v.format))
         update_amax_by_warp(shard.v.max + 1, largest_bits_v);
 }
 
@@ -83,8 +83,8 @@ static __global__ void clear_new_maxima_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
     const Shard& shard = a.shards[i];
-    if (has_moment_groups(shard.m.format)) shard.m.max[1] = 0;
-    if (has_moment_groups(shard.v.format)) shard.v.max[1] = 0;
+    if (is_scaled(shard.m.format)) shard.m.max[1] = 0;
+    if (is_scaled(shard.v.format)) shard.v.max[1] = 0;
 }
 
 // After the second pass the new maxima take the place of the old ones.
@@ -92,8 +92,8 @@ static __global__ void use_new_maxima_kernel(const AdamWArguments a) {
     const int64_t i = thread_of_grid();
     if (i >= a.shard_count || a.state->skip) return;
     const Shard& shard = a.shards[i];
-    if (has_moment_groups(shard.m.format)) shard.m.max[0] = shard.m.max[1];
-    if (has_moment_groups(shard.v.format)) shard.v.max[0] = shard.v.max[1];
+    if (is_scaled(shard.m.format)) shard.m.max[0] = shard.m.max[1];
+    if (is_scaled(shard.v.format)) shard.v.max[0] = shard.v.max[1];
 }
 
 void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t stream) {

@@ -88,7 +88,7 @@ void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const 
                            cudaStream_t stream) {
     constexpr int64_t MOST_MEASURED = 1 << 18, PIECES = 128;
     static_assert(MOST_MEASURED / PIECES % MOMENT_GROUP_SIZE == 0, "a piece consists of whole moment groups");
-    if (count == 0 || (!has_moment_groups(m.format) && !has_moment_groups(v.format))) return;
+    if (count == 0 || (!is_scaled(m.format) && !is_scaled(v.format))) return;
     const int64_t pieces = count > MOST_MEASURED ? PIECES : 1;
     const int64_t length = std::min(count, MOST_MEASURED) / pieces;                   // of a piece
     const int64_t distance = count / pieces / MOMENT_GROUP_SIZE * MOMENT_GROUP_SIZE;  // from piece to piece
@@ -106,7 +106,7 @@ void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const 
         reference::Moment moment;
         moment.init(o, f, n);
         fetch_pieces(moment.elements, data, 1, format_info(f).bytes);
-        if (max && o.one_moment_group) copy_async(moment.maxima.data(), max, sizeof(float), stream);
+        if (max && o.one_scale) copy_async(moment.maxima.data(), max, sizeof(float), stream);
         else if (max) fetch_pieces(moment.maxima, max, MOMENT_GROUP_SIZE, sizeof(float));
         if (k) fetch_pieces(moment.k, k, MOMENT_GROUP_SIZE, sizeof(float));
         check(cudaStreamSynchronize(stream), "Reading the moments failed");

@@ -135,9 +135,9 @@ static std::vector<Operator> backward_operators(const RunSettings& s, const Form
 // The update of one moment, whose format is f.
 static Operator moment_operator(const RunSettings& s, const char* name, Format f) {
     std::string writes = format_info(f).name;
-    if (has_moment_groups(f)) {
+    if (is_scaled(f)) {
         writes += s.optimizer.uses_expansion(f) ? ", max and k" : ", max";
-        writes += s.optimizer.one_moment_group ? " per tensor" : concat(" per ", MOMENT_GROUP_SIZE);
+        writes += s.optimizer.one_scale ? " per tensor" : concat(" per ", MOMENT_GROUP_SIZE);
     }
     return {.name = name, .reads = format_info(f).name, .writes = writes};
 }

@@ -63,7 +63,7 @@ void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count) {
     format = f;
     expanded = optimizer.uses_expansion(f);
     n = count;
-    one_moment_group = optimizer.one_moment_group;
+    one_scale = optimizer.one_scale;
     const int64_t moment_groups = optimizer.moment_group_count(f, n);
     elements.assign(n * format_info(f).bytes, 0);
     maxima.assign(moment_groups, 0.0f);
@@ -73,7 +73,7 @@ void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count) {
 // Element i, decoded.
 float Moment::value(int64_t i) const {
     const float y = read_element(format, elements.data(), i);
-    if (!has_moment_groups(format)) return y;
+    if (!is_scaled(format)) return y;
     const int64_t moment_group = i / moment_group_size();
     const float max_magnitude = maxima[moment_group];
     if (expanded) return contract(format, y, max_magnitude, k[moment_group]);
@@ -112,9 +112,9 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
         for (int64_t i = first; i < end; i++) write_element(format, elements.data(), i, x[i] * reciprocal);
     }
     if (!is_second_moment) return;
-    // In fp8lm a whole parameter is one moment group, and second moments are FP16. Only values below about
+    // In fp8lm a whole parameter has one scale, and second moments are FP16. Only values below about
     // 2^-41 of the largest become zero there, and they may stay zero.
-    if (one_moment_group) return;
+    if (one_scale) return;
     for (int64_t i = first; i < end; i++) {
         const bool became_zero = x[i] > 0 && read_element(format, elements.data(), i) == 0;
         if (became_zero) write_element(format, elements.data(), i, format_info(format).fmin);
@@ -123,7 +123,7 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
 
 // Stores x (n) by moment groups. Formats that are not scaled have no moment groups.
 void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
-    if (!has_moment_groups(format)) {
+    if (!is_scaled(format)) {
 #pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
         for (int64_t i = 0; i < n; i++) write_element(format, elements.data(), i, x[i]);
         return;

@@ -26,7 +26,7 @@ struct Moment {
     Format format = Format::FP32;
     bool expanded = false;
     int64_t n = 0;
-    bool one_moment_group = false;  // all n elements are one moment group
+    bool one_scale = false;         // all n elements have one scale, and count as one moment group
     std::vector<uint8_t> elements;  // n elements of format
     std::vector<float> maxima;      // max of each moment group; empty if the format is not scaled
     std::vector<float> k;           // k of each moment group; empty without expansion
@@ -37,9 +37,7 @@ struct Moment {
     // Stores x (n). stats: null, or where the errors are added if the format is scaled.
     void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
-    int64_t moment_group_size() const {
-        return one_moment_group ? std::max<int64_t>(n, 1) : MOMENT_GROUP_SIZE;
-    }
+    int64_t moment_group_size() const { return one_scale ? std::max<int64_t>(n, 1) : MOMENT_GROUP_SIZE; }
 
 private:
     float value(int64_t i) const;

@@ -494,7 +494,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
             const std::vector<Param> params = t.params();
             const int64_t bucket = params[param_index_of(params, "layers.1.gate_up")].bucket;
             // A GPU has updated earlier buckets. With gradient 0, codes and k of FP8 moments stay.
-            const char* moment = has_moment_groups(t.settings().optimizer.m_format) ? ".m.max" : ".m";
+            const char* moment = is_scaled(t.settings().optimizer.m_format) ? ".m.max" : ".m";
             for (const StateTensor& tensor : state_tensors(t.settings())) {
                 const Param& p = tensor.param;
                 INFO(tensor.name);
@@ -656,7 +656,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
         for (int kind = 0; kind < int(MeasuredKind::Count); kind++) {
             const QuantStats& stats = report.stats_by_kind[kind];
             INFO(std::string(MEASURED_KIND_NAMES[kind]), ": ", stats.snr_db(), " dB of ", stats.elements);
-            CHECK((stats.elements > 0) == has_moment_groups(of[kind]));
+            CHECK((stats.elements > 0) == is_scaled(of[kind]));
             if (stats.elements == 0) continue;
             if (s.recipe.scale_source == ScaleSource::JustInTime) CHECK(stats.saturated == 0);
             if (kind >= int(MeasuredKind::Moment1)) {

@@ -21,7 +21,7 @@ static double compare_losses(Training& gpu, Training& cpu, std::vector<Training>
     const RunSettings& s = cpu.settings();
     const Doubles a = gpu.losses(25), b = cpu.losses(25);
     const bool fp8 = s.recipe.x.is_fp8() || s.recipe.saved_attention.is_fp8() ||
-                     has_moment_groups(s.optimizer.m_format) || !s.keep_masters;
+                     is_scaled(s.optimizer.m_format) || !s.keep_masters;
     const auto [single, average] = fp8 ? std::pair{0.06, 0.02} : std::pair{0.03, 0.01};
     double largest = 0;
     for (Training& other : others) largest = std::max(largest, relative_error(other.losses(25), b));

@@ -39,7 +39,7 @@ inline Floats load(const Moment& m) {
 }
 inline Doubles load_exactly(const Moment& m) {
     Doubles x = doubles(load(m));
-    if (!has_moment_groups(m.format)) return x;
+    if (!is_scaled(m.format)) return x;
     const double fmax = format_info(m.format).fmax;
     for (const MomentGroup& g : moment_groups(m))
         for (int64_t i = g.first; i < g.last; i++) {
@@ -64,7 +64,7 @@ struct DeviceMoment {
     DeviceMoment(const Moment& m, int64_t padded)
         : of(m), codes(padded * format_info(m.format).bytes),
           max(int64_t(m.maxima.size()) *
-              (m.one_moment_group ? 2 : 1)),  // one scale per tensor: room for the new one
+              (m.one_scale ? 2 : 1)),  // one scale per tensor: room for the new one
           k(int64_t(m.k.size())) {
         codes.zero();
         codes.write(m.elements);
@@ -322,7 +322,7 @@ struct MomentCheck {
 
     // keep_positive: what is above zero stays above zero.
     void check(bool keep_positive) const {
-        if (!has_moment_groups(got.format)) {
+        if (!is_scaled(got.format)) {
             check_as_float(load(got), exact, in_float, MOMENT_GROUP_SIZE, got.format, terms);
             return;
         }
@@ -359,7 +359,7 @@ inline void check_adamw(AdamWRun run, const AdamWOptions& a) {
         CHECK(std::all_of(end, begin + p.padded(), [](float padding) { return padding == 0; }));
         CHECK(r.amax[i] == reference::compute_amax(&r.stored[p.offset], p.size));
         MomentCheck{r.m[i], exact.m, exact.m_float, exact.m_terms}.check(false);
-        MomentCheck{r.v[i], exact.v, exact.v_float, exact.v}.check(!run.optimizer.one_moment_group);
+        MomentCheck{r.v[i], exact.v, exact.v_float, exact.v}.check(!run.optimizer.one_scale);
     }
 }
 

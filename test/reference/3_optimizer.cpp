@@ -44,17 +44,13 @@ static bool is_expanded_value(Format f, double exact, double got, double max, do
 
 // Stores x in a moment and checks max, k, codes, values and statistics by their definition. Only where the
 // whole tensor has one scale (fp8lm) may a positive second moment become 0.
-static void check_moment(Format f, bool expansion, bool one_moment_group, bool second, const Floats& x) {
-    const int64_t n = int64_t(x.size()), size = one_moment_group ? n : MOMENT_GROUP_SIZE;
-    const bool scaled = has_moment_groups(f), expands = expansion && is_fp8(f);
-    const bool positive = second && !one_moment_group;
+static void check_moment(Format f, bool expansion, bool one_scale, bool second, const Floats& x) {
+    const int64_t n = int64_t(x.size()), size = one_scale ? n : MOMENT_GROUP_SIZE;
+    const bool scaled = is_scaled(f), expands = expansion && is_fp8(f);
+    const bool positive = second && !one_scale;
     Moment moment;
-    moment.init({.name = "",
-                 .m_format = f,
-                 .v_format = f,
-                 .expansion = expansion,
-                 .one_moment_group = one_moment_group},
-                f, n);
+    moment.init({.name = "", .m_format = f, .v_format = f, .expansion = expansion, .one_scale = one_scale}, f,
+                n);
     CHECK(moment.maxima == Floats(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
     CHECK(moment.k == Floats(size_t(expands ? ceil_div(n, size) : 0), 1.0f));
     Floats values(x.size(), -7);
@@ -124,15 +120,15 @@ TEST_CASE("Moment: max and k and codes of every format with and without expansio
     SEEDED_RANDOM(rng);
     for (Format f : {Format::FP32, Format::BF16, Format::FP16, Format::E4M3, Format::E5M2})
         for (bool expand : {false, true})
-            for (bool one_moment_group : {false, true})
+            for (bool one_scale : {false, true})
                 for (int64_t n : {1, 2, 3, 31, 127, 128, 129, 255, 256, 128 * 40 + 77})
                     for (const Distribution& d : distributions()) {
-                        INFO(std::string(format_info(f).name), " ", expand, " ", one_moment_group, " ", n,
-                             " ", d.name);
+                        INFO(std::string(format_info(f).name), " ", expand, " ", one_scale, " ", n, " ",
+                             d.name);
                         Floats x = sample(d, rng, n);
-                        check_moment(f, expand, one_moment_group, false, x);
+                        check_moment(f, expand, one_scale, false, x);
                         for (float& v : x) v = std::fabs(v);
-                        check_moment(f, expand, one_moment_group, true, x);
+                        check_moment(f, expand, one_scale, true, x);
                     }
 }
 
