@@ -13,6 +13,7 @@
 //   4      a bundle: eight spans, as four pairs         a warp, one pair after the other
 //   5      a share of the bundles of all parameters     a thread block: eight warps
 //   6      the launch
+//   7      the careful path, for few moment groups (this can wait)
 //
 // The m of a span are a moment group, and so are its v.
 //
@@ -35,22 +36,22 @@ namespace {
 // A power a^b is computed as 2^(b log2 a). Each logarithm and each exponential is one instruction
 // (gpu/device.cuh).
 
-// Of a moment group (common/formats.h).
+// What a moment group stores besides its codes (common/formats.h).
 struct MaxAndK {
     float max, k;
 };
 
-enum class MomentKind : uint8_t { First, Second };  // m has signs, v has none
-
 // How the codes of a moment are made. It is known when a kernel is compiled, so no code branches on it.
 // Below, Traits is a MomentTraits.
-//   FMAX   the largest value of the format: 448 in E4M3, 57,344 in E5M2
-//   FMIN   the smallest value above zero: 2^-9 in E4M3, 2^-16 in E5M2
-template <MomentKind KIND, Format FP8, bool EXPANSION> struct MomentTraits {
+//   IS_V     the moment is v, which has no signs
+//   EXPANDS  with dynamic range expansion
+//   FMAX     the largest value of the format: 448 in E4M3, 57,344 in E5M2
+//   FMIN     the smallest value above zero: 2^-9 in E4M3, 2^-16 in E5M2
+template <bool V, Format FP8, bool EXPANSION> struct MomentTraits {
+    static constexpr bool IS_V = V;
+    static constexpr bool EXPANDS = EXPANSION;
     static constexpr Format FORMAT = FP8;
     static constexpr bool E5M2 = FP8 == Format::E5M2;
-    static constexpr bool EXPANDS = EXPANSION;
-    static constexpr bool SIGNED = KIND == MomentKind::First;
     static constexpr float FMAX = format_info(FORMAT).fmax;
     static constexpr float FMIN = format_info(FORMAT).fmin;
     static constexpr float LOG2_FMAX = E5M2 ? 15.80735492f : 8.80735492f;    // log2(FMAX)
@@ -88,71 +89,37 @@ __device__ float contract_to_ratio(float inverse_k, float log2_ratio) {
     return fast_exp2(log2_ratio * inverse_k);
 }
 
-// -----------------------------------------------------------------------------------------------------------
-// The careful path. A few moment groups are so wide or so small that an intermediate result of the equations
-// above is not a normal number of FP32. The fast path computes all moment groups, these among them: so it has
-// no branch, and the compiler can interleave what m and v need. Then the careful path computes these few
-// again, and its results replace those of the fast path.
-//
-// nvcc inlines the careful path by itself. It should stay so: in a __noinline__ function the careful path
-// makes the fast path up to 24% slower.
-enum class Path : uint8_t { Fast, Careful };
-
-// A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X) is
-// LOG2_RANGE / k.)
-template <class Traits> __device__ bool is_wide(const MaxAndK& max_and_k) {
-    return Traits::EXPANDS && Traits::LOG2_RANGE > 120.0f * max_and_k.k;
-}
-// Encoding divides by max, so it needs care also if max is very small.
-template <class Traits> __device__ bool is_wide_or_small(const MaxAndK& max_and_k) {
-    const bool normal = max_and_k.max >= 0x1p-100f || max_and_k.max == 0;
-    return is_wide<Traits>(max_and_k) || (Traits::EXPANDS && !normal);
-}
-// expand_magnitude() with intermediate results that stay normal: the difference of two logarithms takes the
-// place of the logarithm of a ratio.
-template <class Traits> __device__ float expand_carefully(const MaxAndK& max_and_k, float x) {
-    return Traits::FMAX * fast_exp2(max_and_k.k * (log2f(fabsf(x)) - log2f(max_and_k.max)));
-}
-// Returns |x|, not |x| / max as contract_to_ratio() does: the power alone may underflow where its product
-// with max does not. If the product underflows, too, the result is 0, where the CPU's contract() returns
-// 2^-149. For v this is harmless: beside eps = 1e-8 the root of 2^-149 vanishes, so the update is the same.
-__device__ float contract_carefully(const MaxAndK& max_and_k, float inverse_k, float log2_ratio) {
-    const float root = exp2f(0.5f * (log2_ratio * inverse_k));
-    return root * max_and_k.max * root;
-}
-
 // ===========================================================================================================
 // 2. A thread's eight elements of m, and its eight of v
 
 // y, the magnitude that is encoded for x; but at least FMIN for an element of v above zero. Such an element
 // must stay above zero: the update divides by its root and eps, and eps alone is tiny.
-template <class Traits> __device__ float at_least_fmin(float y, float x) {
-    return !Traits::SIGNED && x > 0 && y < Traits::FMIN ? Traits::FMIN : y;
+template <class Traits> __device__ float keep_v_above_zero(float y, float x) {
+    return Traits::IS_V && x > 0 && y < Traits::FMIN ? Traits::FMIN : y;
 }
+// The codes of eight magnitudes y, with the signs of x.
 template <class Traits> __device__ uint2 encode_with_signs(ChunkValues& y, const ChunkValues& x) {
-    if (Traits::SIGNED)
+    if (!Traits::IS_V)
         for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
     return encode<Traits::FORMAT>(y, /*inverse_scale=*/1.0f);
 }
 
-// The codes of eight elements x of a moment.
+// The codes of eight elements x of a moment: one code in each byte of a uint2.
 //
-// With expansion, the fast path needs no at_least_fmin(), because the smallest element of a moment group,
+// With expansion, keep_v_above_zero() is not needed, because the smallest element of a moment group,
 // max / R_X, gets the code of FMIN anyway:
 //   - With the exact k of equation 4, y would be FMAX (1 / R_X)^k = FMIN.
 //   - k is rounded to a multiple of 1/256, so k may be larger by 1/512. Then y is FMIN R_X^(-1/512).
-//   - On the fast path R_X is at most about 2^120, so R_X^(-1/512) is at least 2^(-120/512) = 0.85.
+//   - R_X is at most about 2^120 (part 7 has the others), so R_X^(-1/512) is at least 2^(-120/512) = 0.85.
 //   - 0.85 FMIN is nearer to FMIN than to 0, so y is rounded to FMIN.
-template <class Traits, Path PATH>
-__device__ uint2 encode_moments(const MaxAndK& max_and_k, const ChunkValues& x) {
-    const float inverse_max = inverse_of_max(max_and_k.max);
-    const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, max_and_k.max));  // used without expansion
+template <class Traits> __device__ uint2 encode_moments(const MaxAndK& max_and_k, const ChunkValues& x) {
     ChunkValues y;
-    for (int j = 0; j < CHUNK; j++) {
-        if (PATH == Path::Careful)
-            y[j] = at_least_fmin<Traits>(expand_carefully<Traits>(max_and_k, x[j]), x[j]);
-        else if (Traits::EXPANDS) y[j] = expand_magnitude<Traits>(max_and_k.k, inverse_max, x[j]);
-        else y[j] = at_least_fmin<Traits>(fabsf(x[j]) * inverse_scale, x[j]);
+    if (Traits::EXPANDS) {
+        const float inverse_max = inverse_of_max(max_and_k.max);
+        for (int j = 0; j < CHUNK; j++) y[j] = expand_magnitude<Traits>(max_and_k.k, inverse_max, x[j]);
+    } else {
+        const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, max_and_k.max));
+        for (int j = 0; j < CHUNK; j++) y[j] = keep_v_above_zero<Traits>(fabsf(x[j]) * inverse_scale, x[j]);
     }
     return encode_with_signs<Traits>(y, x);
 }
@@ -161,14 +128,12 @@ __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight: byte j % 
     return ((j < 4 ? codes.x : codes.y) >> (8 * (j % 4))) & 0xFFu;
 }
 
-// Tables in shared memory, one for the codes of m and one for those of v. The entry for a code of the value
-// y, without its sign, is log2(y / FMAX). (Without expansion it is y.) The tables save a thread the 16
-// logarithms of its 8 + 8 elements.
+// A table of the codes of a moment, in shared memory. The entry for a code of the value y, without its sign,
+// is log2(y / FMAX). (Without expansion it is y.) The tables of m and v save a thread the 16 logarithms of
+// its 8 + 8 elements.
 constexpr int CODES_WITHOUT_SIGN = 128;  // a code has 8 bits, one of them the sign
-struct Tables {
-    float m[CODES_WITHOUT_SIGN], v[CODES_WITHOUT_SIGN];
-};
-template <class Traits> __device__ void fill_table(float (&table)[CODES_WITHOUT_SIGN]) {
+using Table = float[CODES_WITHOUT_SIGN];
+template <class Traits> __device__ void fill_table(Table& table) {
     for (uint32_t code = threadIdx.x; code < CODES_WITHOUT_SIGN; code += blockDim.x) {
         const float y = decode_two(Traits::E5M2, code).x;
         table[code] = Traits::EXPANDS ? log2f(y) - log2f(Traits::FMAX) : y;
@@ -177,64 +142,57 @@ template <class Traits> __device__ void fill_table(float (&table)[CODES_WITHOUT_
 
 // The magnitude with the sign of its FP8 code, whose sign bit is moved to where FP32 has its sign bit.
 template <class Traits> __device__ float with_sign(float magnitude, uint32_t code) {
-    return Traits::SIGNED ? copysignf(magnitude, __uint_as_float(code << 24)) : magnitude;
+    return Traits::IS_V ? magnitude : copysignf(magnitude, __uint_as_float(code << 24));
 }
 
-// Decodes eight elements of a moment. FactoredMoments (gpu/adamw.cuh) says why there is a factor. It is
-//   max          with expansion, on the fast path
-//   1            with expansion, on the careful path
-//   max / FMAX   without expansion: the scale
-template <class Traits, Path PATH>
-__device__ FactoredMoments decode_moments(const MaxAndK& max_and_k, uint2 codes,
-                                          const float (&table)[CODES_WITHOUT_SIGN]) {
-    const float inverse_k = fast_reciprocal(max_and_k.k);
+// Decodes eight elements of a moment. FactoredMoments (gpu/adamw.cuh) says why there is a factor. It is max;
+// without expansion it is the scale, max / FMAX.
+template <class Traits>
+__device__ FactoredMoments decode_moments(const MaxAndK& max_and_k, uint2 codes, const Table& table) {
     FactoredMoments moments;
-    for (int j = 0; j < CHUNK; j++) {
-        const uint32_t code = code_of(codes, j);
-        float magnitude = table[code % CODES_WITHOUT_SIGN];
-        if (PATH == Path::Careful) magnitude = contract_carefully(max_and_k, inverse_k, magnitude);
-        else if (Traits::EXPANDS) magnitude = contract_to_ratio(inverse_k, magnitude);
-        moments.multiples[j] = with_sign<Traits>(magnitude, code);
+    if (Traits::EXPANDS) {
+        const float inverse_k = fast_reciprocal(max_and_k.k);
+        moments.factor = max_and_k.max;
+        for (int j = 0; j < CHUNK; j++) {
+            const uint32_t code = code_of(codes, j);
+            const float ratio = contract_to_ratio(inverse_k, table[code % CODES_WITHOUT_SIGN]);
+            moments.multiples[j] = with_sign<Traits>(ratio, code);
+        }
+    } else {
+        for (int j = 0; j < CHUNK; j++) {
+            const uint32_t code = code_of(codes, j);
+            moments.multiples[j] = with_sign<Traits>(table[code % CODES_WITHOUT_SIGN], code);
+        }
+        moments.factor = scale_of(Traits::FMAX, max_and_k.max);
     }
-    if (PATH == Path::Careful) moments.factor = 1.0f;
-    else moments.factor = Traits::EXPANDS ? max_and_k.max : scale_of(Traits::FMAX, max_and_k.max);
     return moments;
 }
 
-// -----------------------------------------------------------------------------------------------------------
-// Both moments. First the fast path computes both, without a branch. Then the careful path replaces what
-// needs care.
+// A few moment groups are so wide or so small that the functions above are not exact for them. The next two
+// (part 7) compute such a moment group again and replace the result. For all others they do nothing.
+template <class Traits>
+__device__ void decode_again_if_wide(const MaxAndK& max_and_k, uint2 codes, const Table& table,
+                                     FactoredMoments& moments);
+template <class Traits>
+__device__ void encode_again_if_wide_or_small(const MaxAndK& max_and_k, const ChunkValues& x, uint2& codes);
 
-// Of the moment group of the thread's m, and of that of its v.
-struct MaxAndKOfBoth {
-    MaxAndK m, v;
-};
-struct Codes {  // of the thread's eight elements of m, and of its eight of v
-    uint2 m, v;
-};
-struct DecodedMoments {
-    FactoredMoments m, v;
-};
-
+// Decodes a thread's eight elements of m and its eight of v.
 template <class MTraits, class VTraits>
-__device__ DecodedMoments decode_both(const MaxAndKOfBoth& max_and_k, const Codes& codes,
-                                      const Tables& tables) {
-    DecodedMoments decoded{.m = decode_moments<MTraits, Path::Fast>(max_and_k.m, codes.m, tables.m),
-                           .v = decode_moments<VTraits, Path::Fast>(max_and_k.v, codes.v, tables.v)};
-    if (is_wide<MTraits>(max_and_k.m))
-        decoded.m = decode_moments<MTraits, Path::Careful>(max_and_k.m, codes.m, tables.m);
-    if (is_wide<VTraits>(max_and_k.v))
-        decoded.v = decode_moments<VTraits, Path::Careful>(max_and_k.v, codes.v, tables.v);
-    return decoded;
+__device__ Both<FactoredMoments> decode_both(const Both<MaxAndK>& max_and_k, const Both<uint2>& codes,
+                                             const Both<Table>& tables) {
+    Both<FactoredMoments> moments{.m = decode_moments<MTraits>(max_and_k.m, codes.m, tables.m),
+                                  .v = decode_moments<VTraits>(max_and_k.v, codes.v, tables.v)};
+    decode_again_if_wide<MTraits>(max_and_k.m, codes.m, tables.m, moments.m);
+    decode_again_if_wide<VTraits>(max_and_k.v, codes.v, tables.v, moments.v);
+    return moments;
 }
+// Encodes them.
 template <class MTraits, class VTraits>
-__device__ Codes encode_both(const MaxAndKOfBoth& max_and_k, const NewMoments& moments) {
-    Codes codes{.m = encode_moments<MTraits, Path::Fast>(max_and_k.m, moments.m),
-                .v = encode_moments<VTraits, Path::Fast>(max_and_k.v, moments.v)};
-    if (is_wide_or_small<MTraits>(max_and_k.m))
-        codes.m = encode_moments<MTraits, Path::Careful>(max_and_k.m, moments.m);
-    if (is_wide_or_small<VTraits>(max_and_k.v))
-        codes.v = encode_moments<VTraits, Path::Careful>(max_and_k.v, moments.v);
+__device__ Both<uint2> encode_both(const Both<MaxAndK>& max_and_k, const Both<ChunkValues>& moments) {
+    Both<uint2> codes{.m = encode_moments<MTraits>(max_and_k.m, moments.m),
+                      .v = encode_moments<VTraits>(max_and_k.v, moments.v)};
+    encode_again_if_wide_or_small<MTraits>(max_and_k.m, moments.m, codes.m);
+    encode_again_if_wide_or_small<VTraits>(max_and_k.v, moments.v, codes.v);
     return codes;
 }
 
@@ -279,7 +237,7 @@ template <class Value> __device__ Value load_global(const void* from) {
 
 // What a thread loads of a span: its eight elements, as they are stored.
 template <class WeightsKind> struct LoadedElements {
-    Codes codes;
+    Both<uint2> codes;
     typename WeightsKind::LoadedChunk w;
     Bf16OrFp32::LoadedChunk g;
 };
@@ -299,10 +257,11 @@ template <class WeightsKind> struct ElementsOfThread {
     const WeightsKind weights;
     uint8_t *const codes_m, *const codes_v;
 
-    __device__ ElementsOfThread(const AdamWArguments& a, const Shard& shard)
-        : arguments(a), shard_spans(span_count(shard)),
+    __device__ ElementsOfThread(const AdamWArguments& arguments, const Shard& shard)
+        : arguments(arguments), shard_spans(span_count(shard)),
           rank_position(shard.rank_offset + threadIdx.x % LANES_PER_SPAN * CHUNK),
-          flat_position(rank_position + shard.flat_minus_rank_offset), weights(a.weights, rank_position),
+          flat_position(rank_position + shard.flat_minus_rank_offset),
+          weights(arguments.weights, rank_position),
           codes_m(static_cast<uint8_t*>(shard.m.data) + rank_position - shard.rank_offset),
           codes_v(static_cast<uint8_t*>(shard.v.data) + rank_position - shard.rank_offset) {}
 
@@ -318,7 +277,7 @@ template <class WeightsKind> struct ElementsOfThread {
                 .g = arguments.gradients.load(rank_position - arguments.elements.first + i)};
     }
     // Stores nothing for a span past the last one.
-    __device__ void store(int span, ChunkValues& w, const Codes& codes, uint32_t& largest_bits) const {
+    __device__ void store(int span, ChunkValues& w, const Both<uint2>& codes, uint32_t& largest_bits) const {
         const bool live = span < shard_spans;
         const int64_t i = clamped_offset(span);
         weights.store(i, w, arguments.rounding_key, flat_position + i, live, largest_bits);
@@ -334,19 +293,19 @@ template <class WeightsKind> struct ElementsOfThread {
 //   decay          weight_decay, or 0 for a parameter that does not decay
 //   largest_bits   is raised: the bits of the largest magnitude of the thread's new weights
 template <class WeightsKind, class MTraits, class VTraits>
-__device__ MaxAndKOfBoth update_span(const ElementsOfThread<WeightsKind>& elements, int span,
+__device__ Both<MaxAndK> update_span(const ElementsOfThread<WeightsKind>& elements, int span,
                                      const LoadedElements<WeightsKind>& loaded,
-                                     const MaxAndKOfBoth& old_max_and_k, float clip_factor, float decay,
-                                     const Tables& tables, uint32_t& largest_bits) {
-    const AdamWArguments& a = elements.arguments;
+                                     const Both<MaxAndK>& old_max_and_k, float clip_factor, float decay,
+                                     const Both<Table>& tables, uint32_t& largest_bits) {
+    const AdamWArguments& arguments = elements.arguments;
     ChunkValues w, g;
     elements.weights.unpack(loaded.w, w);
-    a.gradients.unpack(loaded.g, g);
-    const DecodedMoments old = decode_both<MTraits, VTraits>(old_max_and_k, loaded.codes, tables);
-    const NewMoments moments = adamw_of_chunk(a.constants, clip_factor, decay, g, old.m, old.v, w);
-    const MaxAndKOfBoth new_max_and_k{.m = max_and_k_of_new_moments<MTraits>(moments.m),
+    arguments.gradients.unpack(loaded.g, g);
+    const Both<FactoredMoments> old = decode_both<MTraits, VTraits>(old_max_and_k, loaded.codes, tables);
+    const Both<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
+    const Both<MaxAndK> new_max_and_k{.m = max_and_k_of_new_moments<MTraits>(moments.m),
                                       .v = max_and_k_of_new_moments<VTraits>(moments.v)};
-    const Codes codes = encode_both<MTraits, VTraits>(new_max_and_k, moments);
+    const Both<uint2> codes = encode_both<MTraits, VTraits>(new_max_and_k, moments);
     elements.store(span, w, codes, largest_bits);
     return new_max_and_k;
 }
@@ -357,27 +316,30 @@ __device__ MaxAndKOfBoth update_span(const ElementsOfThread<WeightsKind>& elemen
 // A bundle is eight consecutive spans of a shard, 1,024 elements. A warp updates it as four pairs of spans,
 // one pair after the other: pair p has the spans 2 p and 2 p + 1, one for each half of the warp.
 //
-// A span has four numbers: max and k of m, and max and k of v. So a bundle has 32, one for each lane. A lane
-// loads and stores its number alone, keeps it while the bundle is updated, and passes it to other lanes by
-// shuffles. Lanes 0 - 15 keep the numbers of the even spans, which they update. Lanes 16 - 31 keep those of
-// the odd spans:
+// A span has four fields: max and k of m, and max and k of v. So a bundle has 32, one for each lane. A lane
+// loads and stores one field, keeps it while the bundle is updated, and passes it to other lanes by shuffles.
+// Lanes 0 - 15 keep the fields of the even spans, which they update. Lanes 16 - 31 keep those of the odd
+// spans:
 //
 //   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
-//   number      m.max  m.k    v.max  v.k    the same four of each of these spans:
+//   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
 //   span        0      0      0      0      2       4       6         1        3        5        7
 //   pair        0      0      0      0      1       2       3         0        1        2        3
 //
-// Why there are bundles: one load instruction and one store instruction of a warp move the numbers of eight
+// Why there are bundles: one load instruction and one store instruction of a warp move the fields of eight
 // spans. Without bundles, half of a warp's accesses to memory would be for max and k, which are 2% of the
 // bytes.
 //
 // While a pair is updated, loads for later ones are already on their way, so that the warp does not wait for
-// memory. Elements are loaded one pair ahead, and numbers one bundle ahead:
+// memory. Elements are loaded one pair ahead, and fields one bundle ahead. What a warp does for a bundle:
 //
-//   iteration before them     | 0                             | 1      | 2      | 3
-//   load      numbers, pair 0 | next bundle's numbers, pair 1 | pair 2 | pair 3 | next bundle's pair 0
-//   update                    | pair 0                        | pair 1 | pair 2 | pair 3
-//   store                     | pair 0                        | pair 1 | pair 2 | pair 3, then the numbers
+//   during the update of      pair 0        pair 1    pair 2    pair 3
+//   loads the elements of     pair 1        pair 2    pair 3    pair 0 of the next bundle
+//   loads the fields of       next bundle
+//   stores the elements of    pair 0        pair 1    pair 2    pair 3
+//   stores the fields of                                        this bundle, at the end
+//
+// Before the loop it loads the fields of its first bundle, and the elements of pair 0.
 //
 // On an H200 this kernel updates Llama-2-7B in 26.0 ms. The best kernel without bundles and without loads
 // ahead needs 30.6 ms. (The ladder's rung 7 adds the loads ahead, and rung 8 the bundles.)
@@ -385,28 +347,28 @@ __device__ MaxAndKOfBoth update_span(const ElementsOfThread<WeightsKind>& elemen
 constexpr int SPANS_PER_PAIR = 32 / LANES_PER_SPAN;                  // 2: one for each half of the warp
 constexpr int SPANS_PER_BUNDLE = BUNDLE_SIZE / MOMENT_GROUP_SIZE;    // 8
 constexpr int PAIRS_PER_BUNDLE = SPANS_PER_BUNDLE / SPANS_PER_PAIR;  // 4
-constexpr int NUMBERS_PER_SPAN = 4;                                  // m.max, m.k, v.max, v.k, in this order
-static_assert(SPANS_PER_BUNDLE * NUMBERS_PER_SPAN == 32, "each lane keeps one number of a bundle");
+constexpr int FIELDS_PER_SPAN = 4;                                   // m.max, m.k, v.max, v.k, in this order
+static_assert(SPANS_PER_BUNDLE * FIELDS_PER_SPAN == 32, "each lane keeps one field of a bundle");
 constexpr int WARPS_PER_BLOCK = 8;
 
-// Which number of a bundle this lane keeps (the drawing of lanes, numbers and spans above), and where
-// that number of each span is in memory. Bundles are counted from the beginning of the shard.
-struct KeptNumber {
+// Which field of a bundle this lane keeps (the drawing of lanes, fields and spans above), and where that
+// field of each span is in memory. Bundles are counted from the beginning of the shard.
+struct FieldOfLane {
     bool is_of_v, is_k;
     int pair, span;    // of the bundle
     float* in_memory;  // by span of the shard; null if the moment has no k
     int shard_spans;   // how many spans the shard has
 
-    explicit __device__ KeptNumber(const Shard& shard) : shard_spans(span_count(shard)) {
+    explicit __device__ FieldOfLane(const Shard& shard) : shard_spans(span_count(shard)) {
         const int lane = threadIdx.x % 32;
-        is_of_v = lane % NUMBERS_PER_SPAN >= 2;
+        is_of_v = lane % FIELDS_PER_SPAN >= 2;
         is_k = lane % 2 == 1;
-        pair = lane % LANES_PER_SPAN / NUMBERS_PER_SPAN;
+        pair = lane % LANES_PER_SPAN / FIELDS_PER_SPAN;
         span = pair * SPANS_PER_PAIR + lane / LANES_PER_SPAN;
         const MomentRef moment = is_of_v ? shard.v : shard.m;
         in_memory = is_k ? moment.k : moment.max;
     }
-    // If the span is past the last one of the shard, load() reads the number of the last span, and store()
+    // If the span is past the last one of the shard, load() reads the field of the last span, and store()
     // does nothing.
     __device__ float load(int bundle) const {
         if (!in_memory) return 1.0f;
@@ -416,48 +378,48 @@ struct KeptNumber {
         const int span_in_shard = bundle * SPANS_PER_BUNDLE + span;
         if (in_memory && span_in_shard < shard_spans) store_at_once(in_memory + span_in_shard, value);
     }
-    // This number, out of the four of a span.
-    __device__ float choose_from(const MaxAndKOfBoth& both) const {
+    // This field, out of the four of a span.
+    __device__ float choose_from(const Both<MaxAndK>& both) const {
         const MaxAndK max_and_k = is_of_v ? both.v : both.m;
         return is_k ? max_and_k.k : max_and_k.max;
     }
 };
 
-// The four numbers of the span that this half of the warp updates in a pair, from the lanes that keep them.
-// kept: the number that this lane keeps.
-__device__ MaxAndKOfBoth max_and_k_from_lanes(float kept, int pair) {
-    auto number_of_span = [&](int number) {
-        return __shfl_sync(ALL_LANES, kept, pair * NUMBERS_PER_SPAN + number, LANES_PER_SPAN);
+// The four fields of the span that this half of the warp updates in a pair, from the lanes that keep them.
+// kept: the field that this lane keeps.
+__device__ Both<MaxAndK> max_and_k_from_lanes(float kept, int pair) {
+    auto field_of_span = [&](int which) {
+        return __shfl_sync(ALL_LANES, kept, pair * FIELDS_PER_SPAN + which, LANES_PER_SPAN);
     };
-    const MaxAndK m{.max = number_of_span(0), .k = number_of_span(1)};
-    const MaxAndK v{.max = number_of_span(2), .k = number_of_span(3)};
+    const MaxAndK m{.max = field_of_span(0), .k = field_of_span(1)};
+    const MaxAndK v{.max = field_of_span(2), .k = field_of_span(3)};
     return {.m = m, .v = v};
 }
 
-// A warp updates bundles of a shard: `first`, first + 8, first + 16, and so on, below `end`. (The other seven
-// warps of the block update those between.) Returns the bits of the largest magnitude of this lane's new
-// weights.
+// A warp updates the bundles `first`, first + 8, first + 16, and so on, below `end`, of a shard. (The other
+// seven warps of the block update those between.) Returns the bits of the largest magnitude of this lane's
+// new weights.
 //
 // If the shard has an odd number of spans, the last span has no partner in its pair. Then the second half of
 // the warp computes the last span, too, and stores nothing.
 template <class WeightsKind, class MTraits, class VTraits>
-__device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, int first, int end,
-                                   const Tables& tables) {
+__device__ uint32_t update_bundles(const AdamWArguments& arguments, const Shard& shard, int first, int end,
+                                   const Both<Table>& tables) {
     if (first >= end) return 0;
-    const ElementsOfThread<WeightsKind> elements(a, shard);
-    const KeptNumber kept_number(shard);
-    const float clip_factor = a.state->clip_factor;
-    const float decay = shard.decays ? a.constants.weight_decay : 0.0f;
+    const ElementsOfThread<WeightsKind> elements(arguments, shard);
+    const FieldOfLane field_of_lane(shard);
+    const float clip_factor = arguments.state->clip_factor;
+    const float decay = shard.decays ? arguments.constants.weight_decay : 0.0f;
     // 0 or 1: which half of the warp, and so which span of a pair.
     const int half = threadIdx.x % 32 / LANES_PER_SPAN;
     uint32_t largest_bits = 0;
     LoadedElements<WeightsKind> next_loaded = elements.load(first * SPANS_PER_BUNDLE + half);
-    float next_kept = kept_number.load(first);
+    float next_field = field_of_lane.load(first);
     for (int bundle = first; bundle < end; bundle += WARPS_PER_BLOCK) {
         const int next_bundle = bundle + WARPS_PER_BLOCK;
-        const float old_kept = next_kept;
-        next_kept = kept_number.load(next_bundle);
-        float new_kept = 0;
+        const float old_field = next_field;
+        next_field = field_of_lane.load(next_bundle);
+        float new_field = 0;
         // The last bundle of the shard may have fewer than four pairs.
         const int first_span = bundle * SPANS_PER_BUNDLE;
         const int pairs = min(PAIRS_PER_BUNDLE, (elements.shard_spans - first_span + 1) / SPANS_PER_PAIR);
@@ -466,14 +428,15 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
             const int span = first_span + pair * SPANS_PER_PAIR + half;
             const LoadedElements<WeightsKind> loaded = next_loaded;
             // After the last pair of the warp this loads some other span, which nobody uses.
-            next_loaded = elements.load(pair + 1 < pairs ? span + SPANS_PER_PAIR
-                                                         : next_bundle * SPANS_PER_BUNDLE + half);
-            const MaxAndKOfBoth old_max_and_k = max_and_k_from_lanes(old_kept, pair);
-            const MaxAndKOfBoth new_max_and_k = update_span<WeightsKind, MTraits, VTraits>(
+            const bool same_bundle = pair + 1 < pairs;
+            const int next_span = same_bundle ? span + SPANS_PER_PAIR : next_bundle * SPANS_PER_BUNDLE + half;
+            next_loaded = elements.load(next_span);
+            const Both<MaxAndK> old_max_and_k = max_and_k_from_lanes(old_field, pair);
+            const Both<MaxAndK> new_max_and_k = update_span<WeightsKind, MTraits, VTraits>(
                 elements, span, loaded, old_max_and_k, clip_factor, decay, tables, largest_bits);
-            if (pair == kept_number.pair) new_kept = kept_number.choose_from(new_max_and_k);
+            if (pair == field_of_lane.pair) new_field = field_of_lane.choose_from(new_max_and_k);
         }
-        kept_number.store(bundle, new_kept);
+        field_of_lane.store(bundle, new_field);
     }
     return largest_bits;
 }
@@ -489,8 +452,8 @@ __device__ uint32_t update_bundles(const AdamWArguments& a, const Shard& shard, 
 //   blocks     | 0           | 1           | 2           | 3           | 4           |
 //
 // The block goes through the shards to which its bundles belong. In each shard warp 0 takes the first of
-// these bundles, warp 1 the second, and so on; after the last warp, warp 0 takes the next one. (Shards whose
-// moments are not in FP8 moment groups, those of norms and biases, are passed over.)
+// these bundles, warp 1 the second, and so on; after the last warp, warp 0 takes the next one. (Shards with
+// FP32 moments, those of norms and biases, are passed over.)
 
 constexpr int BLOCKS_PER_SM = 2;  // on a multiprocessor at once: a thread may then have 128 registers
 
@@ -502,18 +465,18 @@ __device__ BundleRange bundles_of_shard(const Shard& shard) {
     const int64_t begin = shard.bundles_before_shard;
     return {.begin = begin, .end = begin + ceil_div(shard.size, BUNDLE_SIZE)};
 }
-__device__ BundleRange bundles_of_block(const AdamWArguments& a) {
-    const int64_t first = bundles_of_shard(a.shards[0]).begin;
-    const int64_t count = bundles_of_shard(a.shards[a.shard_count - 1]).end - first;
+__device__ BundleRange bundles_of_block(const AdamWArguments& arguments) {
+    const int64_t first = bundles_of_shard(arguments.shards[0]).begin;
+    const int64_t count = bundles_of_shard(arguments.shards[arguments.shard_count - 1]).end - first;
     return {.begin = first + count * blockIdx.x / gridDim.x,
             .end = first + count * (blockIdx.x + 1) / gridDim.x};
 }
 // The number of the shard that has this bundle: the last one that begins with it or before it.
-__device__ int shard_of_bundle(const AdamWArguments& a, int64_t bundle) {
-    int low = 0, high = a.shard_count - 1;
+__device__ int shard_of_bundle(const AdamWArguments& arguments, int64_t bundle) {
+    int low = 0, high = arguments.shard_count - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (a.shards[middle].bundles_before_shard <= bundle) low = middle;
+        if (arguments.shards[middle].bundles_before_shard <= bundle) low = middle;
         else high = middle - 1;
     }
     return low;
@@ -522,24 +485,25 @@ __device__ int shard_of_bundle(const AdamWArguments& a, int64_t bundle) {
 // The kernel is compiled for each WeightsKind (gpu/adamw.cuh, part 2), and for the MomentTraits of each
 // optimizer's first and second moments.
 template <class WeightsKind, class MTraits, class VTraits>
-__global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM) adamw_kernel(const AdamWArguments a) {
-    __shared__ Tables tables;
-    if (a.state->skip) return;
+__global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
+    adamw_kernel(const AdamWArguments arguments) {
+    __shared__ Both<Table> tables;
+    if (arguments.state->skip) return;
     fill_table<MTraits>(tables.m);
     fill_table<VTraits>(tables.v);
     __syncthreads();
     const int warp = threadIdx.x / 32;
-    const BundleRange of_block = bundles_of_block(a);
-    for (int i = shard_of_bundle(a, of_block.begin); i < a.shard_count; i++) {
-        const Shard shard = a.shards[i];
+    const BundleRange of_block = bundles_of_block(arguments);
+    for (int i = shard_of_bundle(arguments, of_block.begin); i < arguments.shard_count; i++) {
+        const Shard shard = arguments.shards[i];
         const BundleRange of_shard = bundles_of_shard(shard);
         if (of_shard.begin >= of_block.end) return;
-        if (!a.in_fp8_moment_groups(shard)) continue;
+        if (!arguments.in_fp8_moment_groups(shard)) continue;
         // What the block has of the shard, counted from the shard's first bundle.
         const int64_t begin = max(of_block.begin, of_shard.begin) - of_shard.begin;
         const int64_t end = min(of_block.end, of_shard.end) - of_shard.begin;
         const uint32_t largest_bits = update_bundles<WeightsKind, MTraits, VTraits>(
-            a, shard, static_cast<int>(begin) + warp, static_cast<int>(end), tables);
+            arguments, shard, static_cast<int>(begin) + warp, static_cast<int>(end), tables);
         if (shard.weight_amax_to_raise) update_amax_by_warp(shard.weight_amax_to_raise, largest_bits);
     }
 }
@@ -553,10 +517,10 @@ constexpr int64_t MIN_BUNDLES_PER_BLOCK = 2048;
 // The number of blocks for an update of this many bundles:
 //   - as many as the GPU runs at once;
 //   - several times as many, if each block still has MIN_BUNDLES_PER_BLOCK. Bundles that take the careful
-//     path are slow, and they are neighbours: the embeddings of tokens that no longer occur. More blocks
-//     share out the slow bundles better;
-//   - fewer, one for each bundle, if the update is small. A bundle is the work of one warp, so a block for
-//     each bundle spreads the bundles over all multiprocessors.
+//     path (part 7) are slow, and they are neighbours: the embeddings of tokens that no longer occur. More
+//     blocks share out the slow bundles better;
+//   - fewer, about one for each bundle, if the update is small. A bundle is the work of one warp, so a block
+//     for each bundle spreads the bundles over all multiprocessors.
 unsigned adamw_blocks(int64_t bundles) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, bundles / (at_once * MIN_BUNDLES_PER_BLOCK));
@@ -566,8 +530,7 @@ unsigned adamw_blocks(int64_t bundles) {
 MomentGranularity moment_granularity(const OptimizerFormats& o) {
     if (o.has_fp8_moment_groups()) return MomentGranularity::PerMomentGroup;
     if (o.one_scale) return MomentGranularity::PerTensor;
-    require(!is_scaled(o.m_format) && !is_scaled(o.v_format),
-            "moments in moment groups must both be in FP8");
+    require(!is_scaled(o.m_format) && !is_scaled(o.v_format), "moments in moment groups must both be in FP8");
     return MomentGranularity::Unscaled;
 }
 
@@ -585,10 +548,8 @@ AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
             .scaled_eps = static_cast<float>(bias1 * options.eps)};
 }
 
-template <Format FORMAT, bool EXPANSION>
-using FirstMoment = MomentTraits<MomentKind::First, FORMAT, EXPANSION>;
-template <Format FORMAT, bool EXPANSION>
-using SecondMoment = MomentTraits<MomentKind::Second, FORMAT, EXPANSION>;
+template <Format FORMAT, bool EXPANSION> using FirstMoment = MomentTraits</*V=*/false, FORMAT, EXPANSION>;
+template <Format FORMAT, bool EXPANSION> using SecondMoment = MomentTraits</*V=*/true, FORMAT, EXPANSION>;
 
 // Calls f<MTraits, VTraits>() with the MomentTraits of an optimizer whose moments are in FP8 moment groups.
 template <class F> void with_moment_traits(const OptimizerFormats& o, F f) {
@@ -602,10 +563,10 @@ template <class F> void with_moment_traits(const OptimizerFormats& o, F f) {
 }
 
 // The amaxes of the weights start at 0, because an update only raises them.
-__global__ void clear_weight_amaxes_kernel(const AdamWArguments a) {
+__global__ void clear_weight_amaxes_kernel(const AdamWArguments arguments) {
     const int64_t i = thread_of_grid();
-    if (i >= a.shard_count || a.state->skip) return;
-    float* const weight_amax_to_raise = a.shards[i].weight_amax_to_raise;
+    if (i >= arguments.shard_count || arguments.state->skip) return;
+    float* const weight_amax_to_raise = arguments.shards[i].weight_amax_to_raise;
     if (weight_amax_to_raise) *weight_amax_to_raise = 0;
 }
 
@@ -626,7 +587,7 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
                                    .state = state};
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(shards.count, 128), 128,
            /*shared_bytes=*/0, stream, arguments);
-    update_shards_without_moment_groups(arguments, stream);
+    update_other_shards(arguments, stream);
     if (arguments.granularity != MomentGranularity::PerMomentGroup || shards.elements.count == 0) return;
     with_weights(weights, [&]<class WeightsKind>() {
         with_moment_traits(optimizer, [&]<class MTraits, class VTraits>() {
@@ -637,4 +598,65 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
     });
 }
 
+// ===========================================================================================================
+// 7. The careful path (this can wait)
+//
+// A few moment groups are so wide or so small that an intermediate result of the equations of part 1 is not a
+// normal number of FP32. The fast path, part 2, computes all moment groups, these among them: so it has no
+// branch, and the compiler can interleave what m and v need. Then the careful path computes these few again.
+//
+// nvcc inlines the careful path by itself. It should stay so: in a __noinline__ function the careful path
+// makes the fast path up to 24% slower.
+
+namespace {
+
+// A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X) is
+// LOG2_RANGE / k.)
+template <class Traits> __device__ bool is_wide(const MaxAndK& max_and_k) {
+    return Traits::EXPANDS && Traits::LOG2_RANGE > 120.0f * max_and_k.k;
+}
+// Encoding divides by max, so it needs care also if max is very small: inverse_of_max() is wrong below
+// 2^-126, and 2^-100 keeps away from there.
+template <class Traits> __device__ bool is_wide_or_small(const MaxAndK& max_and_k) {
+    const bool large_enough = max_and_k.max >= 0x1p-100f || max_and_k.max == 0;
+    return is_wide<Traits>(max_and_k) || (Traits::EXPANDS && !large_enough);
+}
+
+// Contracts, and returns |x|, not |x| / max as contract_to_ratio() does: the power alone may underflow where
+// its product with max does not. If the product underflows, too, the result is 0, where the CPU's contract()
+// returns 2^-149. For v this is harmless: beside eps = 1e-8 the root of 2^-149 vanishes, so the update is the
+// same.
+__device__ float contract_carefully(const MaxAndK& max_and_k, float inverse_k, float log2_ratio) {
+    const float root = exp2f(0.5f * (log2_ratio * inverse_k));
+    return root * max_and_k.max * root;
+}
+template <class Traits>
+__device__ void decode_again_if_wide(const MaxAndK& max_and_k, uint2 codes, const Table& table,
+                                     FactoredMoments& moments) {
+    if (!is_wide<Traits>(max_and_k)) return;
+    moments.factor = 1.0f;
+    const float inverse_k = fast_reciprocal(max_and_k.k);
+    for (int j = 0; j < CHUNK; j++) {
+        const uint32_t code = code_of(codes, j);
+        const float magnitude = contract_carefully(max_and_k, inverse_k, table[code % CODES_WITHOUT_SIGN]);
+        moments.multiples[j] = with_sign<Traits>(magnitude, code);
+    }
+}
+
+// expand_magnitude() with intermediate results that stay normal: the difference of two logarithms takes the
+// place of the logarithm of a ratio.
+template <class Traits> __device__ float expand_carefully(const MaxAndK& max_and_k, float x) {
+    return Traits::FMAX * fast_exp2(max_and_k.k * (log2f(fabsf(x)) - log2f(max_and_k.max)));
+}
+// Here R_X may exceed 2^120, so keep_v_above_zero() is needed.
+template <class Traits>
+__device__ void encode_again_if_wide_or_small(const MaxAndK& max_and_k, const ChunkValues& x, uint2& codes) {
+    if (!is_wide_or_small<Traits>(max_and_k)) return;
+    ChunkValues y;
+    for (int j = 0; j < CHUNK; j++)
+        y[j] = keep_v_above_zero<Traits>(expand_carefully<Traits>(max_and_k, x[j]), x[j]);
+    codes = encode_with_signs<Traits>(y, x);
+}
+
+}  // namespace
 }  // namespace coat::gpu

@@ -43,25 +43,26 @@ struct FactoredMoments {
     float factor;
     ChunkValues multiples;
 };
-struct NewMoments {
-    ChunkValues m, v;
-};
 
-// Updates eight elements.
+// One T for first moments, and one for second moments.
+template <class T> struct Both { T m, v; };
+
+// Updates eight elements, and returns their new moments.
 //   clip_factor   clips the gradients: GradientState::clip_factor
 //   decay         weight_decay, or 0 for a parameter that does not decay
 //   g             the gradients
+//   old           the moments
 //   w             the weights, which are replaced by the new ones
-inline __device__ NewMoments adamw_of_chunk(const AdamWKernelConstants& constants, float clip_factor,
-                                            float decay, const ChunkValues& g, const FactoredMoments& old_m,
-                                            const FactoredMoments& old_v, ChunkValues& w) {
-    NewMoments moments;
+inline __device__ Both<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& constants, float clip_factor,
+                                                   float decay, const ChunkValues& g,
+                                                   const Both<FactoredMoments>& old, ChunkValues& w) {
+    Both<ChunkValues> moments;
     for (int j = 0; j < CHUNK; j++) {
         const float gradient = g[j] * clip_factor;
         // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
-        const float m = __fmaf_rn(constants.beta1 * old_m.factor, old_m.multiples[j],
+        const float m = __fmaf_rn(constants.beta1 * old.m.factor, old.m.multiples[j],
                                   __fmaf_rn(constants.one_minus_beta1, gradient, 0.0f));
-        const float v = __fmaf_rn(constants.beta2 * old_v.factor, old_v.multiples[j],
+        const float v = __fmaf_rn(constants.beta2 * old.v.factor, old.v.multiples[j],
                                   constants.one_minus_beta2 * (gradient * gradient));
         const float update =
             m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), constants.root_factor, constants.scaled_eps));
@@ -195,15 +196,15 @@ struct AdamWArguments {
     Bf16OrFp32 gradients;  // the gradients of these shards, from elements.first on
     const GradientState* state;
 
-    // Only m is looked at: where m is in moment groups, v is, too
+    // Whether adamw.cu updates the shard. Only m is looked at: where m is in moment groups, v is, too
     // (OptimizerFormats::has_fp8_moment_groups()).
     __device__ bool in_fp8_moment_groups(const Shard& shard) const {
         return granularity == MomentGranularity::PerMomentGroup && is_scaled(shard.m.format);
     }
 };
 
-// Updates the shards whose moments are not in FP8 moment groups (other_optimizers.cu). With the optimizer
-// coat these are norm weights and biases.
-void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t stream);
+// Updates the other shards, for which in_fp8_moment_groups() is false (other_optimizers.cu). With the
+// optimizer coat these are norm weights and biases.
+void update_other_shards(const AdamWArguments& arguments, cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -46,80 +46,78 @@ static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, C
 constexpr int ADAMW_THREADS = 256;
 template <class WeightsKind>
 static __global__ void __launch_bounds__(ADAMW_THREADS)
-    update_shards_without_moment_groups_kernel(const AdamWArguments a, bool find_maxima) {
-    const Shard shard = a.shards[blockIdx.y];
-    if (a.state->skip || a.in_fp8_moment_groups(shard)) return;
+    update_other_shards_kernel(const AdamWArguments arguments, bool find_maxima) {
+    const Shard shard = arguments.shards[blockIdx.y];
+    if (arguments.state->skip || arguments.in_fp8_moment_groups(shard)) return;
     if (find_maxima && !is_scaled(shard.m.format) && !is_scaled(shard.v.format)) return;
-    const WeightsKind weights(a.weights, shard.rank_offset);
-    const float clip_factor = a.state->clip_factor, decay = shard.decays ? a.constants.weight_decay : 0.0f;
+    const WeightsKind weights(arguments.weights, shard.rank_offset);
+    const float clip_factor = arguments.state->clip_factor;
+    const float decay = shard.decays ? arguments.constants.weight_decay : 0.0f;
     uint32_t largest_bits_w = 0, largest_bits_m = 0, largest_bits_v = 0;
     for (int64_t i = thread_of_grid() * CHUNK; i < shard.size;
          i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
         ChunkValues w = {}, g;
         if (!find_maxima) weights.unpack(weights.load(i), w);
-        a.gradients.load_values(shard.rank_offset - a.elements.first + i, g);
-        const FactoredMoments old_m = load_moment(shard.m, a.fmax_m, i);
-        const FactoredMoments old_v = load_moment(shard.v, a.fmax_v, i);
-        NewMoments moments = adamw_of_chunk(a.constants, clip_factor, decay, g, old_m, old_v, w);
+        arguments.gradients.load_values(shard.rank_offset - arguments.elements.first + i, g);
+        const Both<FactoredMoments> old{.m = load_moment(shard.m, arguments.fmax_m, i),
+                                        .v = load_moment(shard.v, arguments.fmax_v, i)};
+        Both<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
         for (int j = 0; j < CHUNK; j++) {
             largest_bits_m = max(largest_bits_m, magnitude_bits(moments.m[j]));
             largest_bits_v = max(largest_bits_v, magnitude_bits(moments.v[j]));
         }
         if (find_maxima) continue;
-        weights.store(i, w, a.rounding_key, shard.rank_offset + shard.flat_minus_rank_offset + i, true,
-                      largest_bits_w);
-        store_moment(shard.m, a.fmax_m, i, moments.m);
-        store_moment(shard.v, a.fmax_v, i, moments.v);
+        weights.store(i, w, arguments.rounding_key, shard.rank_offset + shard.flat_minus_rank_offset + i,
+                      true, largest_bits_w);
+        store_moment(shard.m, arguments.fmax_m, i, moments.m);
+        store_moment(shard.v, arguments.fmax_v, i, moments.v);
     }
     if (shard.weight_amax_to_raise) update_amax_by_warp(shard.weight_amax_to_raise, largest_bits_w);
-    if (find_maxima && is_scaled(shard.m.format))
-        update_amax_by_warp(shard.m.max + 1, largest_bits_m);
-    if (find_maxima && is_scaled(shard.v.format))
-        update_amax_by_warp(shard.v.max + 1, largest_bits_v);
+    if (find_maxima && is_scaled(shard.m.format)) update_amax_by_warp(shard.m.max + 1, largest_bits_m);
+    if (find_maxima && is_scaled(shard.v.format)) update_amax_by_warp(shard.v.max + 1, largest_bits_v);
 }
 
 // Before the first pass the new maxima are set to 0, because the pass only raises them.
-static __global__ void clear_new_maxima_kernel(const AdamWArguments a) {
+static __global__ void clear_new_maxima_kernel(const AdamWArguments arguments) {
     const int64_t i = thread_of_grid();
-    if (i >= a.shard_count || a.state->skip) return;
-    const Shard& shard = a.shards[i];
+    if (i >= arguments.shard_count || arguments.state->skip) return;
+    const Shard& shard = arguments.shards[i];
     if (is_scaled(shard.m.format)) shard.m.max[1] = 0;
     if (is_scaled(shard.v.format)) shard.v.max[1] = 0;
 }
 
 // After the second pass the new maxima take the place of the old ones.
-static __global__ void use_new_maxima_kernel(const AdamWArguments a) {
+static __global__ void use_new_maxima_kernel(const AdamWArguments arguments) {
     const int64_t i = thread_of_grid();
-    if (i >= a.shard_count || a.state->skip) return;
-    const Shard& shard = a.shards[i];
+    if (i >= arguments.shard_count || arguments.state->skip) return;
+    const Shard& shard = arguments.shards[i];
     if (is_scaled(shard.m.format)) shard.m.max[0] = shard.m.max[1];
     if (is_scaled(shard.v.format)) shard.v.max[0] = shard.v.max[1];
 }
 
-void update_shards_without_moment_groups(const AdamWArguments& a, cudaStream_t stream) {
-    if (a.elements.count == 0) return;
-    const unsigned shards = static_cast<unsigned>(a.shard_count);
-    const int64_t useful = ceil_div(a.elements.count, ADAMW_THREADS * CHUNK);
-    // With FP8 moment groups, adamw_kernel updates the matrices. The rest, norm weights and biases, needs few
-    // blocks each.
-    const bool no_matrices = a.granularity == MomentGranularity::PerMomentGroup;
+void update_other_shards(const AdamWArguments& arguments, cudaStream_t stream) {
+    if (arguments.elements.count == 0) return;
+    const unsigned shards = static_cast<unsigned>(arguments.shard_count);
+    const int64_t useful = ceil_div(arguments.elements.count, ADAMW_THREADS * CHUNK);
+    // If adamw_kernel updates the matrices, the rest, norm weights and biases, needs few blocks each.
+    const bool no_matrices = arguments.granularity == MomentGranularity::PerMomentGroup;
     const int64_t blocks_per_shard = std::min<int64_t>(useful, no_matrices ? 8 : 4 * multiprocessors());
     const dim3 grid(static_cast<unsigned>(blocks_per_shard), shards);
-    const bool one_scale = a.granularity == MomentGranularity::PerTensor;
+    const bool one_scale = arguments.granularity == MomentGranularity::PerTensor;
     if (one_scale)
         launch("clear_new_maxima", clear_new_maxima_kernel, block_count(shards, 128), 128, /*shared_bytes=*/0,
-               stream, a);
-    with_weights(a.weights, [&]<class WeightsKind>() {
-        const auto kernel = update_shards_without_moment_groups_kernel<WeightsKind>;
+               stream, arguments);
+    with_weights(arguments.weights, [&]<class WeightsKind>() {
+        const auto kernel = update_other_shards_kernel<WeightsKind>;
         if (one_scale)
-            launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, /*shared_bytes=*/0,
-                   stream, a, true);
-        launch("update_shards_without_moment_groups", kernel, grid, ADAMW_THREADS, /*shared_bytes=*/0, stream,
-               a, false);
+            launch("update_other_shards", kernel, grid, ADAMW_THREADS, /*shared_bytes=*/0, stream, arguments,
+                   true);
+        launch("update_other_shards", kernel, grid, ADAMW_THREADS, /*shared_bytes=*/0, stream, arguments,
+               false);
     });
     if (one_scale)
         launch("use_new_maxima", use_new_maxima_kernel, block_count(shards, 128), 128, /*shared_bytes=*/0,
-               stream, a);
+               stream, arguments);
 }
 
 }  // namespace coat::gpu

@@ -654,8 +654,7 @@ void launch_rung7(const State& s, const Constants& c) { rung7<<<blocks_at_once()
 constexpr int PAIRS = 4;           // of a bundle
 constexpr int BUNDLE = 2 * PAIRS;  // spans
 
-// The field of a bundle that this lane keeps. (adamw.cu calls a span's four fields its numbers, and has a
-// KeptNumber here.)
+// The field of a bundle that this lane keeps. (adamw.cu has a FieldOfLane, too.)
 struct FieldOfLane {
     bool is_of_v, is_k;
     int pair, span;    // of the bundle
