@@ -16,8 +16,8 @@ namespace coat::gpu {
 // A step calls these three functions in this order.
 
 // *loss_or_nan = *loss, or NaN if one of n amaxes is not finite: FP8 codes hide values that are not finite,
-// and the amax is what still shows them. (So the loss carries the news, and update_gradient_state() skips the
-// step.) Once *loss_or_nan is NaN, it stays NaN for the rest of the step.
+// but the amax shows them. If *loss_or_nan is NaN, update_gradient_state() skips the step. Once it is NaN, it
+// stays NaN for the rest of the step.
 void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream);
 
