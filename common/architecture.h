@@ -79,7 +79,9 @@ struct ModelConfig {
 // layer_backward() of reference/network.h on the CPU, and model.cu on a GPU.
 
 // The saved tensors, in the order of the rows of saved_per_layer(). Backward needs the outputs of norms and
-// of the activation function, too. It computes them again from the saved inputs, which costs little.
+// of the activation function, too. It computes them again from the saved inputs, which costs little. It also
+// computes the probabilities of attention again, as exp(score - log-sum-exp): for this the log-sum-exp of the
+// scores is saved.
 enum class SavedKind : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
 inline constexpr int SAVED_KIND_COUNT = static_cast<int>(SavedKind::GateUp) + 1;
 

@@ -141,7 +141,8 @@ struct TensorFormat {
 // Without scales:
 inline constexpr TensorFormat PLAIN_FP32{.element_format = Format::FP32};
 inline constexpr TensorFormat PLAIN_BF16{.element_format = Format::BF16};
-// With scales, by granularity:
+// With scales, by granularity. (The scales of groups are BF16: 2 bytes for 16 codes of 1 byte are 12.5% more
+// memory. FP32 scales would be 25%.)
 inline constexpr TensorFormat E4M3_PER_TENSOR{.element_format = Format::E4M3};
 inline constexpr TensorFormat E5M2_PER_TENSOR{.element_format = Format::E5M2};
 inline constexpr TensorFormat E4M3_PER_1x16{

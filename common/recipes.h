@@ -93,8 +93,7 @@ inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
     return {.x = r.x, .w = r.w, .g = r.g, .fallback = false};
 }
 
-// The format of operand o. `formats` is a Recipe or LinearFormats.
-template <class Formats> const TensorFormat& format_of(const Formats& formats, OperandKind o) {
+inline const TensorFormat& format_of(const LinearFormats& formats, OperandKind o) {
     if (o == OperandKind::X) return formats.x;
     return o == OperandKind::W ? formats.w : formats.g;
 }
@@ -117,6 +116,8 @@ struct OptimizerFormats {
     bool one_scale = false;     // no moment groups: one scale for each moment, as in FP8-LM
     const char* about = "";     // a line of --help
 
+    // The next two functions are given the format of a moment, Param::moment_format(). It is m_format or
+    // v_format; but moments of norms' weights and of biases are FP32.
     bool uses_expansion(Format f) const { return expansion && is_fp8(f); }
     // The number of moment groups of n elements of a moment in format f; 0 if the format has no scales. (With
     // one_scale all n elements count as one moment group.)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""COAT (arXiv 2410.19313) in 378 lines of NumPy: FP8 training, to be read from top to bottom.
+"""COAT (arXiv 2410.19313) in 380 lines of NumPy: FP8 training, to be read from top to bottom.
 
     python3 dev/coat.py        trains a small model in FP32 and in COAT, and compares the two
 
@@ -245,7 +245,8 @@ def linear_backward(x, w, g):
 
 def layer_forward(w, x, T, HS):
     """The residual stream x (tokens, C) -> the stream after the layer, and what is saved. The stream is an FP32 sum
-    before and after the layer. A norm reads it quantized in groups, and the next sum reads it rounded to BF16."""
+    before and after the layer. A norm reads it quantized in groups, and the next sum reads it rounded to BF16. (A GPU
+    computes both when it has the sum in registers, and stores these two in place of the sum.)"""
     norm1_input = quantize_groups(x)                                              # (tokens, C)
     qkv = linear(rms_norm(dequantize_groups(*norm1_input), w["norm1"]), w["qkv"])
     qkv = bf16(rope(qkv, T, HS))                                                  # (tokens, 3 C)
@@ -266,34 +267,34 @@ def layer_backward(w, saved, dresidual, T, HS):
     dw = {}
     dact, dw["down"] = linear_backward(activation(gate_up), w["down"], dresidual)  # (tokens, F)
     dgate_up = activation_backward(gate_up, dact)                                  # (tokens, 2 F)
-    dnorm2, dw["gate_up"] = linear_backward(rms_norm(norm2_input, w["norm2"]), w["gate_up"], dgate_up)
-    dnorm2_input, dw["norm2"] = rms_norm_backward(norm2_input, w["norm2"], dnorm2)
+    dnorm2_output, dw["gate_up"] = linear_backward(rms_norm(norm2_input, w["norm2"]), w["gate_up"], dgate_up)
+    dnorm2_input, dw["norm2"] = rms_norm_backward(norm2_input, w["norm2"], dnorm2_output)
     dresidual = bf16(dresidual + dnorm2_input)                                     # (tokens, C)
     dattention_output, dw["attention_out"] = linear_backward(saved.attention_output, w["attention_out"], dresidual)
     dqkv = bf16(attention_backward(saved.qkv, saved.attention_output, dattention_output, T, HS))
     dqkv = bf16(rope(dqkv, T, HS, sign=-1))                                        # rotated back
-    dnorm1, dw["qkv"] = linear_backward(rms_norm(norm1_input, w["norm1"]), w["qkv"], dqkv)
-    dnorm1_input, dw["norm1"] = rms_norm_backward(norm1_input, w["norm1"], dnorm1)
+    dnorm1_output, dw["qkv"] = linear_backward(rms_norm(norm1_input, w["norm1"]), w["qkv"], dqkv)
+    dnorm1_input, dw["norm1"] = rms_norm_backward(norm1_input, w["norm1"], dnorm1_output)
     return bf16(dresidual + dnorm1_input), dw
 
 # --- 6. A whole model: an embedding, one layer, a final norm, and a head that is the embedding transposed.
-def head_loss_and_gradients(norm, head, x, targets):
-    """The stream x after the last layer -> the mean cross entropy in nats; the gradients of x, norm and head."""
+def head_loss_and_gradients(norm_weight, head, x, targets):
+    """The stream x after the last layer -> the mean cross entropy in nats; the gradients of x, norm_weight and head."""
     x = bf16(x)
-    y = bf16(rms_norm(x, norm))  # this norm and the head read BF16
+    y = bf16(rms_norm(x, norm_weight))  # this norm and the head read BF16
     p = softmax(bf16(y @ head.T))  # (tokens, vocabulary)
     at_targets = np.arange(len(targets)), targets
     loss = -np.mean(np.log(p[at_targets]))
     p[at_targets] -= 1
     dlogits = bf16(p / F32(len(targets)))  # of the mean loss
-    dx, dnorm = rms_norm_backward(x, norm, bf16(dlogits @ head))
-    return loss, bf16(dx), dnorm, dlogits.T @ y
+    dx, dnorm_weight = rms_norm_backward(x, norm_weight, bf16(dlogits @ head))
+    return loss, bf16(dx), dnorm_weight, dlogits.T @ y
 
-Step = namedtuple("Step", "loss output saved gradients")  # of the layer; gradients by the name of their weight
+StepResult = namedtuple("StepResult", "loss output saved gradients")  # of the layer; gradients by name of their weight
 
 def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
-    """Trains on windows of T + 1 ASCII characters: T tokens and their targets. Yields a Step after each step. lr is
-    reached in 20 steps."""
+    """Trains on windows of T + 1 ASCII characters: T tokens and their targets. Yields a StepResult after each step. The
+    learning rate reaches lr in 20 steps."""
     random = np.random.default_rng(seed)
     rows = {"embedding": 128, "qkv": 3 * C, "attention_out": C, "gate_up": 2 * C, "down": C}  # F = C
     master, m, v = {}, {}, {}  # by the name of the weight
@@ -311,12 +312,13 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
         # Only the optimizer reads master weights. (The reference rounds ties of weights away from 0: split_master.)
         w = {name: bf16(x) for name, x in master.items()}
         output, saved = layer_forward(w, w["embedding"][tokens], T, HS)
-        loss, dresidual, dfinal, dembedding = head_loss_and_gradients(w["final_norm"], w["embedding"], output, targets)
+        loss, dresidual, dfinal_norm_weight, dembedding = head_loss_and_gradients(
+            w["final_norm"], w["embedding"], output, targets)
         dresidual, gradients = layer_backward(w, saved, dresidual, T, HS)
         # The head and the embedding are one matrix, so their gradients are added. (The reference rounds the sum to BF16
         # after each of the two. This file rounds it once, below.)
         np.add.at(dembedding, tokens, dresidual)
-        gradients = {"final_norm": dfinal, "embedding": dembedding, **gradients}
+        gradients = {"final_norm": dfinal_norm_weight, "embedding": dembedding, **gradients}
 
         lr_now = lr * min(1, step / 20)
         for name, g in gradients.items():
@@ -327,7 +329,7 @@ def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
                 master[name] = w_groups.reshape(g.shape)
             else:
                 master[name], m[name], v[name] = update_norm(w32, g, m[name], v[name], step, lr_now)
-        yield Step(loss, output, saved, gradients)
+        yield StepResult(loss, output, saved, gradients)
 
 def run(name, rounding, seed):
     global ROUNDING  # the switch at the top
@@ -367,7 +369,7 @@ if __name__ == "__main__":
     print(f"  Llama-2-7B, F = 2.69 C  COAT {llama:.1f} C, BF16 22.8 C")
 
     print("Mean loss of 20 steps, in nats:\n  step   FP32   COAT   FP32, other seed")
-    losses = np.array([[step.loss for step in steps] for steps in (fp32, coat, other)])
+    losses = np.array([[result.loss for result in results] for results in (fp32, coat, other)])
     means = losses.reshape(3, -1, 20).mean(axis=2)  # of the three runs, each in parts of 20 steps
     for i, row in enumerate(means.T, 1):
         print(f"  {20 * i:4}", *(f"{mean:6.3f}" for mean in row))

@@ -40,7 +40,7 @@ void ScaleTable::update_histories(StepOutcome* outcome) const {
                                .histories = history(o, 0),
                                .n = linear_layer_count,
                                .length = settings_.recipe.history_steps,
-                               .fp8 = format_of(settings_.recipe, o).element_format},
+                               .fp8 = format_of(linear_formats(settings_), o).element_format},
                               &outcome->gradient_state.skip, &outcome->empty_histories, stream_);
 }
 

@@ -2,7 +2,7 @@
 // training step of COAT: forward, backward, clipping, update.
 //
 // step() and its parts come first. The rest can wait: the measurement of errors, the state by name, delayed
-// scaling, and what several ranks exchange. With one rank, owned() is the whole parameter;
+// scaling, and what several ranks exchange. With one rank, owned() is the whole parameter, from element 0 on;
 // sum_over_ranks(), true_on_all_ranks(), losses_of_all_ranks() and gather_parameter() return what they are
 // given; and reduce_gradients() does nothing.
 #include <algorithm>
@@ -27,7 +27,8 @@ class ReferenceModel : public Model {
         std::vector<int16_t> remainder;     // of the FP32 masters; 0 without masters
         Moment m, v;
     };
-    // The network has the gradients, and its own FP32 copy of the weights, which forward and backward read.
+    // The network has the gradients, and its own copy of the weights, in the compute format: forward and
+    // backward read this copy.
     Network<float> network_;
     const RunSettings& settings_ = network_.settings;
     const std::vector<Param>& params_ = network_.params;
@@ -60,7 +61,7 @@ public:
     // --- A step ---
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
-        network_.reset_all_finite_and_amaxes();
+        network_.reset_observations();
         const int64_t tokens_of_rank = settings_.micro_batches_per_rank * settings_.B * settings_.T;
         // The targets that count, in the whole step.
         const int64_t target_count = sum_over_ranks(counted_targets(targets, tokens_of_rank));
@@ -166,7 +167,7 @@ public:
     // --- What else one asks of a model ---
 
     double validation_loss(const int32_t* tokens, const int32_t* targets) override {
-        network_.reset_all_finite_and_amaxes();
+        network_.reset_observations();
         const double divisor = divisor_of_mean(targets, settings_.B * settings_.T);
         const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
         // (The sum is divided, as in step(). Equal losses then have the same bits.)
@@ -174,7 +175,7 @@ public:
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        network_.reset_all_finite_and_amaxes();
+        network_.reset_observations();
         const Floats padded = network_.next_logits(tokens, n);
         std::copy_n(padded.begin(), settings_.config.V, logits);
     }
@@ -187,7 +188,7 @@ public:
     // --- The errors of quantization ---
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
-        network_.reset_all_finite_and_amaxes();
+        network_.reset_observations();
         clear_gradients();
         QuantReport report;
         network_.stats_by_kind = report.stats_by_kind;
@@ -270,7 +271,7 @@ private:
                 DelayedScale& d = operands[int(o)];
                 if (d.history.empty()) continue;  // not a linear layer, or just-in-time scaling
                 d.amax = largest_over_ranks(d.amax);
-                d.update_history_and_scale(format_of(settings_.recipe, o).element_format);
+                d.update_history_and_scale(format_of(linear_formats(settings_), o).element_format);
             }
     }
 

@@ -77,7 +77,7 @@ public:
 
     // Forgets what was observed of earlier tensors. It is called before a step, and before a forward pass on
     // its own.
-    void reset_all_finite_and_amaxes() {
+    void reset_observations() {
         all_finite = true;
         for (auto& operands : delayed_scales)
             for (DelayedScale& d : operands) d.amax = 0;
@@ -244,7 +244,8 @@ private:
         if constexpr (!ROUNDS) saved = x;
         else {
             const SavedFormat& t = saved_formats_[int(kind)];
-            saved = quantize(x.data(), rows_of(x, t.cols), t.cols, t.format, stats_of(measured_kind(kind)));
+            saved = quantize(x.data(), rows_of(x, t.cols), t.cols, t.format,
+                             {.stats = stats_of(measured_kind(kind))});
             note_amax(saved.amax);
         }
         return load_saved(l, kind);
@@ -255,11 +256,15 @@ private:
         else return dequantize(saved);
     }
 
-    // FP8 codes saturate, which hides an infinity. So `all_finite` remembers whether the amax of each tensor
-    // that is quantized to FP8 was finite (scale_of() in quantize.cpp).
+    // FP8 codes hide an infinity. So this is called with the amax of every tensor that is quantized to FP8
+    // (scale_of() in quantize.cpp).
     void note_amax(float amax) { all_finite = all_finite && std::isfinite(amax); }
 
-    // --- Attention and RoPE ---
+    // --- Core attention, which is attention without its two linear layers; and RoPE ---
+
+    // Whether RoPE comes before q, k and v are saved. In Llama it does. (Other models can wait: the end of
+    // this class.)
+    bool rotates_before_saving() const { return config_.arch.rope && !config_.arch.qk_norms; }
 
     // qkv (N, qkv_cols), as the projection gives it -> attention's output (N, q_cols). Attention reads q, k
     // and v as backward will load them, because the log-sum-exp has to belong to the loaded values.
@@ -278,9 +283,10 @@ private:
     Tensor core_attention_backward(int64_t l, const Tensor& output, const Tensor& doutput) {
         const Tensor saved_qkv = load_saved(l, SavedKind::Qkv);
         const Tensor qkv_for_attention = make_attention_input(l, saved_qkv);  // Llama: saved_qkv
+        const Tensor rounded_output = rounded(output);  // without --attention groups: output
         const Tensor log_sum_exp = load_saved(l, SavedKind::LogSumExp);
         Tensor dqkv(saved_qkv.size());
-        attention_backward(config_, B_, T_, qkv_for_attention.data(), rounded(output).data(),
+        attention_backward(config_, B_, T_, qkv_for_attention.data(), rounded_output.data(),
                            log_sum_exp.data(), doutput.data(), dqkv.data());
         dqkv = rounded(dqkv);
         if (config_.arch.rope) dqkv = rotated(dqkv, /*inverse=*/true);
@@ -298,13 +304,23 @@ private:
     // x_operand, w_operand and g_operand are what the GEMMs read: FP32 values. If the format of an operand is
     // FP8, each of its values is a code times a scale.
 
+    // A linear layer, found by its name.
+    struct Linear {
+        const Tensor& w;  // (out, in)
+        int64_t in, out;
+        size_t weight_index;  // of w in params; delayed scaling finds the layer's scales by it
+    };
+    Linear find_linear(const std::string& name) const {
+        const size_t i = param_index_.at(name);
+        return {.w = param_values[i], .in = params[i].cols, .out = params[i].rows, .weight_index = i};
+    }
+
     // x (N, in) -> y (N, out)
     Tensor linear_forward(const std::string& name, const Tensor& x) {
-        const size_t weight_index = param_index_.at(name);
-        const Tensor& w = param_values[weight_index];
-        const int64_t in = params[weight_index].cols, out = params[weight_index].rows, N = rows_of(x, in);
-        const Tensor x_operand = make_operand(OperandKind::X, weight_index, x, in, SumAlong::Row);
-        const Tensor w_operand = make_operand(OperandKind::W, weight_index, w, in, SumAlong::Row);
+        const Linear linear = find_linear(name);
+        const int64_t in = linear.in, out = linear.out, N = rows_of(x, in);
+        const Tensor x_operand = make_operand(OperandKind::X, linear, x, SumAlong::Row);
+        const Tensor w_operand = make_operand(OperandKind::W, linear, linear.w, SumAlong::Row);
         // fprop: y = x w^T
         Tensor y = multiply(N, out, in, matrix_view(x_operand, in), transposed_view(w_operand, in));
         add_bias_if_any(name, y);
@@ -314,16 +330,15 @@ private:
     // x (N, in), g (N, out) -> dx (N, in), where g is the gradient of the layer's output. Adds to the
     // gradient of the weight, and to that of the bias if there is one.
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& g) {
-        const size_t weight_index = param_index_.at(name);
-        const Tensor& w = param_values[weight_index];
-        const int64_t in = params[weight_index].cols, out = params[weight_index].rows, N = rows_of(x, in);
-        const Tensor x_operand = make_operand(OperandKind::X, weight_index, x, in, SumAlong::Column);
-        const Tensor w_operand = make_operand(OperandKind::W, weight_index, w, in, SumAlong::Column);
-        const Tensor g_operand = make_operand(OperandKind::G, weight_index, g, out, SumAlong::Row);
+        const Linear linear = find_linear(name);
+        const int64_t in = linear.in, out = linear.out, N = rows_of(x, in);
+        const Tensor x_operand = make_operand(OperandKind::X, linear, x, SumAlong::Column);
+        const Tensor w_operand = make_operand(OperandKind::W, linear, linear.w, SumAlong::Column);
+        const Tensor g_operand = make_operand(OperandKind::G, linear, g, SumAlong::Row);
         // dgrad: dx = g w
         const Tensor dx = multiply(N, in, out, matrix_view(g_operand, out), matrix_view(w_operand, in));
         // wgrad: dw = g^T x. In coat it reads the same g_operand as dgrad.
-        const Tensor wgrad_g_operand = make_wgrad_g_operand(weight_index, g, g_operand);
+        const Tensor wgrad_g_operand = make_wgrad_g_operand(linear, g, g_operand);
         const Tensor dw =
             multiply(out, in, N, transposed_view(wgrad_g_operand, out), matrix_view(x_operand, in));
         add_gradient(name, dw);
@@ -331,19 +346,19 @@ private:
         return rounded(dx);
     }
 
-    // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. tensor: (rows, cols).
-    // weight_index: of the layer's weight in params. sum_along: whether the GEMM sums along rows or columns
-    // of the tensor. (In coat, with one scale for the whole tensor, this makes no difference.)
-    Tensor make_operand(OperandKind kind, size_t weight_index, const Tensor& tensor, int64_t cols,
-                        SumAlong sum_along) {
+    // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. sum_along: whether the
+    // GEMM sums along rows or columns of the tensor. (In coat, with one scale for the whole tensor, this
+    // makes no difference.)
+    Tensor make_operand(OperandKind kind, const Linear& linear, const Tensor& tensor, SumAlong sum_along) {
         if constexpr (!ROUNDS) return tensor;
         else {
-            float amax = 0;
-            const Tensor operand = gemm_operand(
-                tensor, rows_of(tensor, cols), cols, format_of(formats_, kind), sum_along,
-                stats_of(measured_kind(kind)), delayed_scale_if_any(kind, weight_index, tensor), &amax);
-            note_amax(amax);
-            return operand;
+            const int64_t cols = kind == OperandKind::G ? linear.out : linear.in;
+            const GemmOperand operand =
+                gemm_operand(tensor, rows_of(tensor, cols), cols, format_of(formats_, kind), sum_along,
+                             {.stats = stats_of(measured_kind(kind)),
+                              .scale = delayed_scale_if_any(kind, linear, tensor)});
+            note_amax(operand.amax);
+            return operand.values;
         }
     }
 
@@ -445,7 +460,6 @@ private:
     //
     // The backward pass of a norm needs the norm's input, so Qwen3 saves q, k and v before the norms. The
     // backward pass of RoPE needs no values, so the other models save q and k as attention reads them.
-    bool rotates_before_saving() const { return config_.arch.rope && !config_.arch.qk_norms; }
 
     // q, k and v (N, qkv_cols) as they were saved -> as attention reads them. With --attention groups they
     // are saved as codes, and a code times its scale is an FP32 value, which attention reads rounded. (The
@@ -513,20 +527,20 @@ private:
     // make_wgrad_g_operand() returns g (N, out) as wgrad reads it. g_operand: g as dgrad reads it. If g^T has
     // the same scale blocks as g, this is g_operand. Else g is quantized once more, in scale blocks along the
     // tokens.
-    Tensor make_wgrad_g_operand(size_t weight_index, const Tensor& g, const Tensor& g_operand) {
+    Tensor make_wgrad_g_operand(const Linear& linear, const Tensor& g, const Tensor& g_operand) {
         if (formats_.g.granularity.transpose_has_same_blocks()) return g_operand;
-        return make_operand(OperandKind::G, weight_index, g, params[weight_index].rows, SumAlong::Column);
+        return make_operand(OperandKind::G, linear, g, SumAlong::Column);
     }
 
     // --- Delayed scaling (the recipe te) ---
 
     // The scale of a GEMM operand, from earlier steps. Other recipes have none, so quantize() takes the scale
     // from the operand's amax.
-    std::optional<float> delayed_scale_if_any(OperandKind kind, size_t weight_index, const Tensor& operand) {
+    std::optional<float> delayed_scale_if_any(OperandKind kind, const Linear& linear, const Tensor& operand) {
         const TensorFormat& format = format_of(formats_, kind);
         if (recipe_.scale_source != ScaleSource::Delayed || !format.is_fp8()) return {};
         const float amax = compute_amax(operand.data(), int64_t(operand.size()));
-        return delayed_scales[weight_index][int(kind)].raise_amax_and_get_scale(format, amax);
+        return delayed_scales[linear.weight_index][int(kind)].raise_amax_and_get_scale(format, amax);
     }
     void prepare_delayed_scales() {
         delayed_scales.resize(params.size());

@@ -57,10 +57,9 @@ void activation_backward(bool gated, int64_t N, int64_t F, const Real* gate_up, 
 
 // RoPE rotates q and k of qkv (B, T, qkv_cols) in place. A pair is (i, i + HS/2), as in Hugging Face. The
 // backward pass rotates the gradients by the opposite angle (inverse = true).
-//
-// rope_frequency(): the angle of pair i, 0 <= i < HS / 2, for each position, in radians.
-double rope_frequency(const ModelConfig& config, int64_t i);
 template <class Real> void rope(const ModelConfig& config, int64_t B, int64_t T, Real* qkv, bool inverse);
+// The angle by which pair i, 0 <= i < HS / 2, turns from one position to the next, in radians.
+double rope_frequency(const ModelConfig& config, int64_t i);
 
 // Causal attention. qkv, dqkv: (B, T, qkv_cols). out, dout: (B, T, NH * HS). lse: (B, NH, T), the log-sum-exp
 // of the scaled scores.

@@ -4,13 +4,13 @@
 // is 448 / 2^-9 = 229,376. The dynamic range of a moment group X is R_X = max|X| / min|X|, where min|X|
 // leaves out zeros. R_X is often below 1,000, so the moment group uses only a part of E4M3's codes.
 // Therefore the paper (section 4.2, equation 4) stretches the moment group to the dynamic range of the
-// format before it is quantized, and contracts it afterwards. Let E be the expansion (f in the paper):
-//   expand:    E(x) = sign(x) |x|^k           k = log(R) / log(R_X), so that E(X) has the range R
-//   quantize:  code = encode(E(x) / s)        s = E(max) / FMAX
-//   contract:  x = E^-1(decode(code) * s)
-// Here max is max|X|. Since E(x) / s = sign(x) FMAX (|x| / max)^k, nothing is stored but the codes,
-// max and k. If R_X is above R, k is below 1: the moment group is compressed instead, and loses a little
-// precision.
+// format before it is quantized, and contracts it afterwards. With max = max|X| and min = min|X|:
+//   expand:    y = sign(x) FMAX (|x| / max)^k          k = log(R) / log(R_X)
+//   quantize:  code = encode(y)
+//   contract:  x' = sign(y') max (|y'| / FMAX)^(1/k)   y' = decode(code)
+// So max becomes FMAX, and min becomes FMAX / R_X^k = FMAX / R = FMIN. Stored are the codes, max and k. (The
+// paper first expands x to f(x) = sign(x) |x|^k, and then divides f(x) by the scale f(max) / FMAX. That is
+// y.) If R_X is above R, k is below 1: the moment group is compressed instead, and loses a little precision.
 #include "optimizer.h"
 
 #include <algorithm>
@@ -34,8 +34,7 @@ float expansion_exponent(Format f, float max_magnitude, float min_magnitude) {
     return std::max(std::rint(256.0f * log_R / log_R_X) / 256.0f, k_min);
 }
 
-// The expanded value, sign(x) FMAX (|x| / max)^k, which encode() rounds to a code. The power is computed with
-// logarithms, because |x| / max may underflow.
+// y = sign(x) FMAX (|x| / max)^k. The power is computed with logarithms, because |x| / max may underflow.
 float expand(Format f, float x, float max_magnitude, float k) {
     if (x == 0) return 0.0f;
     const float power = std::exp2(k * (std::log2(std::abs(x)) - std::log2(max_magnitude)));
@@ -121,7 +120,7 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
     }
 }
 
-// Stores x (n) by moment groups. Formats that are not scaled have no moment groups.
+// Stores x (n): by moment groups, if the format has them.
 void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
     if (!is_scaled(format)) {
 #pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)

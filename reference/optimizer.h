@@ -8,8 +8,8 @@ namespace coat::reference {
 
 // The format f of the next three functions is E4M3 or E5M2.
 
-// k of a moment group. max_magnitude, min_magnitude: the largest |x| of the moment group, and the smallest
-// one that is not 0.
+// k of a moment group. max_magnitude is its max, the largest |x|. min_magnitude is the smallest |x| that is
+// not 0.
 float expansion_exponent(Format f, float max_magnitude, float min_magnitude);
 // x expanded. The result has the sign of x, and at most the magnitude FMAX.
 float expand(Format f, float x, float max_magnitude, float k);
@@ -28,13 +28,13 @@ struct Moment {
     int64_t n = 0;
     bool one_scale = false;         // all n elements have one scale, and count as one moment group
     std::vector<uint8_t> elements;  // n elements of format
-    std::vector<float> maxima;      // max of each moment group; empty if the format is not scaled
+    std::vector<float> maxima;      // max of each moment group; empty if there are none
     std::vector<float> k;           // k of each moment group; empty without expansion
 
     // A moment of `count` zeros. f: Param::moment_format().
     void init(const OptimizerFormats& optimizer, Format f, int64_t count);
     void load(float* x) const;  // the values that are read back; x: (n)
-    // Stores x (n). stats: null, or where the errors are added if the format is scaled.
+    // Stores x (n). stats: null, or where the errors are added if the format has moment groups.
     void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
     int64_t moment_group_size() const { return one_scale ? std::max<int64_t>(n, 1) : MOMENT_GROUP_SIZE; }

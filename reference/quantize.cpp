@@ -23,13 +23,11 @@ using Floats = std::vector<float>;
 // 448 (1 + 2^-8) = 449.75. Values there are 32 apart, so 448 is the nearest one: saturating gives the value
 // that rounding would give.
 //
-// If amax is not finite, the step must be skipped. Codes do not show it, because they saturate. What shows it
-// depends on the granularity:
-//   group, row, block   The scale is NaN. So the values that share it are read back as NaN, and NaN reaches
-//                       the loss or a gradient.
-//   whole tensor        The scale is 1, and the caller of quantize() checks StoredMatrix::amax. With delayed
-//                       scaling, too, the caller must check: a scale that comes from earlier steps does not
-//                       show this amax.
+// If amax is not finite, the step must be skipped. Codes do not show it, because they saturate. So the caller
+// of quantize() checks StoredMatrix::amax, with every granularity (note_amax() in network.h). The scale is
+// then 1 for the whole tensor, and NaN for a group, row or block. The CPU needs no NaN here, but a GPU does,
+// and both store the same scales. A GPU's quantizer of groups computes no amax of the tensor. So the values
+// that share the scale have to be read back as NaN, and NaN reaches the loss or a gradient.
 float scale_of(const TensorFormat& format, float amax) {
     if (!std::isfinite(amax)) return format.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -81,9 +79,9 @@ void add_error(QuantStats& stats, float x, float dequantized) {
     stats.elements++;
 }
 
-// Several scale blocks: sets stored.scales to the scales of x (rows, cols), from the amaxes of its scale
-// blocks, and stored.amax to the largest of these amaxes.
-static void compute_amax_and_scales(const float* x, StoredMatrix& stored) {
+// Sets stored.scales to the scales of x (rows, cols), from the amaxes of its scale blocks, and stored.amax to
+// the largest of these amaxes.
+static void compute_scales_of_blocks(const float* x, StoredMatrix& stored) {
     const TensorFormat& format = stored.format;
     const int64_t blocks = format.scale_count(stored.rows, stored.cols);
     const int64_t scale_cols = format.cols_of_scales(stored.cols);
@@ -102,8 +100,8 @@ static void compute_amax_and_scales(const float* x, StoredMatrix& stored) {
     }
     stored.amax = amax_of_all;
 }
-// One scale for the whole tensor. given: a scale that is used in place of the scale of the amax.
-static void compute_amax_and_scale(const float* x, StoredMatrix& stored, std::optional<float> given) {
+// The same with one scale for the whole tensor. given: QuantizeOptions::scale.
+static void compute_scale_of_tensor(const float* x, StoredMatrix& stored, std::optional<float> given) {
     stored.amax = compute_amax(x, stored.rows * stored.cols);
     const float s = given ? *given : scale_of(stored.format, stored.amax);
     write_element(stored.format.scale_format, stored.scales.data(), 0, s);
@@ -148,16 +146,16 @@ static void measure_quant_errors(const float* x, const StoredMatrix& stored, Qua
 }
 
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const TensorFormat& format,
-                      QuantStats* stats, std::optional<float> scale) {
+                      const QuantizeOptions& options) {
     StoredMatrix stored{.elements = {}, .scales = {}, .rows = rows, .cols = cols, .format = format};
     stored.elements.resize(format.bytes_without_scales(rows, cols));
     stored.scales.resize(format.scale_count(rows, cols) * format_info(format.scale_format).bytes);
     if (format.is_fp8()) {
-        if (format.granularity == PER_TENSOR) compute_amax_and_scale(x, stored, scale);
-        else compute_amax_and_scales(x, stored);
+        if (format.granularity == PER_TENSOR) compute_scale_of_tensor(x, stored, options.scale);
+        else compute_scales_of_blocks(x, stored);
     }
     compute_codes(x, stored);
-    if (stats && format.is_fp8()) measure_quant_errors(x, stored, *stats);
+    if (options.stats && format.is_fp8()) measure_quant_errors(x, stored, *options.stats);
     return stored;
 }
 
@@ -184,17 +182,15 @@ Floats dequantize(const StoredMatrix& stored) {
 // If the GEMM sums along the columns of x, the granularity is that of the transpose (the end of
 // common/formats.h), so the transpose is quantized. If the transpose has the same scale blocks as x,
 // quantizing x itself gives the same values.
-Floats gemm_operand(const Floats& x, int64_t rows, int64_t cols, const TensorFormat& format,
-                    SumAlong sum_along, QuantStats* stats, std::optional<float> scale, float* amax) {
+GemmOperand gemm_operand(const Floats& x, int64_t rows, int64_t cols, const TensorFormat& format,
+                         SumAlong sum_along, const QuantizeOptions& options) {
     if (sum_along == SumAlong::Row || format.granularity.transpose_has_same_blocks()) {
-        const StoredMatrix stored = quantize(x.data(), rows, cols, format, stats, scale);
-        if (amax) *amax = stored.amax;
-        return dequantize(stored);
+        const StoredMatrix stored = quantize(x.data(), rows, cols, format, options);
+        return {.values = dequantize(stored), .amax = stored.amax};
     }
     const Floats transpose = transposed(x.data(), rows, cols, cols);
-    const StoredMatrix stored = quantize(transpose.data(), cols, rows, format, stats, scale);
-    if (amax) *amax = stored.amax;
-    return transposed(dequantize(stored).data(), cols, rows, rows);
+    const StoredMatrix stored = quantize(transpose.data(), cols, rows, format, options);
+    return {.values = transposed(dequantize(stored).data(), cols, rows, rows), .amax = stored.amax};
 }
 
 // ===========================================================================================================

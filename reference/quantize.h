@@ -15,7 +15,8 @@ struct StoredMatrix {
     std::vector<uint8_t> scales;    // one for each scale block, of format.scale_format
     int64_t rows = 0, cols = 0;
     TensorFormat format{.element_format = Format::FP32};
-    float amax = 0;  // of the values before they were quantized, in FP8; infinity if one was NaN. Else 0
+    // In FP8: the amax of the values that were quantized; infinity if one was NaN. In other formats: 0.
+    float amax = 0;
 
     // The number of rows and of columns of a scale block.
     int64_t block_rows() const { return format.granularity.rows ? format.granularity.rows : rows; }
@@ -28,21 +29,28 @@ struct StoredMatrix {
 float scale_of(const TensorFormat& format, float amax);
 float compute_amax(const float* x, int64_t n);  // the amax of n values; infinity if one is NaN
 
+// (This can wait: a step of coat needs neither.) What a quantizer may be given besides a matrix.
+struct QuantizeOptions {
+    QuantStats* stats = nullptr;  // where the errors are added if the format is FP8; null: nowhere
+    // With delayed scaling, whose granularity is PER_TENSOR: the scale, in place of that of the amax.
+    std::optional<float> scale{};
+};
+
 // Stores x (rows, cols) as `format` says. (In FP32 and BF16 nothing is quantized: the values are only
 // rounded.)
-//   stats   null, or where the errors are added if the format is FP8
-//   scale   (this can wait) with delayed scaling, so PER_TENSOR: the scale, in place of the just-in-time one
 StoredMatrix quantize(const float* x, int64_t rows, int64_t cols, const TensorFormat& format,
-                      QuantStats* stats = nullptr, std::optional<float> scale = {});
+                      const QuantizeOptions& options = {});
 std::vector<float> dequantize(const StoredMatrix& stored);  // (rows, cols)
 
-// x (rows, cols) as a GEMM reads it: quantized, and decoded again. stats, scale: as for quantize().
-//   sum_along   whether the GEMM sums along the rows of x, as fprop does, or along its columns, as wgrad does
-//               (the end of common/formats.h)
-//   amax        null, or where StoredMatrix::amax is written
-std::vector<float> gemm_operand(const std::vector<float>& x, int64_t rows, int64_t cols,
-                                const TensorFormat& format, SumAlong sum_along, QuantStats* stats = nullptr,
-                                std::optional<float> scale = {}, float* amax = nullptr);
+// A matrix (rows, cols) as a GEMM reads it.
+struct GemmOperand {
+    std::vector<float> values;  // quantized, and decoded again
+    float amax;                 // StoredMatrix::amax
+};
+// sum_along: whether the GEMM sums along the rows of x, as fprop does, or along its columns, as wgrad does
+// (the end of common/formats.h).
+GemmOperand gemm_operand(const std::vector<float>& x, int64_t rows, int64_t cols, const TensorFormat& format,
+                         SumAlong sum_along, const QuantizeOptions& options = {});
 
 // Adds the error of one value to statistics.
 void add_error(QuantStats& stats, float x, float dequantized);

@@ -108,6 +108,9 @@ inline float join_master(uint16_t weight, int16_t remainder) {
 // x rounded to BF16, up or down at random. A random integer of 16 bits is added to the bits of x, and the
 // upper half of the sum is the result. If the lower half of x is r, then r of the 65536 integers make the
 // sum carry into the upper half. So x is rounded up in magnitude with probability r / 65536.
+//
+// i: the place of the element in the flat order (Param::flat_offset in common/architecture.h). One call of
+// rounding_bits() gives 64 bits, for four neighbours.
 inline uint16_t round_stochastically(float x, uint64_t key, int64_t i) {
     const uint64_t random = (rounding_bits(key, uint64_t(i) / 4) >> (16 * (i % 4))) & 0xFFFF;
     return uint16_t((std::bit_cast<uint32_t>(x) + uint32_t(random)) >> 16);

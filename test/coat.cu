@@ -70,10 +70,10 @@ static void check_all_formats(const Floats& x, Shape s) {
         quantize(in.ref(), out, stats.get());
         check_quantized(out, x);
         QuantStats wanted;
-        reference::quantize(x.data(), s.rows, s.cols, q, &wanted);
+        reference::quantize(x.data(), s.rows, s.cols, q, {.stats = &wanted});
         // A transpose with other scale blocks has its own scales and errors.
         if (out.transposes() && !q.granularity.transpose_has_same_blocks())
-            reference::quantize(transposed(x, s.rows, s.cols).data(), s.cols, s.rows, q, &wanted);
+            reference::quantize(transposed(x, s.rows, s.cols).data(), s.cols, s.rows, q, {.stats = &wanted});
         check_statistics(stats, wanted);
         if (q == E4M3_PER_1x16) check_groups(x, out);
         if (q != E4M3_PER_TENSOR || !out.transposes()) continue;
@@ -166,7 +166,7 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
         gpu::quantize_operand(gpu::lazy_stored(in.ref()), out.operand(), stats.get(), 0);
         check_quantized(out, x, scale);
         QuantStats wanted;
-        reference::quantize(x.data(), rows, cols, q, &wanted, scale);
+        reference::quantize(x.data(), rows, cols, q, {.stats = &wanted, .scale = scale});
         check_statistics(stats, wanted);
     }
 }
@@ -264,7 +264,7 @@ GPU_TEST_CASE(
             check_quantized(out, x);
             CHECK(same_bytes(sums.values(), wanted_sums.values()));
             QuantStats wanted;
-            reference::quantize(x.data(), s.rows, s.cols, q, &wanted);
+            reference::quantize(x.data(), s.rows, s.cols, q, {.stats = &wanted});
             if (out.per_tensor()) check_statistics(stats, wanted);
         }
 }
@@ -295,7 +295,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
         gpu::quantize_operand(x, operand, nullptr, 0);
         CHECK(out.amax() == amax);
         const reference::StoredMatrix wanted =
-            reference::quantize(values.data(), rows, 2 * F, E5M2_PER_TENSOR, nullptr, scale);
+            reference::quantize(values.data(), rows, 2 * F, E5M2_PER_TENSOR, {.scale = scale});
         CHECK(same_codes(E5M2_PER_TENSOR.element_format, in.codes.read(), wanted.elements));
     }
 }

@@ -616,7 +616,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
             };
             const float now = std::max(newest(after[0]), newest(after[1])), last = newest(before);
             CHECK(values_of<float>(after[2], operand + ".history") == Floats{now, last, 0, 0});
-            const float fmax = format_info(format_of(s.recipe, o).element_format).fmax;
+            const float fmax = format_info(format_of(linear_formats(s), o).element_format).fmax;
             CHECK(values_of<float>(after[2], operand + ".scale")[0] == std::max(now, last) / fmax);
         }
     auto saturated = [&] { return t.report().stats_by_kind[int(MeasuredKind::Weight)].saturated; };

@@ -174,7 +174,7 @@ for (const f of [E4M3, E5M2])
             for (int step = 0; step < steps; step++) {
                 CHECK(scales.at(step) == delayed.scale);
                 QuantStats lost;
-                quantize(x.data(), 1, n, format, &lost, delayed.scale);
+                quantize(x.data(), 1, n, format, {.stats = &lost, .scale = delayed.scale});
                 CHECK(zero.at(step) == lost.flushed);
                 CHECK(saturated.at(step) == lost.saturated);
                 delayed.amax = amaxes[step];

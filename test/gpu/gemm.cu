@@ -41,7 +41,7 @@ struct Operands {
         if (p.kind == GemmKind::Fprop) right = transposed(right, p.b.rows, p.b.cols);
     }
     static Doubles values(const Floats& x, Shape s, TensorFormat q, SumAlong sum_along) {
-        return doubles(reference::gemm_operand(x, s.rows, s.cols, q, sum_along));
+        return doubles(reference::gemm_operand(x, s.rows, s.cols, q, sum_along).values);
     }
     Doubles product() const {
         Doubles c(of.M() * of.N());

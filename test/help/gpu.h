@@ -173,9 +173,9 @@ public:
     // The codes and scales of x (rows, cols), row-major or transposed.
     reference::StoredMatrix quantized(const Floats& x, bool transpose,
                                       std::optional<float> delayed = {}) const {
-        if (!transpose) return reference::quantize(x.data(), rows, cols, format, nullptr, delayed);
+        if (!transpose) return reference::quantize(x.data(), rows, cols, format, {.scale = delayed});
         const Floats t = test::transposed(x, rows, cols);
-        return reference::quantize(t.data(), cols, rows, format, nullptr, delayed);
+        return reference::quantize(t.data(), cols, rows, format, {.scale = delayed});
     }
 };
 

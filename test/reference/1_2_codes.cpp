@@ -172,14 +172,16 @@ TEST_CASE(
                 const Definition& format = definition(tensor_format.element_format);
                 const Floats x = sample(d, rng, rows * cols);
                 QuantStats stats;
-                const StoredMatrix stored = quantize(x.data(), rows, cols, tensor_format, &stats);
+                const StoredMatrix stored = quantize(x.data(), rows, cols, tensor_format, {.stats = &stats});
                 check_stats(stats, x, dequantize(stored));
                 CHECK(int64_t(stored.elements.size()) == rows * cols);
                 CHECK(int64_t(stored.scales.size()) ==
                       tensor_format.scale_count(rows, cols) * format_info(tensor_format.scale_format).bytes);
                 for (SumAlong sum_along : {SumAlong::Row, SumAlong::Column}) {
                     const Floats amaxes = amaxes_of_blocks(x, cols, tensor_format.granularity, sum_along),
-                                 got = gemm_operand(x, rows, cols, tensor_format, sum_along, &stats);
+                                 got =
+                                     gemm_operand(x, rows, cols, tensor_format, sum_along, {.stats = &stats})
+                                         .values;
                     for (size_t i = 0; i < x.size(); i++) {
                         const float s = scale_by_definition(tensor_format, amaxes[i]);
                         const int code = format.nearest(x[i] * (1.0f / s));
@@ -205,7 +207,7 @@ TEST_CASE("quantize: NaN stays NaN; infinity saturates or makes its block NaN; o
         x[37] = NAN;
         x[38] = -INFINITY;  // row 1, columns 5 and 6
         QuantStats stats;
-        const StoredMatrix after = quantize(x.data(), 4, 32, tensor_format, &stats);
+        const StoredMatrix after = quantize(x.data(), 4, 32, tensor_format, {.stats = &stats});
         CHECK(std::isnan(after.value(1, 5)));
         if (tensor_format.granularity == PER_TENSOR) {
             CHECK(after.value(1, 6) == -format_info(tensor_format.element_format).fmax * after.scale(1, 6));
@@ -224,12 +226,12 @@ TEST_CASE("quantize: a given scale is used as it is; values beyond it saturate a
                                            -1 - format_info(f).mantissa_bits);  // edge / scale = 1.75 x 2^e
         const Floats x = {0.3f, 2 * edge, -3 * edge, edge, edge + half_step, edge + 1.01f * half_step};
         QuantStats stats;
-        const StoredMatrix stored = quantize(x.data(), 2, 3, {f}, &stats, scale);
+        const StoredMatrix stored = quantize(x.data(), 2, 3, {f}, {.stats = &stats, .scale = scale});
         for (size_t i = 0; i < x.size(); i++)
             CHECK(stored.elements[i] == definition(f).nearest(x[i] / scale));
         CHECK(stored.scale(1, 2) == scale);
         CHECK(stored.value(1, 0) == edge);
-        CHECK(gemm_operand(x, 2, 3, {f}, SumAlong::Column, nullptr, scale) == dequantize(stored));
+        CHECK(gemm_operand(x, 2, 3, {f}, SumAlong::Column, {.scale = scale}).values == dequantize(stored));
         CHECK(stats.saturated == 3);  // not what rounds to the largest value
     }
 }
