@@ -120,7 +120,7 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
     }
 }
 
-// Stores x (n): by moment groups, if the format has them.
+// Stores x (n): by moment groups if the format is scaled (is_scaled() in common/recipes.h), else as values.
 void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
     if (!is_scaled(format)) {
 #pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)

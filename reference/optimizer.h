@@ -34,7 +34,7 @@ struct Moment {
     // A moment of `count` zeros. f: Param::moment_format().
     void init(const OptimizerFormats& optimizer, Format f, int64_t count);
     void load(float* x) const;  // the values that are read back; x: (n)
-    // Stores x (n). stats: null, or where the errors are added if the format has moment groups.
+    // Stores x (n). stats: null, or where the errors are added if the format is scaled.
     void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
 
     int64_t moment_group_size() const { return one_scale ? std::max<int64_t>(n, 1) : MOMENT_GROUP_SIZE; }
