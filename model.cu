@@ -209,9 +209,9 @@ class Network {
     MicroBatch micro_batch_{.B = 0, .T = 0};  // what is computed now: see begin_micro_batch()
 
     // Weights, as indices into ParameterState::params. A tied head has the index of the embedding.
-    const size_t embedding_index_ = parameter_state_.index("embedding");
-    const size_t final_norm_weight_index_ = parameter_state_.index("final_norm.weight");
-    const size_t head_index_ = parameter_state_.index(config_.tied ? "embedding" : "head");
+    const size_t embedding_index_ = parameter_state_.param_index("embedding");
+    const size_t final_norm_weight_index_ = parameter_state_.param_index("final_norm.weight");
+    const size_t head_index_ = parameter_state_.param_index(config_.tied ? "embedding" : "head");
 
     // What kind of model it is.
     const bool rotary_ = config_.arch.rope;        // RoPE; GPT-2 has learned positions
@@ -282,7 +282,7 @@ public:
     Layer make_layer(int64_t l) {
         const int64_t N = padded_tokens(settings_);
         auto index = [&](const char* param) {
-            return parameter_state_.index(concat("layers.", l, ".", param));
+            return parameter_state_.param_index(concat("layers.", l, ".", param));
         };
         auto linear_layer = [&](const char* weight) {
             return LinearLayer(shared_by_linear_layers_, index(weight));
@@ -415,7 +415,7 @@ public:
     // saved as the input of the first norm 1.
     void embed_and_save(ResidualStream& residual, const ResidualNorm& first_norm) {
         sharding_.gather_weights(Sharding::EMBEDDING_GATHER_UNIT, Direction::Forward);
-        const TensorRef positions = rotary_ ? TensorRef{} : weight(parameter_state_.index("positions"));
+        const TensorRef positions = rotary_ ? TensorRef{} : weight(parameter_state_.param_index("positions"));
         embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T,
               residual.outputs_for(first_norm), stream_);
         residual.advance_to(first_norm);
@@ -754,8 +754,8 @@ public:
                             .frequent_count = embedding_order_.frequent_count},
                            gradient(embedding_index_), stream_);
         if (!rotary_)
-            positions_backward(dresidual(), micro_batch_.T, gradient(parameter_state_.index("positions")),
-                               stream_);
+            positions_backward(dresidual(), micro_batch_.T,
+                               gradient(parameter_state_.param_index("positions")), stream_);
         finish_bucket(bucket);
     }
 
@@ -763,7 +763,7 @@ public:
     // infinity and NaN. If it is NaN, the step is skipped.
     void write_loss_or_nan() {
         StepOutcome* const outcome = memory_.outcome();  // on the device
-        gpu::write_loss_or_nan(scale_table_.all(), scale_table_.count(), &outcome->loss,
+        gpu::write_loss_or_nan(scale_table_.entries(), scale_table_.entry_count(), &outcome->loss,
                                &outcome->loss_or_nan, stream_);
     }
 
@@ -873,7 +873,7 @@ public:
     }
 
     // q, k, v as attention reads them: as they are saved, because forward applies RoPE right after the q, k,
-    // v projection. (In reference/network.h this is qkv_for_attention().)
+    // v projection. (reference/network.h has a function with the same name.)
     //
     // Qwen3: before RoPE come qk_norms, norms of the heads of q and k. Their backward pass needs their
     // inputs, so q, k, v are saved as the projection writes them. qk_norms and RoPE follow here, in forward

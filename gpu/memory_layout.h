@@ -1,7 +1,7 @@
 // gpu/memory_layout.h - how the memory of a GPU is divided: what this rank owns of each parameter, the
 // buckets, the sizes of buffers, and where gradients begin. All of this follows from the settings of the
-// run, so a program without CUDA knows it too, for --plan. The map of the memory, gpu/memory_map.h, has a
-// drawing.
+// run, so a program without CUDA knows it too, for --plan. gpu/memory_map.h then
+// draws the memory.
 //
 // Parameters and their gradients lie in the order of forward. A bucket is a few parameters that are
 // neighbours in this order, and whose gradients backward completes at the same time:
@@ -11,8 +11,7 @@
 // Backward goes from the last bucket to the first one.
 //
 // With several GPUs each of them is a rank, which owns a shard of every matrix. Shards lie in the rank's
-// order (adamw.h). On one GPU read "shard" or "what this rank owns" as "parameter", and "the rank's order" as
-// "the order of the parameters".
+// order (adamw.h).
 #pragma once
 #include "../common/ranks.h"
 

@@ -7,8 +7,7 @@
 //   gpu/tensors.h     what is in the memory: TensorScale and RowStatistics
 //   adamw.h           Weights, Shard, MomentRef and GradientState
 //
-// A bucket is a few parameters whose gradients backward completes at the same time, such as those of a linear
-// layer and of the norm before it. The head of gpu/memory_layout.h says more of buckets and of several ranks.
+// Buckets are explained at the head of gpu/memory_layout.h.
 #pragma once
 #include "../adamw.h"
 #include "context.h"
@@ -91,7 +90,7 @@ struct MemoryMap {
         TensorScale* scale_tables;  // (ranks, scale_table_size): the tables of all ranks
     } received;
 
-    // What this rank owns, in the rank's order. With one GPU that is the order of the parameters.
+    // What this rank owns, in the rank's order
     Weights weights;
     Shard* shards;             // AdamW's table of parameters
     TensorScale* scale_table;  // (scale_table_size): gpu/scale_table.h

@@ -21,7 +21,7 @@ void NamedMemory::list_tensors(const MemoryMap& memory) {
     const bool fp32_masters = parameter_state_.format_of_weights.element_format == Format::FP32;
     for (size_t i = 0; i < parameter_state_.params.size(); i++) {
         const Param& p = parameter_state_.params[i];
-        const ShardPlace& place = parameter_state_.places[i];
+        const ShardPlace& place = parameter_state_.shard_places[i];
         const int64_t count = place.owned.count;
         int16_t* const remainder =
             memory.weights.remainders ? memory.weights.remainders + place.rank_offset : nullptr;
@@ -65,7 +65,7 @@ const NamedMemory::Entry& NamedMemory::find(const std::string& name) const {
 void NamedMemory::read(const std::string& name, void* out) const {
     const std::string param = name.substr(0, name.rfind('.'));
     if (context_.settings.keep_gradients && name == param + ".gradient")
-        return read_gradient(parameter_state_.index(param), static_cast<float*>(out));
+        return read_gradient(parameter_state_.param_index(param), static_cast<float*>(out));
     const Entry& entry = find(name);
     if (entry.half == HalfOfMaster::None) context_.copy_to_host(out, entry.data, entry.bytes);
     else read_half_of_masters(entry, static_cast<uint16_t*>(out));
@@ -82,7 +82,7 @@ void NamedMemory::write(const std::string& name, const void* in) {
 
 // The bits of this rank's part of the masters of parameter i.
 std::vector<uint32_t> NamedMemory::read_masters(size_t i) const {
-    const int64_t count = parameter_state_.places[i].owned.count;
+    const int64_t count = parameter_state_.shard_places[i].owned.count;
     std::vector<uint32_t> bits(count);
     context_.copy_to_host(bits.data(), parameter_state_.owned_weight_data(i), count * FLOAT_BYTES);
     return bits;
@@ -112,7 +112,8 @@ void NamedMemory::write_half_of_masters(const Entry& entry, const uint16_t* in) 
 
 // Reads the gradients of this rank's part as FP32. A BF16 value is the upper half of an FP32 one.
 void NamedMemory::read_gradient(size_t i, float* out) const {
-    const int64_t count = parameter_state_.places[i].owned.count, bytes = parameter_state_.gradient_bytes;
+    const int64_t count = parameter_state_.shard_places[i].owned.count,
+                  bytes = parameter_state_.gradient_bytes;
     std::vector<uint8_t> raw(count * bytes);
     context_.copy_to_host(raw.data(), parameter_state_.owned_gradient_sum(i), count * bytes);
     std::fill_n(out, count, 0.0f);

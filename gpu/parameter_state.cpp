@@ -11,7 +11,7 @@ constexpr int64_t FLOAT_BYTES = sizeof(float);
 
 ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table)
     : settings(context.settings), params(context.params), buckets(bucket_ranges(params)),
-      places(shard_places(settings)), format_of_weights{settings.recipe.compute_format},
+      shard_places(coat::shard_places(settings)), format_of_weights{settings.recipe.compute_format},
       format_of_gradients(TensorFormat{gradient_format(settings)}),
       weight_bytes(format_info(format_of_weights.element_format).bytes),
       gradient_bytes(format_info(format_of_gradients.element_format).bytes), context_(context),
@@ -26,7 +26,7 @@ ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memor
     initialize_state();
 }
 
-size_t ParameterState::index(const std::string& name) const {
+size_t ParameterState::param_index(const std::string& name) const {
     const auto found = indices_.find(name);
     if (found == indices_.end()) throw_no_such_tensor(name);
     return found->second;
@@ -60,7 +60,7 @@ void ParameterState::upload_shard_table() {
     int64_t bundles = 0;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
-        const ShardPlace& place = places[i];
+        const ShardPlace& place = shard_places[i];
         table.push_back({.rank_offset = place.rank_offset,
                          .size = place.owned.count,
                          .m = memory_.first_moments[i],
@@ -90,11 +90,11 @@ void ParameterState::initialize_state() {
         most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP_SIZE);
     const std::vector<float> ones(most_moment_groups, 1.0f);
     for (size_t i = 0; i < params.size(); i++) {
-        const InitializeArguments arguments{.owned = places[i].owned,
+        const InitializeArguments arguments{.owned = shard_places[i].owned,
                                             .param_index = i,
                                             .used = used_elements(settings.config, params[i]),
                                             .seed = settings.seed};
-        initialize(memory_.weights, places[i].rank_offset, params[i], arguments, stream_);
+        initialize(memory_.weights, shard_places[i].rank_offset, params[i], arguments, stream_);
         compute_weight_amax(i);
         for (float* const k : {memory_.first_moments[i].k, memory_.second_moments[i].k})
             if (k) copy_async(k, ones.data(), moment_groups(i) * FLOAT_BYTES, stream_);
@@ -103,16 +103,32 @@ void ParameterState::initialize_state() {
     context_.wait("Initializing the weights failed");
 }
 
+float* ParameterState::place_for_weight_amax(size_t i) const {
+    if (!params[i].is_linear_weight() || scale_table_.delayed()) return nullptr;
+    return &scale_table_.of_operand(OperandKind::W, linear_layer_index(i))->amax;
+}
+
+void ParameterState::compute_weight_amax(size_t i) const {
+    float* const amax = place_for_weight_amax(i);
+    if (!amax) return;
+    clear_async(amax, sizeof(float), stream_);
+    // FP32 weights are not quantized, so they need no amax
+    if (format_of_weights.element_format == Format::FP32) return;
+    for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
+        compute_amax(lazy_stored(slice), amax, stream_);
+}
+
 uint8_t* ParameterState::owned_gradient_sum(size_t i) const {
     const int64_t bucket = params[i].bucket;
-    const int64_t in_bucket = places[i].rank_offset - places[buckets[bucket].first_param].rank_offset;
+    const int64_t in_bucket =
+        shard_places[i].rank_offset - shard_places[buckets[bucket].first_param].rank_offset;
     return memory_.owned_gradient_sums[bucket] + in_bucket * gradient_bytes;
 }
 
 ShardsToUpdate ParameterState::shards_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
     const size_t first_param = buckets[first_bucket].first_param;
     const size_t end_param = buckets[end_bucket - 1].end_param;
-    const int64_t begin = places[first_param].rank_offset, end = places[end_param].rank_offset;
+    const int64_t begin = shard_places[first_param].rank_offset, end = shard_places[end_param].rank_offset;
     return {.shards = memory_.shards + first_param,
             .count = int(end_param - first_param),
             .elements = {.first = begin, .count = end - begin},
@@ -120,20 +136,20 @@ ShardsToUpdate ParameterState::shards_of_buckets(int64_t first_bucket, int64_t e
             .gradient_format = format_of_gradients.element_format};
 }
 Range ParameterState::shard_units_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
-    const int64_t begin = places[buckets[first_bucket].first_param].shard_units_before_parameter;
-    const int64_t end = places[buckets[end_bucket - 1].end_param].shard_units_before_parameter;
+    const int64_t begin = shard_places[buckets[first_bucket].first_param].shard_units_before_parameter;
+    const int64_t end = shard_places[buckets[end_bucket - 1].end_param].shard_units_before_parameter;
     return {.first = begin, .count = end - begin};
 }
 
 // -----------------------------------------------------------------------------------------------------------
-// The rest can wait: the quantization report, and weights that were written by others
+// The rest can wait: the quantization report
 
 // measure_moment_errors() of gpu/quant_report.h waits with plain CUDA calls, which would never return if the
 // stream waits for a rank that has ended. context_.wait() notices such a rank, so it is called first.
 void ParameterState::measure_moment_errors_of(int64_t bucket, QuantReport& report) const {
     context_.wait();
     for (size_t i = buckets[bucket].first_param; i < buckets[bucket].end_param; i++) {
-        const Range& owned = places[i].owned;
+        const Range& owned = shard_places[i].owned;
         const uint8_t* const gradient = static_cast<const uint8_t*>(gradients[i].data);
         measure_moment_errors(settings.optimizer, memory_.first_moments[i], memory_.second_moments[i],
                               gradient + owned.first * gradient_bytes, format_of_gradients.element_format,
@@ -151,20 +167,6 @@ std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentR
         context_.copy_to_host(all.data() + before, k, moment_groups(i) * FLOAT_BYTES);
     }
     return all;
-}
-
-float* ParameterState::place_for_weight_amax(size_t i) const {
-    if (!params[i].is_linear_weight() || scale_table_.delayed()) return nullptr;
-    return &scale_table_.of_operand(OperandKind::W, linear_layer_index(i))->amax;
-}
-
-void ParameterState::compute_weight_amax(size_t i) const {
-    float* const amax = place_for_weight_amax(i);
-    if (!amax) return;
-    clear_async(amax, sizeof(float), stream_);
-    if (format_of_weights.element_format == Format::FP32) return;
-    for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
-        compute_amax(lazy_stored(slice), amax, stream_);
 }
 
 std::vector<TensorRef> slices_for_grids(const TensorRef& v) {

@@ -1,8 +1,15 @@
 // gpu/parameter_state.h - what one GPU keeps of each parameter: weights, gradients and moments. model.cu
 // updates them (Network::update_buckets()). How a checkpoint reads and writes them is in gpu/named_memory.h.
 //
-// The words rank, shard and bucket are explained in gpu/memory_layout.h. With one GPU there is one rank,
-// which owns all of each parameter.
+// The words rank, shard and bucket are explained in gpu/memory_layout.h. With one GPU there is one rank, which
+// owns all of each parameter. Then some names mean the same:
+//
+//   with several GPUs                        with one GPU
+//   shard_places[i].owned                    all elements of parameter i
+//   shard_places[i].rank_offset              params[i].flat_offset
+//   owned_weight_data(i)                     weights[i].data
+//   owned_gradient_sum(i)                    gradients[i].data
+//   owned_gradient_sums in the MemoryMap     gradients_to_write in the MemoryMap
 #pragma once
 #include <map>
 #include <optional>
@@ -15,7 +22,7 @@ namespace coat::gpu {
 // Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, the table of
 // common/architecture.h in the order of forward. The class has two main jobs:
 //   - It gives a new run its first values.
-//   - It finds what belongs to a parameter: index(), bias_index(), weights, gradients, ...
+//   - It finds what belongs to a parameter: param_index(), bias_index(), weights, gradients, ...
 class ParameterState {
 public:
     // Gives all weights, moments and scales the values that a new run begins with, on the GPU. A run that
@@ -26,7 +33,7 @@ public:
     const std::vector<Param>& params;
     const std::vector<BucketRange> buckets;  // by bucket: its parameters
     // By parameter: what this rank owns, and where. One more entry says where the last parameter ends.
-    const std::vector<ShardPlace> places;
+    const std::vector<ShardPlace> shard_places;
     const TensorFormat format_of_weights, format_of_gradients;
     const int64_t weight_bytes, gradient_bytes;  // the bytes of one element
 
@@ -38,7 +45,7 @@ public:
     std::vector<TensorRef> weights, gradients;
 
     // The index of the parameter with this name.
-    size_t index(const std::string& name) const;
+    size_t param_index(const std::string& name) const;
     // The bias that belongs to the weight of a linear layer or of a norm, if there is one.
     std::optional<size_t> bias_index(size_t weight_index) const;
     // The number, in the order of forward, of the linear layer whose weight is parameter i; -1 if there is
@@ -51,25 +58,25 @@ public:
     Range shard_units_of_buckets(int64_t first_bucket, int64_t end_bucket) const;
 
     // Where this rank's part of parameter i begins: its weights; and the sums of its gradients, which the
-    // update reads. With one GPU these are weights[i].data and gradients[i].data.
+    // update reads.
     uint8_t* owned_weight_data(size_t i) const {
-        return static_cast<uint8_t*>(memory_.weights.values) + places[i].rank_offset * weight_bytes;
+        return static_cast<uint8_t*>(memory_.weights.values) + shard_places[i].rank_offset * weight_bytes;
     }
     uint8_t* owned_gradient_sum(size_t i) const;
-
-    // --- The rest can wait: several ranks, checkpoints, and the quantization report
 
     // What this rank owns of the weight of a linear layer, as a tensor. Its shape is made up: rows of 128
     // elements, because a rank's part may end within a row of the weight. (The part has a multiple of
     // MOMENT_GROUP_SIZE = 128 elements, because a linear layer has multiples of 16 inputs and outputs.)
     TensorRef owned_weight(size_t i) const {
-        return {owned_weight_data(i), places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
+        return {owned_weight_data(i), shard_places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
                 format_of_weights};
     }
-    // Computes the amax of the weight that is parameter i, after other values than those of adamw() were
-    // written to it. (With delayed scaling, and for what is no weight of a linear layer, there is nothing to
-    // do.)
+    // Computes the amax of the weight that is parameter i: in a new run, and after a checkpoint was read.
+    // (Later, adamw() finds the amax of the weights that it writes. With delayed scaling, and for what is no
+    // weight of a linear layer, this function does nothing.)
     void compute_weight_amax(size_t i) const;
+
+    // --- The rest can wait: the quantization report
 
     // Adds to the report what storing the moments of a bucket would lose.
     void measure_moment_errors_of(int64_t bucket, QuantReport& report) const;
@@ -92,7 +99,7 @@ private:
     // (Recipes that need no amaxes for scales have this place, too, because write_loss_or_nan() looks at the
     // amaxes of all weights.)
     float* place_for_weight_amax(size_t i) const;
-    int64_t moment_groups(size_t i) const { return ceil_div(places[i].owned.count, MOMENT_GROUP_SIZE); }
+    int64_t moment_groups(size_t i) const { return ceil_div(shard_places[i].owned.count, MOMENT_GROUP_SIZE); }
 };
 
 // The tensor v as slices of rows, each of which fits one launch: a grid has at most 65,535 tiles of 128

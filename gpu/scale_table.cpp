@@ -7,21 +7,22 @@ namespace coat::gpu {
 
 ScaleTable::ScaleTable(const GpuContext& context, const MemoryMap& memory)
     : linear_layer_count(count_linear_layers(context.params)), settings_(context.settings),
-      stream_(context.stream), entries_(memory.scale_table), count_(memory.scale_table_size),
+      stream_(context.stream), entries_(memory.scale_table), entry_count_(memory.scale_table_size),
       histories_(memory.histories) {}
 
 void ScaleTable::clear() {
-    clear_async(entries_, count_ * int64_t(sizeof(TensorScale)), stream_);
+    clear_async(entries_, entry_count_ * int64_t(sizeof(TensorScale)), stream_);
     if (delayed())
-        clear_async(histories_, count_ * settings_.recipe.history_steps * int64_t(sizeof(float)), stream_);
+        clear_async(histories_, entry_count_ * settings_.recipe.history_steps * int64_t(sizeof(float)),
+                    stream_);
     expect_empty_histories();
 }
 
 // Strided: of each entry, which has 16 bytes, only `amax` is cleared.
 void ScaleTable::clear_amaxes(int64_t first) const {
     enqueue(stream_, "clear", [&] {
-        check(cudaMemset2DAsync(&entries_[first].amax, sizeof(TensorScale), 0, sizeof(float), count_ - first,
-                                stream_),
+        check(cudaMemset2DAsync(&entries_[first].amax, sizeof(TensorScale), 0, sizeof(float),
+                                entry_count_ - first, stream_),
               "Clearing amaxes failed");
     });
 }

@@ -19,8 +19,8 @@ public:
 
     const int64_t linear_layer_count;
 
-    int64_t count() const { return count_; }
-    TensorScale* all() const { return entries_; }
+    int64_t entry_count() const { return entry_count_; }
+    TensorScale* entries() const { return entries_; }
     TensorScale* of_operand(OperandKind o, int64_t linear_layer) const {
         return entries_ + index_of(o, linear_layer);
     }
@@ -52,7 +52,7 @@ private:
     const RunSettings& settings_;
     const cudaStream_t stream_;
     TensorScale* const entries_;
-    const int64_t count_;  // of the entries
+    const int64_t entry_count_;  // of the entries
     float* const histories_;
 
     // The place of an operand in the table. All w come first, then all x, then all g.

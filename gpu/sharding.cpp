@@ -30,12 +30,13 @@ public:
     }
     void combine_amaxes_of_ranks() override {
         // Of all w, which are first in the table; with delayed scaling of all operands
-        const int64_t n = scale_table_.delayed() ? scale_table_.count() : scale_table_.linear_layer_count;
+        const int64_t n =
+            scale_table_.delayed() ? scale_table_.entry_count() : scale_table_.linear_layer_count;
         const int64_t bytes = n * int64_t(sizeof(TensorScale));
         TensorScale* const all = memory_.received.scale_tables;
-        copy_async(all + settings_.rank * n, scale_table_.all(), bytes, compute_stream_);
+        copy_async(all + settings_.rank * n, scale_table_.entries(), bytes, compute_stream_);
         all_gather(all, bytes);
-        combine_amaxes(scale_table_.all(), all, n, settings_.ranks, settings_.recipe.w.element_format,
+        combine_amaxes(scale_table_.entries(), all, n, settings_.ranks, settings_.recipe.w.element_format,
                        compute_stream_);
     }
     void forget_gathered_weights() override {
@@ -178,7 +179,7 @@ private:
             else if (p.role == Role::Head) gather_unit = head_gather_unit();
             matrices_[size_t(gather_unit)].push_back(i);
         }
-        if (settings_.config.tied) matrices_.back() = {parameter_state_.index("embedding")};
+        if (settings_.config.tied) matrices_.back() = {parameter_state_.param_index("embedding")};
     }
     void quantize_slices(const TensorRef& from, const TensorRef& to) const {
         const std::vector<TensorRef> values = slices_for_grids(from), codes = slices_for_grids(to);
