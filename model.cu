@@ -22,7 +22,7 @@
 //           mlp_half_backward()           the gradients of mlp_half_forward(), in opposite order
 //           attention_half_backward()     those of attention_half_forward(), in opposite order
 //       add_embedding_gradients()         from the gradient of the residual stream
-//     Network::write_loss_or_nan()        after each micro-batch: the loss; or NaN, if FP8 codes hide
+//     Network::note_loss_or_nan()         after each micro-batch: the loss; or NaN, if FP8 codes hide
 //                                         infinity or NaN
 //     update_parameters()
 //       Network::update_buckets()
@@ -31,13 +31,14 @@
 //         adamw()                         new moments and weights, and the amaxes of the new weights
 //     fetch_result()                      the loss and the norm of the gradients
 //
-// For example, these are the kernels that mlp_half_forward() launches in coat. There are N tokens; C is the
-// hidden size, and F the width of gate and of up. The amax of norm 2's output was found by the residual sum
-// in the attention half. Those of the weights were found by the last update (in the first step, by the
-// initialization).
+// For example, these are the operators that mlp_half_forward() calls in coat. Each launches a kernel. There
+// are N tokens; C is the hidden size, and F the width of gate and of up. The residual sum in the attention
+// half has found the row statistics of norm 2, such as 1 / rms of each row, and the amax of its output. The
+// last update has found the amaxes of the weights (in the first step, the initialization has).
 //
-//   kernel                        reads                          writes
-//   quantize_operand()            norm 2's input (N, C), groups  codes of norm 2's output
+//   operator                      reads                          writes
+//   quantize_operand()            norm 2's input (N, C), groups; codes of norm 2's output
+//                                 its row statistics
 //   quantize_operand()            weight of gate and up, BF16    its codes
 //   GEMM                          both codes                     gate and up (N, 2F), BF16
 //   quantize_activation_input()   gate and up                    groups of gate and up, which are saved; the
@@ -46,36 +47,14 @@
 //   quantize_operand()            weight of down, BF16           its codes
 //   GEMM                          both codes                     branch (N, C), BF16
 //   residual_add()                residual stream, branch        their sum, in BF16 for the next sum, and in
-//                                                                groups for the next norm; the amax of that
-//                                                                norm's output
+//                                                                groups for the next norm; that norm's row
+//                                                                statistics, and the amax of its output
 //
 // The quantizers are in coat.cu, residual_add() is in gpu/norm.cu, and a GEMM is a call of cuBLASLt
 // (gpu/gemm.cpp). A linear layer, gpu/linear.cpp, calls the quantizers and the GEMM.
 //
-// Read the rest of this file when you have read the files above it in the table of README.md. First come
-// rules of memory and structs, then the classes. In each class the functions of the list above stand in its
-// order, with those that they call between them. What can wait is at the end of the class: what other models
-// and recipes need, several GPUs, evaluations, prompts and reports.
-//
-// Most conditions in this file are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one
-// GPU, no further flags. In a first reading follow that run. In it
-//
-//   name                            where it is            value
-//   rotary_, gated_                 Network                true
-//   qk_norms_                       Network                false
-//   saves_attention_in_groups_      Network                false
-//   dgate_up_replaces_gate_up_      Network                true
-//   dqkv_replaces_gate_up_          Network                true
-//   is_first                        MicroBatch             true, because a step has one micro-batch
-//   update_in_backward              MicroBatch             nothing
-//   saves_groups()                  ResidualNorm           true; of the final norm false
-//   keep_gradients                  RunSettings            true
-//   quant_stats, quant_report       GpuContext             null
-//   caches_weights                  SharedByLinearLayers   false
-//   delayed()                       ScaleTable             false
-//   sends_gradients()               Sharding               false
-//
-// The other functions of Sharding do nothing with one GPU: gather_weights(), wait_for_gradient_buffer(), ...
+// Here the overview ends: come back to this file when you have read the files above it in the table of
+// README.md.
 #include "coat.h"
 #include "common/random.h"
 #include "gpu/attention.h"
@@ -185,10 +164,40 @@ struct MicroBatch {
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
 
 // ===========================================================================================================
+// How to read the two classes
+//
+// In each class the functions of the list at the top of this file stand in its order, with those that they
+// call between them. What can wait is at the end of the class: what other models and recipes need, several
+// GPUs, evaluations, prompts and reports.
+//
+// Most conditions are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one GPU, no further
+// flags. In a first reading follow that run. A comment "Llama: ..." says what a line gives or does in it.
+// Come back to this table when you meet a condition:
+//
+//   name                            where it is            value in that run
+//   rotary_, gated_                 Network                true
+//   qk_norms_                       Network                false
+//   saves_attention_in_groups_      Network                false
+//   dgate_up_replaces_gate_up_      Network                true
+//   dqkv_replaces_gate_up_          Network                true
+//   overwrites_gradients()          Network                true
+//   is_first                        MicroBatch             true, because a step has one micro-batch
+//   update_in_backward              MicroBatch             nothing
+//   saves_groups()                  ResidualNorm           true; of the final norm false
+//   keep_gradients                  RunSettings            true
+//   repeats_launches()              GpuModel               false in the first step, then true
+//   quant_stats, quant_report       GpuContext             null
+//   caches_weights                  LinearLayerContext     false
+//   delayed()                       ScaleTable             false
+//   sends_gradients()               Sharding               false
+//
+// The other functions of Sharding do nothing with one GPU: gather_weights(), wait_for_gradient_buffer(), ...
+
+// ===========================================================================================================
 // 1. Forward and backward of a micro-batch, and the update
 //
 // GpuModel, below, calls begin_micro_batch(), forward_and_backward(), add_embedding_gradients(),
-// write_loss_or_nan() and update_buckets(); and for evaluations forward() and the functions at the end of the
+// note_loss_or_nan() and update_buckets(); and for evaluations forward() and the functions at the end of the
 // class. All functions are public, so that they can stand in the order of a step.
 
 class Network {
@@ -204,7 +213,7 @@ class Network {
     ParameterState& parameter_state_;
     Sharding& sharding_;  // the other GPUs. With one GPU its functions do nothing
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
-    SharedByLinearLayers shared_by_linear_layers_;
+    LinearLayerContext linear_layer_context_;
     std::vector<Layer> layers_;
     MicroBatch micro_batch_{.B = 0, .T = 0};  // what is computed now: see begin_micro_batch()
 
@@ -222,12 +231,10 @@ class Network {
 
     // Two tensors of backward may take the place of a layer's saved gate and up (rule 3 above).
     //
-    // The first is dgate_up, of which the row-major elements go there. They can if an element has as many
-    // bytes as one of gate and up: then the kernel may write over its input. In coat both are FP8 codes; in
-    // bf16 and fp32 both are values. (In coat they cannot in runs whose GEMMs are in BF16. The second
-    // condition decides in no recipe of the table. It is for groups of gate and up beside scales of rows or
-    // blocks, which lie right after the codes, where they would overwrite the scales of the groups.)
-    const TensorFormat g_format_ = shared_by_linear_layers_.formats.g;
+    // The first is dgate_up, of which the row-major elements go there, if an element has as many bytes as one
+    // of gate and up: then the kernel may write over its input. In coat both are FP8 codes. (There is no room
+    // for the scales of rows or blocks.)
+    const TensorFormat g_format_ = linear_layer_context_.formats.g;
     const bool dgate_up_replaces_gate_up_ = format_info(g_format_.element_format).bytes ==
                                                 format_info(recipe_.saved_inputs.element_format).bytes &&
                                             g_format_.granularity == PER_TENSOR;
@@ -245,12 +252,12 @@ public:
     Network(GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table,
             ParameterState& parameter_state, Sharding& sharding, bool cache_weights)
         : context_(context), memory_(memory), scale_table_(scale_table), parameter_state_(parameter_state),
-          sharding_(sharding), shared_by_linear_layers_{.context = context,
-                                                        .parameter_state = parameter_state,
-                                                        .scale_table = scale_table,
-                                                        .sharding = sharding,
-                                                        .gemms = gemms_,
-                                                        .caches_weights = cache_weights} {
+          sharding_(sharding), linear_layer_context_{.context = context,
+                                                     .parameter_state = parameter_state,
+                                                     .scale_table = scale_table,
+                                                     .sharding = sharding,
+                                                     .gemms = gemms_,
+                                                     .caches_weights = cache_weights} {
         layers_.reserve(static_cast<size_t>(config_.L));
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l));
         if (rotary_) fill_rope_table(config_, settings_.T, memory_.rope_table, stream_);
@@ -285,7 +292,7 @@ public:
             return parameter_state_.param_index(concat("layers.", l, ".", param));
         };
         auto linear_layer = [&](const char* weight) {
-            return LinearLayer(shared_by_linear_layers_, index(weight));
+            return LinearLayer(linear_layer_context_, index(weight));
         };
         Layer layer{.norm1_weight_index = index("norm1.weight"),
                     .norm2_weight_index = index("norm2.weight"),
@@ -429,6 +436,7 @@ public:
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). lazy_norm() computes nothing yet:
         // fprop() computes x while it makes the codes of x
         const LazyTensor x = lazy_norm(norm1_of(l).args);
+        // (Llama: qkv is the saved tensor itself)
         const TensorRef qkv = allocate_buffer_if_in_groups(saved_tensor(layer, SavedKind::Qkv));
         layer.qkv_proj.fprop(x, qkv);
         // attention with rotary positions -> (N, q_cols)
@@ -442,15 +450,25 @@ public:
     }
     // Attention, causal, within each sequence of T tokens. Saves its output (N, q_cols), whose amax it finds.
     //
-    // qkv is a saved tensor, as the projection has written it. q and k are rotated there, in place. (Qwen3
-    // and runs with --attention groups have a function of their own, which can wait.)
+    // qkv is a saved tensor, as the projection has written it. q and k are rotated there, in place. (With
+    // --attention groups qkv is a buffer, which is saved here. What is allocated here is given back at the
+    // end of the caller's Scope.)
     void core_attention_forward(const Layer& layer, const TensorRef& qkv) {
-        if (qk_norms_ || saves_attention_in_groups_)
-            return core_attention_forward_of_qwen3_or_groups(layer, qkv);
-        if (rotary_) rope(rope_args(), qkv, /*inverse=*/false, /*qkv_amax_to_raise=*/nullptr, stream_);
-        attention_forward(attention_shape_args(), qkv.data,
-                          saved_tensor(layer, SavedKind::AttentionOutput).data, saved_log_sum_exp(layer),
-                          layer.attention_out_proj.place_for_x_amax(), stream_);
+        const TensorRef saved_output = saved_tensor(layer, SavedKind::AttentionOutput);
+        const TensorRef output = allocate_buffer_if_in_groups(saved_output);  // Llama: saved_output
+        if (rotary_ && !qk_norms_)
+            rope(rope_args(), qkv, /*inverse=*/false, /*qkv_amax_to_raise=*/nullptr, stream_);
+        if (saves_attention_in_groups_) save_and_reload(qkv, saved_tensor(layer, SavedKind::Qkv));
+        const TensorRef attention_qkv = make_attention_input(layer, qkv);  // Llama: qkv
+        float* const output_amax_to_raise =
+            saves_attention_in_groups_ ? nullptr : layer.attention_out_proj.place_for_x_amax();
+        attention_forward(attention_shape_args(), attention_qkv.data, output.data, saved_log_sum_exp(layer),
+                          output_amax_to_raise, stream_);
+        if (saves_attention_in_groups_) {
+            save_and_reload(output, saved_output);
+            // The x of attention_out_proj is what the groups hold, so its amax takes a pass of its own
+            layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved_output));
+        }
     }
 
     // The second half of layer l (table of its kernels: at the top of this file).
@@ -491,21 +509,26 @@ public:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Buckets (gpu/memory_layout.h): parameters whose gradients backward completes at the same time. The
-    // kernels that add to the gradients of a bucket are launched between begin_bucket() and finish_bucket(),
-    // and the next bucket begins after that. There is one exception: the GEMMs of the head, which write its
-    // gradient before its bucket begins.
+    // Buckets (gpu/memory_layout.h). The kernels that add to the gradients of a bucket are launched between
+    // begin_bucket() and finish_bucket(), and the next bucket begins after that. There is one exception: the
+    // GEMMs of the head, which write its gradient before its bucket begins.
     //
-    // In the first micro-batch of a step begin_bucket() clears the gradients of norms, biases and embeddings.
+    // How gradients begin in a step, in its first micro-batch:
+    //
+    //   gradient of                       how it begins
+    //   the weight of a linear layer      its wgrad overwrites it
+    //   the weight of the head, even if   the wgrad of the first slice of tokens overwrites it
+    //   that is a tied embedding
+    //   a norm, a bias, any other         begin_bucket() clears it, because the kernels of these add to
+    //   embedding                         gradients
+    //
     // finish_bucket() does nothing with one GPU and kept gradients, so it stands with what can wait.
 
     void begin_bucket(int64_t bucket) {
         sharding_.wait_for_gradient_buffer(bucket);
         if (overwrites_gradients()) clear_gradients_that_no_gemm_writes(bucket);
     }
-    // When GEMMs overwrite gradients, the kernels of norms, biases and embeddings still add to gradients, so
-    // these gradients begin at zero. The gradient of the head's weight is left out: its GEMMs ran before its
-    // bucket began, even if the weight is a tied embedding.
+    // The last row of the table.
     void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
         const BucketRange& range = parameter_state_.buckets[bucket];
         for (size_t i = range.first_param; i < range.end_param; i++) {
@@ -523,24 +546,25 @@ public:
     void head_forward_and_backward() {
         const Arena::Scope scope(arena_);
         const TensorRef dnorm_output = allocate_tensor(micro_batch_.N, config_.C);
+        // Backward, although the head also has its forward pass here: the next weights are those of the last
+        // layer
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Backward);
         // The gradient of the head's weight. (If head_sum_in_fp32(), a temporary FP32 sum, which
         // store_head_gradient_sum() rounds. This can wait.)
-        const TensorRef dweight = make_head_gradient_sum();
+        const TensorRef dweight = make_head_gradient_sum();  // Llama: gradient(head_index_)
         for (int64_t first = 0; first < micro_batch_.N; first += HEAD_SLICE_TOKENS)
             head_slice_forward_and_backward(first, dnorm_output, dweight);
         add_losses_to_outcome();
-        store_head_gradient_sum(dweight);
+        store_head_gradient_sum(dweight);  // Llama: nothing
         // final norm: the gradient of the residual stream begins here. An untied head is in the final norm's
         // bucket, too, and its gradient is complete
         const int64_t bucket = parameter_state_.params[final_norm_weight_index_].bucket;
         begin_bucket(bucket);
         residual_norm_backward(final_norm(), dnorm_output, /*dresidual_in=*/TensorRef{});
-        finish_bucket(bucket);
+        finish_bucket(bucket);  // Llama: nothing
     }
     // For the tokens of a slice, from number `first` on: computes the losses and their rows of dnorm_output,
-    // and adds to dweight, the gradient of the head's weight. (If gradients are overwritten, the first slice
-    // overwrites dweight.)
+    // and adds to dweight, the gradient of the head's weight.
     void head_slice_forward_and_backward(int64_t first, const TensorRef& dnorm_output,
                                          const TensorRef& dweight) {
         const Arena::Scope scope(arena_);
@@ -686,12 +710,12 @@ public:
     // dqkv. (Qwen3: without the amax, because the backward pass of qk_norms follows, which changes dqkv.)
     void core_attention_backward(Layer& layer, const TensorRef& dattention_output, const TensorRef& dqkv) {
         const Arena::Scope scope(arena_);
-        // The saved tensors themselves, except with --attention groups
+        // (Llama: qkv and attention_output are the saved tensors themselves)
         const TensorRef qkv = make_loaded_buffer_if_in_groups(saved_tensor(layer, SavedKind::Qkv));
         const TensorRef attention_output =
             make_loaded_buffer_if_in_groups(saved_tensor(layer, SavedKind::AttentionOutput));
         void* const workspace = arena_.allocate(attention_workspace_bytes(attention_shape_args()));
-        const TensorRef attention_qkv = make_attention_input(layer, qkv);
+        const TensorRef attention_qkv = make_attention_input(layer, qkv);  // Llama: qkv
         attention_backward(attention_shape_args(),
                            {.qkv = attention_qkv.data,
                             .out = attention_output.data,
@@ -702,7 +726,7 @@ public:
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
                             .dqkv_amax_to_raise = qk_norms_ ? nullptr : layer.qkv_proj.place_for_g_amax()},
                            stream_);
-        if (qk_norms_) qk_norms_backward(layer, qkv, dqkv);
+        qk_norms_backward_if_any(layer, qkv, dqkv);  // Llama: nothing
     }
 
     // A norm and the linear layer that reads its output. dgrad computes the gradient of the norm's output;
@@ -740,16 +764,16 @@ public:
     // same token are added in a fixed order, for which the host sorts the tokens while the GPU computes.
     void add_embedding_gradients(const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, micro_batch_.N);
-        const int64_t distinct_tokens = static_cast<int64_t>(embedding_order_.tokens.size());
-        context_.wait_then_start_copy_to_gpu(memory_.token_order, embedding_order_.order.data(),
+        const int64_t distinct_tokens = static_cast<int64_t>(embedding_order_.token_rows.size());
+        context_.wait_then_start_copy_to_gpu(memory_.row_order, embedding_order_.row_order.data(),
                                              micro_batch_.N * INT32_BYTES);
-        context_.wait_then_start_copy_to_gpu(memory_.token_rows, embedding_order_.tokens.data(),
+        context_.wait_then_start_copy_to_gpu(memory_.token_rows, embedding_order_.token_rows.data(),
                                              distinct_tokens * static_cast<int64_t>(sizeof(TokenRows)));
         const int64_t bucket = parameter_state_.params[embedding_index_].bucket;
         begin_bucket(bucket);
         embedding_backward(dresidual(),
-                           {.order = memory_.token_order,
-                            .tokens = memory_.token_rows,
+                           {.row_order = memory_.row_order,
+                            .token_rows = memory_.token_rows,
                             .count = distinct_tokens,
                             .frequent_count = embedding_order_.frequent_count},
                            gradient(embedding_index_), stream_);
@@ -761,10 +785,10 @@ public:
 
     // memory_.outcome()->loss_or_nan = the loss so far; or NaN, if an amax is not finite: FP8 codes hide
     // infinity and NaN. If it is NaN, the step is skipped.
-    void write_loss_or_nan() {
-        StepOutcome* const outcome = memory_.outcome();  // on the device
-        gpu::write_loss_or_nan(scale_table_.entries(), scale_table_.entry_count(), &outcome->loss,
-                               &outcome->loss_or_nan, stream_);
+    void note_loss_or_nan() {
+        StepOutcome* const outcome = memory_.outcome();
+        write_loss_or_nan(scale_table_.entries(), scale_table_.entry_count(), &outcome->loss,
+                          &outcome->loss_or_nan, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -778,7 +802,7 @@ public:
     void update_buckets(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket) {
         const ShardsToUpdate shards = parameter_state_.shards_of_buckets(first_bucket, end_bucket);
         const Range shard_units = parameter_state_.shard_units_of_buckets(first_bucket, end_bucket);
-        StepOutcome* const outcome = memory_.outcome();  // on the device
+        StepOutcome* const outcome = memory_.outcome();
         GradientState* const gradient_state = &outcome->gradient_state;
         double* const loss_and_squares = memory_.loss_and_squares;
         const int64_t row_size = 1 + shard_units.count;
@@ -804,7 +828,7 @@ public:
             sharding_.reduce_gradients(bucket, micro_batch_.is_first);
         // --gradients none: the weights of the bucket are updated
         if (micro_batch_.update_in_backward) {
-            write_loss_or_nan();
+            note_loss_or_nan();
             update_buckets(*micro_batch_.update_in_backward, bucket, bucket + 1);
         }
         // measure_quantization(): what storing the moments would lose is measured
@@ -853,24 +877,6 @@ public:
         quantize_groups(buffer, saved, /*write_back=*/true,
                         context_.quant_stats_of(MeasuredKind::QkvAndOutput), stream_);
     }
-    // core_attention_forward() of Qwen3, or with --attention groups. qkv: the buffer, or the tensor that is
-    // saved. What is allocated here is given back at the end of the caller's Scope.
-    void core_attention_forward_of_qwen3_or_groups(const Layer& layer, const TensorRef& qkv) {
-        const TensorRef saved_output = saved_tensor(layer, SavedKind::AttentionOutput);
-        const TensorRef output = allocate_buffer_if_in_groups(saved_output);
-        if (rotary_ && !qk_norms_)
-            rope(rope_args(), qkv, /*inverse=*/false, /*qkv_amax_to_raise=*/nullptr, stream_);
-        if (saves_attention_in_groups_) save_and_reload(qkv, saved_tensor(layer, SavedKind::Qkv));
-        const TensorRef attention_qkv = make_attention_input(layer, qkv);
-        float* const output_amax_to_raise =
-            saves_attention_in_groups_ ? nullptr : layer.attention_out_proj.place_for_x_amax();
-        attention_forward(attention_shape_args(), attention_qkv.data, output.data, saved_log_sum_exp(layer),
-                          output_amax_to_raise, stream_);
-        if (!saves_attention_in_groups_) return;
-        save_and_reload(output, saved_output);
-        // The x of attention_out_proj is what the groups hold, so its amax takes a pass of its own
-        layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved_output));
-    }
 
     // q, k, v as attention reads them: as they are saved, because forward applies RoPE right after the q, k,
     // v projection. (reference/network.h has a function with the same name.)
@@ -885,10 +891,11 @@ public:
         return normed_and_rotated;
     }
     // Qwen3: dqkv, on entry the gradient of the outputs of qk_norms, becomes that of their inputs.
-    void qk_norms_backward(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
+    void qk_norms_backward_if_any(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
+        if (!qk_norms_) return;
         const QkNorms norms = qk_norms_args(layer);
         float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
-        gpu::qk_norms_backward(norms, qkv, dqkv, gradient(*layer.qk_norms_weight_index), partials, stream_);
+        qk_norms_backward(norms, qkv, dqkv, gradient(*layer.qk_norms_weight_index), partials, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -958,7 +965,7 @@ public:
     // If weights are cached: makes the FP8 codes of all weights, unless they are up to date. While
     // quantization is measured, the codes are made in any case, because making them measures their errors.
     void write_cached_weights() {
-        if (!shared_by_linear_layers_.caches_weights) return;
+        if (!linear_layer_context_.caches_weights) return;
         if (cached_weights_are_valid_ && !context_.quant_stats) return;
         for (Layer& layer : layers_)
             for (LinearLayer* linear_layer :
@@ -1016,7 +1023,7 @@ public:
             if (!settings_.keep_gradients) micro_batch.update_in_backward = options;
             run_micro_batch(micro_batch, tokens + i * micro_batch.N, targets + i * micro_batch.N);
             // The next micro-batch clears the amaxes, so they are looked at now
-            if (settings_.keep_gradients) network_.write_loss_or_nan();
+            if (settings_.keep_gradients) network_.note_loss_or_nan();
         }
         update_parameters(options);
         return fetch_result(target_count);
@@ -1121,7 +1128,7 @@ public:
         network_.begin_micro_batch(micro_batch, tokens, targets);
         network_.forward();
         network_.loss_without_gradients();
-        network_.write_loss_or_nan();
+        network_.note_loss_or_nan();
         return fetch_outcome().loss_or_nan;
     }
 

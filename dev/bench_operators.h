@@ -436,9 +436,9 @@ private:
                         positions = c_.arch.rope ? TensorRef{} : random(c_.max_T, c_.C), x = random(N_, c_.C);
         const std::vector<int32_t> tokens = made_up_tokens(N_, c_.V);
         const EmbeddingOrder order = embedding_order(tokens.data(), N_);
-        const int64_t distinct = int64_t(order.tokens.size());
-        const int32_t *on_device = memory_.upload(tokens), *rows = memory_.upload(order.order);
-        const TokenRows* token_rows = memory_.upload(order.tokens);
+        const int64_t distinct = int64_t(order.token_rows.size());
+        const int32_t *on_device = memory_.upload(tokens), *rows = memory_.upload(order.row_order);
+        const TokenRows* token_rows = memory_.upload(order.token_rows);
         pass(HEAD, "embedding", batches_, size(x) + size(first.input) + (groups_ ? size(x) : 0), [&] {
             embed(table, positions, on_device, settings_.T,
                   {groups_ ? x : TensorRef{}, first, amax_to_raise_}, stream_);

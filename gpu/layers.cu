@@ -290,19 +290,19 @@ constexpr int RUN_ROWS = 32;
 
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
     EmbeddingOrder result;
-    result.order.resize(N);
-    std::iota(result.order.begin(), result.order.end(), 0);
-    std::stable_sort(result.order.begin(), result.order.end(),
+    result.row_order.resize(N);
+    std::iota(result.row_order.begin(), result.row_order.end(), 0);
+    std::stable_sort(result.row_order.begin(), result.row_order.end(),
                      [&](int32_t a, int32_t b) { return tokens[a] < tokens[b]; });
     for (int32_t i = 0; i < N; i++) {
-        const int32_t token = tokens[result.order[i]];
-        if (i == 0 || token != result.tokens.back().token) result.tokens.push_back({token, i, 0});
-        result.tokens.back().count++;
+        const int32_t token = tokens[result.row_order[i]];
+        if (i == 0 || token != result.token_rows.back().token) result.token_rows.push_back({token, i, 0});
+        result.token_rows.back().count++;
     }
     // The longest sums start first.
-    std::stable_sort(result.tokens.begin(), result.tokens.end(),
+    std::stable_sort(result.token_rows.begin(), result.token_rows.end(),
                      [](const TokenRows& a, const TokenRows& b) { return a.count > b.count; });
-    for (const TokenRows& t : result.tokens) result.frequent_count += t.count > RUN_ROWS ? 1 : 0;
+    for (const TokenRows& t : result.token_rows) result.frequent_count += t.count > RUN_ROWS ? 1 : 0;
     return result;
 }
 
@@ -328,12 +328,12 @@ static __device__ void add_to_gradient(const Bf16OrFp32& gradient, int64_t i, co
 }
 
 // blockIdx.x is the number of a rare token. A thread has a chunk of columns.
-static __global__ void embedding_backward_rare_kernel(Bf16OrFp32 g, int64_t C, const int32_t* order,
-                                                      const TokenRows* tokens, Bf16OrFp32 gradient) {
-    const TokenRows rows = tokens[blockIdx.x];
+static __global__ void embedding_backward_rare_kernel(Bf16OrFp32 g, int64_t C, const int32_t* row_order,
+                                                      const TokenRows* token_rows, Bf16OrFp32 gradient) {
+    const TokenRows rows = token_rows[blockIdx.x];
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
     if (col >= C) return;
-    auto row_of = [&](int i) -> int64_t { return order[i]; };
+    auto row_of = [&](int i) -> int64_t { return row_order[i]; };
     ChunkValues sum;
     sum_rows(g, C, col, rows.first, rows.first + rows.count, row_of, sum);
     add_to_gradient(gradient, rows.token * C + col, sum);
@@ -344,13 +344,13 @@ static __global__ void embedding_backward_rare_kernel(Bf16OrFp32 g, int64_t C, c
 // columns.
 constexpr int RUNS = 8;  // runs of a round
 static __global__ void __launch_bounds__(32 * RUNS)
-    embedding_backward_frequent_kernel(Bf16OrFp32 g, int64_t C, const int32_t* order, const TokenRows* tokens,
-                                       Bf16OrFp32 gradient) {
+    embedding_backward_frequent_kernel(Bf16OrFp32 g, int64_t C, const int32_t* row_order,
+                                       const TokenRows* token_rows, Bf16OrFp32 gradient) {
     __shared__ ChunkValues sums[RUNS][32];
-    const TokenRows rows = tokens[blockIdx.x];
+    const TokenRows rows = token_rows[blockIdx.x];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * 32 + lane) * CHUNK;
-    auto row_of = [&](int i) -> int64_t { return order[i]; };
+    auto row_of = [&](int i) -> int64_t { return row_order[i]; };
     ChunkValues total = {};
     for (int first = 0; first < rows.count; first += RUNS * RUN_ROWS) {
         const int begin = first + warp * RUN_ROWS;
@@ -389,13 +389,13 @@ void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, cons
                         cudaStream_t stream) {
     const dim3 frequent_grid(static_cast<unsigned>(order.frequent_count), block_count(g.cols, 32 * CHUNK));
     launch("embedding_backward", embedding_backward_frequent_kernel, frequent_grid, 32 * RUNS,
-           /*shared_bytes=*/0, stream, bf16_or_fp32(g), g.cols, order.order, order.tokens,
+           /*shared_bytes=*/0, stream, bf16_or_fp32(g), g.cols, order.row_order, order.token_rows,
            bf16_or_fp32(gradient));
     const unsigned threads = threads_of_row(g.cols);
     const unsigned rare = static_cast<unsigned>(order.count - order.frequent_count);
     const dim3 rare_grid(rare, block_count(g.cols, threads * CHUNK));
     launch("embedding_backward", embedding_backward_rare_kernel, rare_grid, threads, /*shared_bytes=*/0,
-           stream, bf16_or_fp32(g), g.cols, order.order, order.tokens + order.frequent_count,
+           stream, bf16_or_fp32(g), g.cols, order.row_order, order.token_rows + order.frequent_count,
            bf16_or_fp32(gradient));
 }
 

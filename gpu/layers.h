@@ -19,8 +19,8 @@ struct Rope {
 };
 void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream);
 // Rotates qkv (B*T, qkv_cols) in place. With `inverse` qkv is the gradient, which is rotated by the opposite
-// angles. The amax is that of all columns, also of v. (model.cu rotates forward, without an amax. Some
-// attention kernels rotate the gradient: gpu/attention.cu.)
+// angles. The amax is that of all columns, also of v. (Only gpu/attention.cu calls this function with
+// `inverse`, and perhaps with an amax. gpu/attention_sm90.cu rotates the gradient by itself.)
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, float* qkv_amax_to_raise, cudaStream_t stream);
 
 // ===========================================================================================================
@@ -46,19 +46,19 @@ void add_loss_sum(const float* losses, int64_t n, const double* loss_weight, dou
 
 // Which rows of a gradient belong to a token. The host sorts the rows, so that sums have a fixed order.
 struct TokenRows {
-    int32_t token, first, count;  // rows order[first .. first + count)
+    int32_t token, first, count;  // rows row_order[first .. first + count)
 };
 struct EmbeddingOrder {
-    std::vector<int32_t> order;     // (N) row numbers by token, ascending within a token
-    std::vector<TokenRows> tokens;  // at most N; those with the most rows come first
-    // How many tokens, at the beginning of `tokens`, have enough rows for several warps.
+    std::vector<int32_t> row_order;     // (N) row numbers by token, ascending within a token
+    std::vector<TokenRows> token_rows;  // at most N; those with the most rows come first
+    // How many tokens, at the beginning of token_rows, have enough rows for several warps.
     int64_t frequent_count = 0;
 };
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);
-// An EmbeddingOrder whose vectors are on the device; `count` is the length of `tokens`.
+// An EmbeddingOrder whose vectors are on the device; `count` is the length of token_rows.
 struct EmbeddingOrderRef {
-    const int32_t* order;
-    const TokenRows* tokens;
+    const int32_t* row_order;
+    const TokenRows* token_rows;
     int64_t count, frequent_count;
 };
 // gradient (padded_V, C): row[token] += the sum of the token's rows of g (N, C), for each token of the order.

@@ -8,7 +8,7 @@
 
 namespace coat::gpu {
 
-LinearLayer::LinearLayer(SharedByLinearLayers& shared, size_t weight_index)
+LinearLayer::LinearLayer(LinearLayerContext& shared, size_t weight_index)
     : shared_(shared), weight_index_(weight_index),
       bias_index_(shared_.parameter_state.bias_index(weight_index)),
       out_(shared_.parameter_state.params[weight_index].rows),
@@ -127,9 +127,9 @@ Operand LinearLayer::allocate_g_operand(int64_t N, void* row_major) const {
 // The operand of g is made in one pass, if the amax of g is known; else in two, of which the first finds the
 // amax.
 void LinearLayer::write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand) {
-    float* const missing_amax = g_amax_from == AmaxFrom::ExtraPass ? place_for_g_amax() : nullptr;
-    if (bias_index_) return write_g_operand_and_add_dbias(g, missing_amax, g_operand);  // this can wait
-    if (missing_amax) compute_amax(g, missing_amax, stream());
+    float* const amax_to_compute = g_amax_from == AmaxFrom::ExtraPass ? place_for_g_amax() : nullptr;
+    if (bias_index_) return write_g_operand_and_add_dbias(g, amax_to_compute, g_operand);  // this can wait
+    if (amax_to_compute) compute_amax(g, amax_to_compute, stream());
     write_elements_of_g(g, g_operand);
 }
 
@@ -158,14 +158,14 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 //                           second one (write_operand_and_add_column_sums() in gpu/column_sums.cu)
 //   in BF16                 first the operand, then dbias, as the sum of the values that were stored
 //
-// missing_amax: where the amax of g goes, if it is to be computed; else null.
-void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, float* missing_amax,
+// amax_to_compute: where the amax of g goes, if it is to be computed; else null.
+void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, float* amax_to_compute,
                                                 const Operand& g_operand) {
     if (!shared_.formats.g.is_fp8()) {
         write_elements_of_g(g, g_operand);
         add_dbias(lazy_stored(g_operand.tensor), /*g_amax_to_raise=*/nullptr);
-    } else if (missing_amax) {
-        add_dbias(g, missing_amax);
+    } else if (amax_to_compute) {
+        add_dbias(g, amax_to_compute);
         write_elements_of_g(g, g_operand);
     } else {
         const Arena::Scope scope(arena());

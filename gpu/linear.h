@@ -49,7 +49,7 @@
 namespace coat::gpu {
 
 // What the linear layers of a model share.
-struct SharedByLinearLayers {
+struct LinearLayerContext {
     GpuContext& context;
     const ParameterState& parameter_state;
     const ScaleTable& scale_table;
@@ -72,7 +72,7 @@ struct SharedByLinearLayers {
 class LinearLayer {
 public:
     // weight_index: the index of w in ParameterState::params.
-    LinearLayer(SharedByLinearLayers& shared, size_t weight_index);
+    LinearLayer(LinearLayerContext& shared, size_t weight_index);
 
     // --- The three GEMMs
     // y = x w^T + bias. An FP8 GEMM writes a multiple of 16 rows: y must have memory for these.
@@ -119,7 +119,7 @@ private:
     // The forms of an operand (Operand in gpu/tensors.h) that are made.
     enum class Form : uint8_t { RowMajor, Transposed, Both };
 
-    SharedByLinearLayers& shared_;
+    LinearLayerContext& shared_;
     const size_t weight_index_;               // the index of w (out, in) in ParameterState::params
     const std::optional<size_t> bias_index_;  // the index of the bias (out), if there is one
     const int64_t out_, in_;
@@ -147,7 +147,7 @@ private:
     void write_elements_of_g(const LazyTensor& g, const Operand& g_operand) const;
 
     // These serve layers with a bias, delayed scaling, and several ranks (they can wait).
-    void write_g_operand_and_add_dbias(const LazyTensor& g, float* missing_amax, const Operand& g_operand);
+    void write_g_operand_and_add_dbias(const LazyTensor& g, float* amax_to_compute, const Operand& g_operand);
     void add_dbias(const LazyTensor& g, float* g_amax_to_raise) const;
     void compute_w_amax_if_needed() const;
     Operand w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const;

@@ -111,7 +111,7 @@ MemoryMap allocate_memory(GpuContext& context) {
     const int64_t tokens = s.B * s.T;
     map.tokens = arena.allocate<int32_t>(tokens);
     map.targets = arena.allocate<int32_t>(tokens);
-    map.token_order = arena.allocate<int32_t>(tokens);
+    map.row_order = arena.allocate<int32_t>(tokens);
     map.token_rows = arena.allocate<TokenRows>(tokens);
     map.final_norm_input_or_dresidual = arena.allocate(padded_tokens(s) * config.C * compute_bytes);
     map.norm_backward_workspace = arena.allocate<float>(norm_backward_workspace_floats(config.C));

@@ -106,8 +106,8 @@ struct MemoryMap {
 
     // For the micro-batch that runs, or for a prompt, which is at most as long
     int32_t *tokens, *targets;  // (N)
-    int32_t* token_order;       // (N) for the embedding's gradient: row numbers, sorted by token
-    TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in token_order
+    int32_t* row_order;         // (N) for the embedding's gradient: row numbers, sorted by token
+    TokenRows* token_rows;      // (N at most) for each token that occurs: its rows in row_order
     // (N, C): in forward the residual stream after the last layer; in backward its gradient (model.cu)
     void* final_norm_input_or_dresidual;
     float* norm_backward_workspace;  // norm_backward_workspace_floats()

@@ -17,33 +17,6 @@
 
 namespace coat {
 
-// -----------------------------------------------------------------------------------------------------------
-// The learning rate
-
-int64_t warmup_steps(int64_t warmup, int64_t steps) {
-    return steps > 0 && warmup > steps ? steps / 10 : warmup;
-}
-
-// As in the paper's runs, the rate ends at a tenth of the peak. The rate of the first step is above 0, so no
-// step is lost.
-float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
-    constexpr double FLOOR = 0.1;
-    constexpr double PI = 3.14159265358979323846;
-    warmup = warmup_steps(warmup, steps);
-    if (step < warmup) return float(peak * (step + 1) / warmup);
-    // The n steps after the warm-up follow a cosine of length n, as in nanoGPT and torchtitan. The last of
-    // them lies at (n - 1) / n of the cosine. In a short run that is far from its end: with n = 3 the run
-    // would end at 0.33 of the peak. So for n < 100 the cosine is shorter: the last step lies at 0.99 of it,
-    // where the rate is at most 0.1002 of the peak.
-    const double n = double(steps - warmup);
-    const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
-    const double fraction = std::min(1.0, double(step - warmup) / length);  // of the cosine
-    return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(fraction * PI))));
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// The loop
-
 namespace {
 
 // Where the loop is in the run. Times are those of now(), in seconds.
@@ -62,6 +35,9 @@ struct Events {
     bool save_interval_has_passed;
 };
 
+// If there is no --save-every, the run is saved every 30 minutes. (Tests have shorter minutes.)
+double default_save_interval() { return 30 * seconds_per_minute(); }
+
 void train_step(Run& run, Progress& progress);
 Events events_on_all_ranks(Run& run, const Progress& progress);
 int save_and_end_at_signal(Run& run, int signal);
@@ -75,10 +51,10 @@ int train(Run& run) {
     if (!flags.out.empty()) note_checkpoint(run, find_checkpoint(flags.out));
     if (run.state.step == 0) run.state.first_validation = validate_and_report(run);
     create_and_lock_output_folder(run);
-    // If there is no --save-every, the run is saved every 30 minutes
-    const double minute = seconds_per_minute();  // 60, shorter in tests
-    Progress progress{
-        .steps_before = run.state.step, .started = now(), .saved_at = now(), .save_interval = 30 * minute};
+    Progress progress{.steps_before = run.state.step,
+                      .started = now(),
+                      .saved_at = now(),
+                      .save_interval = default_save_interval()};
     const auto every = [&](int64_t steps) { return steps > 0 && run.state.step % steps == 0; };
     while (run.state.step < flags.steps) {
         train_step(run, progress);
@@ -209,5 +185,29 @@ int finish(Run& run, const Progress& progress) {
 }
 
 }  // namespace
+
+// -----------------------------------------------------------------------------------------------------------
+// The learning rate
+
+int64_t warmup_steps(int64_t warmup, int64_t steps) {
+    return steps > 0 && warmup > steps ? steps / 10 : warmup;
+}
+
+// As in the paper's runs, the rate ends at a tenth of the peak. The rate of the first step is above 0, so no
+// step is lost.
+float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
+    constexpr double FLOOR = 0.1;
+    constexpr double PI = 3.14159265358979323846;
+    warmup = warmup_steps(warmup, steps);
+    if (step < warmup) return float(peak * (step + 1) / warmup);
+    // The n steps after the warm-up follow a cosine of length n, as in nanoGPT and torchtitan. The last of
+    // them lies at (n - 1) / n of the cosine. In a short run that is far from its end: with n = 3 the run
+    // would end at 0.33 of the peak. So for n < 100 the cosine is shorter: the last step lies at 0.99 of it,
+    // where the rate is at most 0.1002 of the peak.
+    const double n = double(steps - warmup);
+    const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
+    const double fraction = std::min(1.0, double(step - warmup) / length);  // of the cosine
+    return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(fraction * PI))));
+}
 
 }  // namespace coat

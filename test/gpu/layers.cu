@@ -164,18 +164,18 @@ GPU_TEST_CASE("embed and embedding_backward: tokens and positions") {
             c.check_statistics(c.in);
 
             const gpu::EmbeddingOrder order = gpu::embedding_order(tokens.data(), N);
-            const int64_t distinct = int64_t(order.tokens.size());
+            const int64_t distinct = int64_t(order.token_rows.size());
             REQUIRE(distinct <= live);
             CHECK((0 < order.frequent_count && order.frequent_count < distinct));  // both kernels have tokens
-            for (const gpu::TokenRows& t : order.tokens)  // a token's rows are in order
-                CHECK(std::is_sorted(&order.order[t.first], &order.order[t.first] + t.count));
-            const Buffer<int32_t> device_order(order.order);
-            const Buffer<gpu::TokenRows> token_rows(order.tokens);
+            for (const gpu::TokenRows& t : order.token_rows)  // a token's rows are in order
+                CHECK(std::is_sorted(&order.row_order[t.first], &order.row_order[t.first] + t.count));
+            const Buffer<int32_t> device_order(order.row_order);
+            const Buffer<gpu::TokenRows> token_rows(order.token_rows);
             for (Format format : {f.compute, Format::FP32}) {  // of the gradients
                 const Tensor de(e, {V, C}, TensorFormat{format}), dp(p, {T, C}, TensorFormat{format});
                 gpu::embedding_backward(device_g.ref(),
-                                        {.order = device_order.get(),
-                                         .tokens = token_rows.get(),
+                                        {.row_order = device_order.get(),
+                                         .token_rows = token_rows.get(),
                                          .count = distinct,
                                          .frequent_count = order.frequent_count},
                                         de.ref(), 0);
