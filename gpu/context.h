@@ -23,9 +23,9 @@ struct GpuContext {
     // Copies between the host and this GPU. wait_then_start_copy_to_gpu() only starts its copy, so what it
     // reads must stay until the next wait(). copy_to_host() returns when its copy is complete.
     //
-    // Both functions first call wait(). The host's memory is pageable: before such a copy CUDA itself may
-    // wait for the stream. It would wait for ever if the stream waits for a rank that has ended, which wait()
-    // notices.
+    // Both functions first call wait(). (With one GPU this changes little. With several: CUDA itself may wait
+    // for the stream before it copies pageable memory, and would wait for ever if another rank has ended.
+    // wait() notices that.)
     void wait_then_start_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
     void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
 

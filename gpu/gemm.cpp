@@ -76,16 +76,19 @@ const float* scales_of(const Operand& operand, bool reads_transposed_codes) {
 
 // The Matrix of an operand, which is A of cuBLAS if is_a, else B.
 //
-// cuBLAS computes A B: it sums along the rows of A, and along the columns of B. What is contiguous in memory
-// is a column for cuBLAS. So if the sum goes along contiguous elements, A must be transposed, and B must not.
-// If it does not, B must be transposed, and A must not. In FP8 the GEMM reads that form of the codes,
-// row-major or transposed, in which the sum goes along contiguous elements.
+// cuBLAS sums along the rows of its A and along the columns of its B, and what is contiguous in memory is a
+// column for it. So if our operand is summed along its rows, which are contiguous, cuBLAS must transpose A,
+// and must not transpose B. If the operand is summed along its columns, it is the other way round. But in FP8
+// the GEMM then reads the transposed codes, in which the sum goes along contiguous elements again. TRANSA and
+// TRANSB tell cuBLAS whether it is to transpose: T, or not: N.
 //
-//   operand                     in FP8                           in BF16 and FP32
-//   A, summed along rows        row-major codes, to transpose    row-major values, to transpose
-//   A, summed along columns     transposed codes, to transpose   row-major values
-//   B, summed along rows        row-major codes                  row-major values
-//   B, summed along columns     transposed codes                 row-major values, to transpose
+//                                           in FP8              TRANS  in BF16 and FP32    TRANS
+//   A: our right operand, summed along its
+//        rows                               row-major codes     T      row-major values    T
+//        columns                            transposed codes    T      row-major values    N
+//   B: our left operand, summed along its
+//        rows                               row-major codes     N      row-major values    N
+//        columns                            transposed codes    N      row-major values    T
 Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
     const TensorRef& tensor = operand.tensor;
     const bool fp8 = tensor.format.is_fp8();
@@ -106,7 +109,8 @@ Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
 // -----------------------------------------------------------------------------------------------------------
 // The description of a GEMM
 
-cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols) {
+// A column-major matrix. The last `rows` is the distance from a column to the next one.
+cublasLtMatrixLayoutOpaque_t matrix_layout(Format f, int64_t rows, int64_t cols) {
     cublasLtMatrixLayoutOpaque_t layout;
     check_description(cublasLtMatrixLayoutInit(&layout, data_type(f), rows, cols, rows));
     return layout;
@@ -115,15 +119,16 @@ cublasLtMatrixLayoutOpaque_t layout(Format f, int64_t rows, int64_t cols) {
 // The description of out = A B, or out += A B, for cuBLASLt. Sums are in FP32, or in fewer bits if `fast`
 // (common/recipes.h, FastAccumulation). The bias, if there is one, is added to the sums before they are
 // stored.
-struct Problem {
+struct Description {
     cublasLtMatrixLayoutOpaque_t a, b, out;
     cublasLtMatmulDescOpaque_t operation;
 
     // Scales and bias are given as addresses: the GEMM reads them when it runs.
-    Problem(const Matrix& a_matrix, const Matrix& b_matrix, const TensorRef& to, const void* bias, bool fast)
-        : a(layout(a_matrix.format, a_matrix.rows, a_matrix.cols)),
-          b(layout(b_matrix.format, b_matrix.rows, b_matrix.cols)),
-          out(layout(to.format.element_format, to.cols, to.rows)) {
+    Description(const Matrix& a_matrix, const Matrix& b_matrix, const TensorRef& to, const void* bias,
+                bool fast)
+        : a(matrix_layout(a_matrix.format, a_matrix.rows, a_matrix.cols)),
+          b(matrix_layout(b_matrix.format, b_matrix.rows, b_matrix.cols)),
+          out(matrix_layout(to.format.element_format, to.cols, to.rows)) {
         check_description(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
         set(CUBLASLT_MATMUL_DESC_TRANSA, a_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
         set(CUBLASLT_MATMUL_DESC_TRANSB, b_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
@@ -176,7 +181,7 @@ size_t preference_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
 // The algorithms that cuBLASLt proposes, in its own order or, with prefer_tiles, those with PREFERRED_TILES
 // first. Excluded are algorithms that store partial sums in the output's format. With prefer_tiles all
 // algorithms that split the sums are excluded, so that the order of additions does not depend on the choice.
-std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t handle, Problem& problem,
+std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t handle, Description& description,
                                                        bool prefer_tiles) {
     cublasLtMatmulPreferenceOpaque_t preference;
     check_description(cublasLtMatmulPreferenceInit(&preference));
@@ -192,8 +197,8 @@ std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t handle, 
     cublasLtMatmulHeuristicResult_t found[CANDIDATES];
     // The status is not checked: if the call fails, n stays 0, and run() throws an Error
     int n = 0;
-    cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out,
-                                   &problem.out, &preference, CANDIDATES, found, &n);
+    cublasLtMatmulAlgoGetHeuristic(handle, &description.operation, &description.a, &description.b,
+                                   &description.out, &description.out, &preference, CANDIDATES, found, &n);
     std::vector<cublasLtMatmulAlgo_t> algorithms;
     for (int i = 0; i < n; i++)
         if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
@@ -221,13 +226,13 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
     require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,
             "the shapes of a GEMM do not fit");
     const bool fast = fast_accumulation_[int(kind)];
-    Problem problem(a, b, out, options.bias, fast);
+    Description description(a, b, out, options.bias, fast);
     // Returns the status
     const auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
         const float one = 1, beta = options.overwrite ? 0 : 1;
         const cublasStatus_t status = cublasLtMatmul(
-            handle_, &problem.operation, &one, a.data, &problem.a, b.data, &problem.b, &beta, out.data,
-            &problem.out, out.data, &problem.out, &algorithm, scratch, SCRATCH, stream);
+            handle_, &description.operation, &one, a.data, &description.a, b.data, &description.b, &beta,
+            out.data, &description.out, out.data, &description.out, &algorithm, scratch, SCRATCH, stream);
         if (status != CUBLAS_STATUS_SUCCESS)
             cudaGetLastError();  // or the next launch would report this error
         return status;
@@ -253,7 +258,8 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
         const bool fast_or_bf16 = fast || a.format == Format::BF16;
         const bool prefer_tiles = should_prefer_tiles(kind, fast_or_bf16, out);
         cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
-        for (const cublasLtMatmulAlgo_t& candidate : candidate_algorithms(handle_, problem, prefer_tiles)) {
+        for (const cublasLtMatmulAlgo_t& candidate :
+             candidate_algorithms(handle_, description, prefer_tiles)) {
             status = launch(candidate);
             if (status == CUBLAS_STATUS_SUCCESS) {
                 algorithms_[key] = candidate;

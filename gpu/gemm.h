@@ -45,7 +45,7 @@ public:
 
 private:
     // What the choice of an algorithm depends on. The algorithm is chosen once for each Key. (One algorithm
-    // serves both values of GemmOptions::overwrite.)
+    // serves both values of GemmOptions::overwrite. Whether accumulation is fast follows from `kind`.)
     struct Key {
         GemmKind kind;
         // A is made of `right`, and B of `left` (gemm.cpp says why)

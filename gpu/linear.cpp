@@ -111,6 +111,10 @@ Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     return make_operand(OperandKind::W, lazy_stored(w), gemm);
 }
 
+// The operand of g. In coat, and without a bias, this is what happens here and in the functions below:
+//   1. allocate_g_operand()   memory for both forms of the codes
+//   2. compute_amax()         a pass over g, if no earlier kernel has found its amax
+//   3. write_operand()        the codes, in one pass over g
 Operand LinearLayer::make_g_operand(const LazyTensor& g, AmaxFrom g_amax_from) {
     const Operand g_operand = is_its_own_operand(OperandKind::G, g)
                                   ? Operand{g.input}
@@ -124,8 +128,6 @@ Operand LinearLayer::allocate_g_operand(int64_t N, void* row_major) const {
     return allocate_operand(OperandKind::G, N, form, row_major);
 }
 
-// The operand of g is made in one pass, if the amax of g is known; else in two, of which the first finds the
-// amax.
 void LinearLayer::write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand) {
     float* const amax_to_compute = g_amax_from == AmaxFrom::ExtraPass ? place_for_g_amax() : nullptr;
     if (bias_index_) return write_g_operand_and_add_dbias(g, amax_to_compute, g_operand);  // this can wait

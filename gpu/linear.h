@@ -91,8 +91,9 @@ public:
     // the column sums of g to dbias, the gradient of the bias. (In recipes without FP8 a stored g is its own
     // operand: no memory is allocated.)
     Operand make_g_operand(const LazyTensor& g, AmaxFrom g_amax_from);
-    // The two parts of make_g_operand(), for a caller whose g is computed from a tensor on the stack that
-    // g_operand outlives: it allocates g_operand first (mlp_half_backward() in model.cu).
+    // The two parts of make_g_operand(), for a caller that computes g from a temporary tensor
+    // (mlp_half_backward() in model.cu). g_operand lives longer than this tensor, and the arena is a stack,
+    // so the memory of g_operand has to be taken first.
     //   row_major   where the row-major elements go; if null, memory is allocated for them, too
     Operand allocate_g_operand(int64_t N, void* row_major) const;
     void write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand);
@@ -119,7 +120,7 @@ private:
     // The forms of an operand (Operand in gpu/tensors.h) that are made.
     enum class Form : uint8_t { RowMajor, Transposed, Both };
 
-    LinearLayerContext& shared_;
+    LinearLayerContext& shared_;              // what all linear layers share
     const size_t weight_index_;               // the index of w (out, in) in ParameterState::params
     const std::optional<size_t> bias_index_;  // the index of the bias (out), if there is one
     const int64_t out_, in_;

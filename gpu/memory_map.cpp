@@ -46,8 +46,22 @@ static std::vector<uint8_t*> allocate_gradient_buffers(const RunSettings& s, Are
     return by_bucket;
 }
 
-// gpu/memory_map.h says where gradients lie. If there are buffers, the gradient of a tied embedding has one
-// of its own, because the head writes it before all others.
+// Allocates the saved activations and the gradients, as in the drawing of gpu/memory_map.h.
+//
+// Where gradients lie in other runs (this can wait):
+//   several micro-batches a rank   all gradients lie after the activations, because their sums outlive the
+//                                  next forward
+//   a tied embedding               all gradients lie after the activations: the gradient of the embedding is
+//                                  the first of them, but the head writes to it before all others
+//   --gradients none               there is one buffer, which all buckets use in turn: a bucket is updated as
+//                                  soon as its gradients are complete
+//   several ranks                  the place that holds the gradients of a run with one rank holds this
+//                                  rank's part of the sums of the step. Backward writes to two buffers, one
+//                                  for even and one for odd buckets: while one bucket travels, the next is
+//                                  computed
+//
+// If there are buffers, the gradient of a tied embedding has one of its own, because the head writes it
+// before all others.
 static void allocate_activations_and_gradients(MemoryMap& map, GpuContext& context,
                                                const std::vector<ShardPlace>& places) {
     const RunSettings& s = context.settings;

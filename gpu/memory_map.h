@@ -62,27 +62,17 @@ struct StepExchange {
 // In the drawing layer 31 decides. Its gradients cannot begin before the end of all activations, and the
 // gradients of all earlier layers lie before its own.
 //
-// Where gradients lie in other runs (this can wait):
-//   several micro-batches a rank   all gradients lie after the activations, because their sums outlive the
-//                                  next forward
-//   a tied embedding               all gradients lie after the activations: the gradient of the embedding is
-//                                  the first of them, but the head writes to it before all others
-//   --gradients none               there is one buffer, which all buckets use in turn: a bucket is updated as
-//                                  soon as its gradients are complete
-//   several ranks                  the place that holds the gradients of a run with one rank holds this
-//                                  rank's part of the sums of the step. Backward writes to two buffers, one
-//                                  for even and one for odd buckets: while one bucket travels, the next is
-//                                  computed
+// (This can wait: gpu/memory_map.cpp says where gradients lie with several micro-batches in a step, with a
+// tied head, with --gradients none, and with several ranks.)
 struct MemoryMap {
     StepExchange* step_exchange;
     StepOutcome* outcome() const { return &step_exchange->outcome; }  // on the device
     void* gemm_scratch;                                               // CublasGemms::SCRATCH bytes
-    // For the norm of gradients: loss_or_nan, and then sums of squares, each over SHARD_UNIT elements of a
-    // parameter. They stand together because both decide whether a step is skipped. (ranks, 1 + shard units):
-    // a row for each rank.
+    // What decides whether a step is skipped, (ranks, 1 + shard units). A row has loss_or_nan, and then sums
+    // of squares of gradients, each over SHARD_UNIT elements of a parameter. With one GPU there is one row.
     double* loss_and_squares;
-    // What other ranks write here (this can wait). They find these places and loss_and_squares, because on
-    // all ranks they are equally far from the beginning of the allocation.
+    // What other ranks write here (this can wait). A rank finds these places and loss_and_squares on another
+    // rank, because they are equally far from the beginning of the allocation on all ranks.
     struct Received {
         uint32_t* flags;            // two for each rank (gpu/transport.h)
         uint8_t* gradients;         // the other ranks' gradients of the part of a bucket that this rank owns

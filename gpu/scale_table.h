@@ -11,6 +11,8 @@ namespace coat::gpu {
 //
 //   w of each linear layer | x of each linear layer | g of each linear layer
 //
+// So the amaxes of all x and g are neighbours, and one call clears them.
+//
 // The amax of w changes when the weight does: the update finds it. The amaxes of x and g are found in each
 // micro-batch. (With delayed scaling all three are found whenever an operand is made.)
 class ScaleTable {
