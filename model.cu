@@ -450,9 +450,9 @@ public:
     }
     // Attention, causal, within each sequence of T tokens. Saves its output (N, q_cols), whose amax it finds.
     //
-    // qkv is a saved tensor, as the projection has written it. q and k are rotated there, in place. (With
-    // --attention groups qkv is a buffer, which is saved here. What is allocated here is given back at the
-    // end of the caller's Scope.)
+    // qkv is a saved tensor, as the projection has written it. q and k are rotated there, in place. (Qwen3:
+    // make_attention_input() rotates a copy. With --attention groups qkv is a buffer, which is saved here.
+    // What is allocated here is given back at the end of the caller's Scope.)
     void core_attention_forward(const Layer& layer, const TensorRef& qkv) {
         const TensorRef saved_output = saved_tensor(layer, SavedKind::AttentionOutput);
         const TensorRef output = allocate_buffer_if_in_groups(saved_output);  // Llama: saved_output
@@ -471,7 +471,7 @@ public:
         }
     }
 
-    // The second half of layer l (table of its kernels: at the top of this file).
+    // The second half of layer l (table of its operators: at the top of this file).
     void mlp_half_forward(int64_t l, ResidualStream& residual) {
         const Arena::Scope scope(arena_);
         Layer& layer = layers_[l];
@@ -546,8 +546,8 @@ public:
     void head_forward_and_backward() {
         const Arena::Scope scope(arena_);
         const TensorRef dnorm_output = allocate_tensor(micro_batch_.N, config_.C);
-        // Backward, although the head also has its forward pass here: the next weights are those of the last
-        // layer
+        // Backward, although the head has its forward pass here, too: with several ranks, the next weights
+        // that they gather are those of the last layer
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Backward);
         // The gradient of the head's weight. (If head_sum_in_fp32(), a temporary FP32 sum, which
         // store_head_gradient_sum() rounds. This can wait.)
