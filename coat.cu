@@ -1,15 +1,13 @@
 // coat.cu - section 5 of the paper on the GPU: mixed granularity and group scaling (interface: coat.h; the
 // same arithmetic on the CPU: reference/quantize.cpp).
 //
-//   1. groups, for what norms and activation functions save
-//   2. the amax of a tensor
-//   3. codes with one scale for the tensor, for GEMMs
-//   4. values without codes, and the choice between codes and values
+//   1. the amax of a tensor (group scaling)
+//   2. values without codes
+//   3. groups, for what norms and activation functions save (mixed granularity)
+//   4. codes with one scale for the tensor, for GEMMs, and the choice between codes and values
 //
-// Every kernel here goes through a tensor as gpu/lazy_tensor.cuh says. A thread block has a tile of 128 x 128
-// elements, and a thread has 8 x 8 of them. (Of [gate | up] a thread block has two tiles, at the same place
-// in gate and in up.) A thread loads, computes and stores its elements. Only transposed codes, which pass
-// through shared memory, are stored by other threads (gpu/quantize.cuh).
+// The simplest kernel comes first. Every kernel here goes through a tensor with for_each_row() of
+// gpu/lazy_tensor.cuh.
 //
 // Which bytes move. Every kernel reads each of its inputs once, and most are bound by memory bandwidth. An
 // element in BF16 has 2 bytes. In groups it has 9/8: its code, and a 16th of a scale of 2 bytes. An FP8 code
@@ -18,15 +16,15 @@
 // Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //
 //   write_operand()                        part 4            chooses: codes, or values without codes
-//     quantize_operand()                   part 3            chooses: the function for this granularity,
+//     quantize_operand()                   part 4            chooses: the function for this granularity,
 //                                                            and E4M3 or E5M2
-//       quantize_per_tensor()              part 3            chooses: with or without transposed codes
+//       quantize_per_tensor()              part 4            chooses: with or without transposed codes
 //         with_producer_for_quantizer()    lazy_tensor.cuh   chooses: the producer that computes x
 //           launch()                       device.cuh        starts quantize_kernel()
 //
 // And on the GPU:
 //
-//   quantize_kernel()                      part 3            a thread block: one tile
+//   quantize_kernel()                      part 4            a thread block: one tile
 //     store_codes()                        quantize.cuh      the codes of the tile, both ways
 //       for_each_row()                     lazy_tensor.cuh   a thread's 8 rows
 //         load(), compute()                lazy_tensor.cuh   the values of a chunk, by the producer
@@ -34,7 +32,7 @@
 //       TransposeTile                      quantize.cuh      to shared memory, and back
 //
 // What is called here of gpu/other_scaling.h and gpu/quant_report.h can wait: other recipes, and a report of
-// the errors of quantization. dev/ladders/quantize_transpose.cu shows how part 3 became fast, starting from
+// the errors of quantization. dev/ladders/quantize_transpose.cu shows how part 4 became fast, starting from
 // two simple kernels.
 #include "coat.h"
 
@@ -45,23 +43,76 @@
 namespace coat::gpu {
 
 // ===========================================================================================================
-// 1. Mixed granularity: groups of 1 x 16, for what norms and activation functions save
+// 1. Group scaling: the amax of a tensor in two stages
 //
-// A group is 16 neighbouring elements of a row, so all are of one token. An outlier costs precision only in
-// its own group. Two neighbouring lanes have a group, 8 elements each. For each group:
+// The paper finds an amax in two stages, which it calls Group Scaling. Stage one finds the amax of each part
+// of the tensor. Stage two finds the largest of these amaxes. (The parts need not be the groups of part 3:
+// however a tensor is cut into parts, the largest amax is the same.)
 //
-//   amax    the largest |x|
-//   scale   amax / 448, at least 2^-126, rounded to BF16. (448 is the FMAX of E4M3.) It is 1 if amax is 0
-//   code    x / scale, rounded to E4M3; what is larger than 448 becomes 448
-//   value   code * scale. Forward and backward both compute with it
+//             in the paper          here
+//   a part    a 1xG group           the elements that a warp has
+//   stage 1                         the loop in compute_amax_kernel(), and the maximum over the warp in
+//                                   update_amax_by_warp() (gpu/device.cuh)
+//   stage 2                         the atomicMax with which update_amax_by_warp() ends
 //
-// The code is in gpu/device.cuh: GroupsView::group_scale(), and GroupsView::round_in_place_and_store(). Two
-// remarks:
-//   - Rounding the scale may make it smaller. Then amax / scale is larger than 448, at most 448 (1 + 2^-8) =
-//     449.75. It becomes 448: an error of less than 2, where any value above 256 may have an error of 16.
-//   - A group with NaN or infinity gets the scale NaN, because its codes would hide what is not finite.
+// Usually no kernel of its own is needed:
+//   - A kernel that writes the input of a norm or of an activation also computes what the norm or the
+//     activation will put out, and keeps only the amax of that.
+//   - A kernel that writes a tensor which is quantized next (attention forward and backward, the backward
+//     pass of norms, AdamW) finds the amax of what it writes.
+// The kernel below is for what no other kernel has at hand, for instance the gradient of gate and up. (Two
+// tables in model.cu, which can wait, say which kernel finds which amax.)
+
+template <class Producer>
+static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
+    compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_to_raise) {
+    float largest = 0;
+    // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
+    for_each_row(producer, TilePlace(blockIdx.y), rows,
+                 [&](int /*row*/, const ChunkValues(&v)[Producer::PLANES], bool /*live*/) {
+                     for (int p = 0; p < Producer::PLANES; p++) largest = larger_magnitude(largest, v[p]);
+                 });
+    update_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
+}
+
+// x says which tensor is meant, and from what it is computed (gpu/tensors.h). with_producer_for_quantizer()
+// calls the function below with the producer that computes x.
+void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stream) {
+    with_producer_for_quantizer(x, [&](auto producer) {
+        launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
+               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, x_amax_to_raise);
+    });
+}
+
+// ===========================================================================================================
+// 2. Values without codes
+
+// Stores the values of a tensor, rounded to BF16 or as FP32. (Two of these blocks share a
+// multiprocessor, not TILE_BLOCKS_PER_SM: FP32 values need more registers.)
+template <class Producer>
+static __global__ void __launch_bounds__(TILE_THREADS, 2)
+    store_values_kernel(Producer producer, int64_t rows, Bf16OrFp32 out) {
+    constexpr int PLANES = Producer::PLANES;
+    const TilePlace place(blockIdx.y);
+    if (!place.inside(rows, producer.width)) return;
+    for_each_row(producer, place, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
+        for (int p = 0; p < PLANES; p++)
+            out.store(element_index<PLANES>(place.row + i, place.col, p, producer.width), v[p], live);
+    });
+}
+
+void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream) {
+    require(!out.format.is_fp8(), "values are stored in BF16 or FP32");
+    with_producer(x, [&](auto producer) {
+        launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
+               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, bf16_or_fp32(out));
+    });
+}
+
+// ===========================================================================================================
+// 3. Mixed granularity: groups of 1 x 16, for what norms and activation functions save
 //
-// Who makes groups:
+// GroupsView (gpu/device.cuh) says what a group is, and has the code that makes one. Who makes groups:
 //
 //   of the input of the activation      quantize_groups_kernel(). It has this input at hand, so it also takes
 //                                       the amax of the activation's output, the operand of the next GEMM
@@ -90,10 +141,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_groups_kernel(Producer producer, int64_t rows, GroupsView groups,
                            float* activation_amax_to_raise) {
     constexpr int PLANES = Producer::PLANES;
-    const TilePlace place;
-    // A thread outside the tensor ends here. Nobody would use its values, but reading what another thread
-    // writes back would be a race (the rule at for_each_row()). The lanes of its warp that go on do not need
-    // it:
+    const TilePlace place(blockIdx.y);
+    // A thread outside the tensor ends here, because WriteBack writes over x (the rule at for_each_row()).
+    // The lanes of its warp that go on do not need it:
     //   - The two lanes that have a group end together.
     //   - Shuffles and maxima are for all lanes of the warp (ALL_LANES). CUDA allows this: lanes that have
     //     exited do not count.
@@ -103,15 +153,15 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     float largest = 0;
     for_each_row(producer, place, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++) {
-            const int64_t first_element = (place.row * PLANES + p) * producer.width + place.col;
+            const int64_t first_element = element_index<PLANES>(place.row, place.col, p, producer.width);
             const uint32_t offset = row_offset(i, PLANES * producer.width);
             // This rounds v to what the group holds, scale * decode(code).
             groups.starting_at(first_element).round_in_place_and_store(offset, v[p], live);
             if (TASK == ExtraTask::WriteBack)
                 producer.input.starting_at(first_element).store(offset, v[p], live);
         }
-        // Chunks that are not live count, too: they are copies of the thread's last row, because only
-        // WriteBack overwrites x. So they do not change the maximum.
+        // A chunk that is not live is a copy of the thread's last row, so it does not change the maximum.
+        // (With WriteBack it would not be a copy; but then no maximum is taken.)
         if (TASK == ExtraTask::ActivationAmax) largest = amax_of_activation(largest, v);
     });
     if (TASK == ExtraTask::ActivationAmax)
@@ -153,55 +203,12 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 }
 
 // ===========================================================================================================
-// 2. Group scaling: the amax of a tensor in two stages
-//
-// The paper finds an amax in two stages, which it calls Group Scaling. Stage one finds the amax of each part
-// of the tensor. Stage two finds the largest of these amaxes. (The parts need not be the groups of part 1:
-// however a tensor is cut into parts, the largest amax is the same.)
-//
-//             in the paper          here
-//   a part    a 1xG group           the elements that a warp has
-//   stage 1                         the loop in compute_amax_kernel(), and the maximum over the warp in
-//                                   update_amax_by_warp() (gpu/device.cuh)
-//   stage 2                         the atomicMax with which update_amax_by_warp() ends
-//
-// Usually no kernel of its own is needed:
-//   - A kernel that writes the input of a norm or of an activation also computes what the norm or the
-//     activation will put out, and keeps only the amax of that.
-//   - A kernel that writes a tensor which is quantized next (attention forward and backward, the backward
-//     pass of norms, AdamW) finds the amax of what it writes.
-// The kernel below is for what no other kernel has at hand, for instance the gradient of gate and up.
-
-template <class Producer>
-static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_to_raise) {
-    float largest = 0;
-    // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
-    for_each_row(producer, TilePlace(), rows,
-                 [&](int /*row*/, const ChunkValues(&v)[Producer::PLANES], bool /*live*/) {
-                     for (int p = 0; p < Producer::PLANES; p++) largest = larger_magnitude(largest, v[p]);
-                 });
-    update_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
-}
-
-// x says which tensor is meant, and from what it is computed (gpu/tensors.h). with_producer_for_quantizer()
-// calls the function below with the producer that computes x.
-void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stream) {
-    with_producer_for_quantizer(x, [&](auto producer) {
-        launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, x_amax_to_raise);
-    });
-}
-
-// ===========================================================================================================
-// 3. Operands of GEMMs: one scale per tensor, just in time; row-major codes, and transposed ones
+// 4. Operands of GEMMs: one scale per tensor, just in time; row-major codes, and transposed ones
 //
 //   scale   amax / FMAX (scale_of() in gpu/device.cuh)
 //   code    x / scale, rounded to FP8. As on the CPU, a kernel multiplies by 1 / scale in FP32
 //
-// store_codes() (gpu/quantize.cuh) computes x and stores the codes. Transposed codes go through shared memory
-// (TransposeTile): a thread hands over the codes of four of its rows at a time. When all threads have handed
-// over theirs, the block writes its tile column by column.
+// store_codes() (gpu/quantize.cuh) computes x and stores the codes.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, float fmax,
@@ -240,30 +247,6 @@ void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant
     measure_quant_errors(x, out, quant_stats, stream);  // first, because the codes may overwrite x
     if (format.element_format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, stream);
     else quantize_per_tensor<Format::E4M3>(x, out, stream);
-}
-
-// ===========================================================================================================
-// 4. Values without codes, and the choice between codes and values
-
-// Stores the values of a tensor, rounded to BF16 or as FP32. (Two of these blocks share a
-// multiprocessor, not TILE_BLOCKS_PER_SM: FP32 values need more registers.)
-template <class Producer>
-static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    store_values_kernel(Producer producer, int64_t rows, Bf16OrFp32 out) {
-    const TilePlace place;
-    if (!place.inside(rows, producer.width)) return;
-    for_each_row(producer, place, rows, [&](int i, ChunkValues(&v)[Producer::PLANES], bool live) {
-        for (int p = 0; p < Producer::PLANES; p++)
-            out.store(((place.row + i) * Producer::PLANES + p) * producer.width + place.col, v[p], live);
-    });
-}
-
-void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream) {
-    require(!out.format.is_fp8(), "values are stored in BF16 or FP32");
-    with_producer(x, [&](auto producer) {
-        launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, bf16_or_fp32(out));
-    });
 }
 
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {

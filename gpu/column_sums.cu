@@ -85,7 +85,7 @@ void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* work
 // ===========================================================================================================
 // 3. Partial sums of an operand while its codes are made
 
-// Makes the codes of quantize_kernel() (part 3 of coat.cu) and the column sums in one pass. A thread block
+// Makes the codes of quantize_kernel() (part 4 of coat.cu) and the column sums in one pass. A thread block
 // has the tiles that it has in add_column_sums_kernel(), and ends with store_column_sums() as there. So the
 // sums have the same bits.
 template <class Producer, Format FP8>

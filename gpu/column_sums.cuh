@@ -38,7 +38,7 @@ template <class Producer>
 __device__ void store_column_sums(const Producer& producer, const ChunkValues (&mine)[Producer::PLANES],
                                   ColumnSums& columns, float* partials) {
     combine_columns(
-        producer, TilePlace(), mine, columns, [](float a, float b) { return a + b; },
+        producer, TilePlace(blockIdx.y), mine, columns, [](float a, float b) { return a + b; },
         [&](int64_t col, float total) {
             partials[static_cast<int64_t>(blockIdx.y) * Producer::PLANES * producer.width + col] = total;
         });

@@ -92,10 +92,12 @@ using ChunkValues = float[CHUNK];            // the FP32 values of a chunk
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;  // of a warp, for instructions that exchange their values
 // (nvcc unrolls loops over a chunk by itself; a pragma stands where it would not.)
 
-// The largest magnitude so far is kept as an FP32 value, `largest`. Where only bits are at hand, as of
-// rounded weights (gpu/adamw.cuh), or where an integer instruction takes the maximum, as atomicMax() below,
-// it is the bits of this value, `largest_bits`. This gives the same result: the bits of |x|, read as an
-// integer, have the same order as |x|, with NaN above infinity.
+// The largest magnitude so far is kept in one of two forms:
+//   largest        an FP32 value: in loops over values
+//   largest_bits   the bits of this value: for instructions that take the maximum of integers, as atomicMax()
+//                  below, and where only bits are at hand, as of rounded weights (gpu/adamw.cuh)
+// Both give the same result: the bits of |x|, read as an integer, have the same order as |x|, with NaN above
+// infinity.
 
 inline __device__ uint32_t magnitude_bits(float x) { return __float_as_uint(x) & 0x7FFFFFFFu; }
 // max(largest, |x|); NaN if either is NaN
@@ -212,7 +214,8 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 // A kernel is compiled for each type of view that it reads. StoredView is the template parameter that stands
 // for this type. Whatever it is, it has two types and four functions:
 //
-//   ComputeElement                a type: the compute format that goes with the view
+//   ComputeElement                a type: the compute format that goes with the view. What is read together
+//                                 with the tensor, such as a norm's weight, is in it
 //   LoadedChunk                   a type: a chunk in registers, as it is stored
 //   starting_at(i)                the same tensor, counted from element i on
 //   load(i)                       returns the LoadedChunk at element i. It only loads, so several loads can
@@ -280,15 +283,22 @@ template <class Element, int N = CHUNK> struct PlainView {
     }
 };
 
-// E4M3 codes in groups of 1 x 16 with BF16 scales. For each group:
+// E4M3 codes in groups of 1 x 16 with BF16 scales. A group is 16 neighbouring elements of a row, so all are
+// of one token. An outlier costs precision only in its own group. For each group:
 //
-//   scale   amax / 448, at least 2^-126, rounded to BF16. It is 1 if amax is 0, and NaN if a value is not
-//           finite
-//   code    x / scale, rounded to E4M3
+//   amax    the largest |x|
+//   scale   amax / 448, at least 2^-126, rounded to BF16. (448 is the FMAX of E4M3.) It is 1 if amax is 0
+//   code    x / scale, rounded to E4M3; what is larger than 448 becomes 448
+//   value   code * scale. Forward and backward both compute with it
 //
-// (Part 1 of coat.cu has the reasons.) The number of columns is a multiple of the group size, so the group of
-// element i is i / GROUP_SIZE. Two neighbouring lanes have one group: both must call
-// round_in_place_and_store(), and the lane with the even number writes the scale.
+// Two remarks:
+//   - Rounding the scale may make it smaller. Then amax / scale is larger than 448, at most 448 (1 + 2^-8) =
+//     449.75. It becomes 448: an error of less than 2, where any value above 256 may have an error of 16.
+//   - A group with NaN or infinity gets the scale NaN, because its codes would hide what is not finite.
+//
+// The number of columns is a multiple of the group size, so the group of element i is i / GROUP_SIZE. Two
+// neighbouring lanes have one group: both must call round_in_place_and_store(), and the lane with the even
+// number writes the scale.
 constexpr int GROUP_SIZE = PER_1x16.cols;
 static_assert(GROUP_SIZE == 2 * CHUNK);
 struct GroupsView {

@@ -5,6 +5,27 @@
 //   2. the equations of norms and activation functions, for one element
 //   3. producers: how a thread loads or computes eight neighbouring elements
 //   4. rows: a thread's loop over its eight rows
+//
+// For example, this is how coat.cu finds the largest magnitude of a tensor. All kernels there have this form:
+//
+//   template <class Producer>
+//   __global__ void compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_to_raise) {
+//       constexpr int PLANES = Producer::PLANES;       // 2 for [gate | up], else 1
+//       const TilePlace place(blockIdx.y);             // part 1: where the thread's 8 x 8 elements are
+//       float largest = 0;
+//       for_each_row(producer, place, rows,            // part 4: calls the lambda for each of its 8 rows
+//                    [&](int row, const ChunkValues(&v)[PLANES], bool live) {
+//                        for (int p = 0; p < PLANES; p++) largest = larger_magnitude(largest, v[p]);
+//                    });
+//       update_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
+//   }
+//
+//   void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stream) {
+//       with_producer_for_quantizer(x, [&](auto producer) {        // part 3: what loads or computes x
+//           launch("compute_amax", compute_amax_kernel<decltype(producer)>, ..., producer, x.rows,
+//                  x_amax_to_raise);
+//       });
+//   }
 #pragma once
 #include "device.cuh"
 
@@ -33,18 +54,18 @@ constexpr int TILE = 128;                   // rows and columns of a tile
 constexpr int THREAD_ROWS = 8;              // rows of a tile that a thread has
 constexpr int SIDE_THREADS = TILE / CHUNK;  // threads along a side of the tile, across as well as down
 constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
-// Thread blocks that a multiprocessor has at once. Four leave 64 registers for each thread. (With three,
-// or with five, the kernels were slower.)
+// Thread blocks that a multiprocessor (SM) has at once. Four leave 64 registers for each thread. (With
+// three, or with five, the kernels were slower.)
 constexpr int TILE_BLOCKS_PER_SM = 4;
 
 // Where a thread is: its number across and down the threads of its tile, and the row and the column of its
 // first element in the tensor (in each plane, if there are two). tile_down is the number of its tile, counted
-// down the tensor. Mostly this is blockIdx.y, because a thread block has a single tile. (Only in
-// gpu/column_sums.cu a thread block has several.)
+// down the tensor. It is blockIdx.y where a thread block has a single tile. (Only in gpu/column_sums.cu a
+// thread block has several.)
 struct TilePlace {
     int across, down;
     int64_t row, col;
-    __device__ explicit TilePlace(int64_t tile_down = blockIdx.y)
+    __device__ explicit TilePlace(int64_t tile_down)
         : across(threadIdx.x % SIDE_THREADS), down(threadIdx.x / SIDE_THREADS),
           row(tile_down * TILE + down * THREAD_ROWS),
           col(static_cast<int64_t>(blockIdx.x) * TILE + across * CHUNK) {}
@@ -56,6 +77,11 @@ struct TilePlace {
         return static_cast<int>(min(rows_left, static_cast<int64_t>(THREAD_ROWS)));
     }
 };
+// The number of element (row, col) of plane p among all elements of a tensor. A row of the tensor has PLANES
+// planes of `width` columns.
+template <int PLANES> __device__ int64_t element_index(int64_t row, int64_t col, int p, int64_t width) {
+    return (row * PLANES + p) * width + col;
+}
 inline dim3 tile_grid(int64_t rows, int64_t width) {
     return {block_count(width, TILE), block_count(rows, TILE)};
 }
@@ -128,9 +154,6 @@ inline __device__ uint32_t row_offset(int i, int64_t width) {
 
 // The producer of the LazyTensors whose op is OP, and whose input is read through a StoredView (device.cuh).
 // The input has two planes if TWO_PLANES, else one. SiLU(gate) x up is computed from two planes and has one.
-// (A stored [gate | up] is a tensor with one plane for kernels that only quantize it. The kernel that also
-// computes SiLU(gate) x up from it is given a producer with two planes: quantize_activation_input() in
-// coat.cu.)
 template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           ACTIVATION_BACKWARD = OP == LazyOp::ActivationBackward;
@@ -159,7 +182,7 @@ template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProdu
     __device__ ThreadPart thread_part(int64_t row, int64_t col) const {
         ThreadPart part;
         for (int p = 0; p < INPUT_PLANES; p++)
-            part.input[p] = input.starting_at((row * INPUT_PLANES + p) * width + col);
+            part.input[p] = input.starting_at(element_index<INPUT_PLANES>(row, col, p, width));
         if (ACTIVATION_BACKWARD)
             part.dact = plain_view<ComputeElement>(tensor.dact.data).starting_at(row * width + col);
         if (NORM) {

@@ -1,5 +1,5 @@
 // gpu/other_scaling.cu - scales and codes of GEMM operands in the recipes that COAT is compared with: te,
-// rowwise and deepseek. The quantizers work like that of coat.cu, which part 3 there explains. Only the
+// rowwise and deepseek. The quantizers work like that of coat.cu, which part 4 there explains. Only the
 // scales are different.
 #include "other_scaling.h"
 
@@ -60,7 +60,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
                                 ScaleGrid transposed_grid) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ uint32_t columns[SIDE_THREADS][TILE + 1];
-    const TilePlace place;
+    const TilePlace place(blockIdx.y);
     uint32_t largest_of_columns[PLANES][CHUNK] = {};
     for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++) {
@@ -118,7 +118,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     quantize_in_blocks_kernel(Producer producer, int64_t rows, ScaleGrid row_major_grid,
                               ScaleGrid transposed_grid, bool e5m2, uint8_t* row_major, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
-    const TilePlace place;
+    const TilePlace place(blockIdx.y);
     // For the transposed codes: 1 / scale of each of the thread's columns.
     const int64_t first_row = static_cast<int64_t>(blockIdx.y) * TILE;
     ChunkValues inverse_of_columns[PLANES] = {};

@@ -19,7 +19,7 @@ template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
     measure_quant_errors_kernel(Producer producer, int64_t rows, const TensorScale* tensor_scale,
                                 ScaleGrid block_scale_grid, bool e5m2, float fmax, QuantStats* quant_stats) {
-    const TilePlace place;
+    const TilePlace place(blockIdx.y);
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
     for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[Producer::PLANES], bool live) {

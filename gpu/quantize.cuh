@@ -6,8 +6,7 @@
 //   1. transposed codes, which pass through shared memory
 //   2. the codes of a tile, row-major and transposed
 //
-// Transposed codes are made because a Hopper GPU's FP8 GEMM wants the dimension that it sums over contiguous
-// in memory (Operand in gpu/tensors.h says which GEMM reads which codes).
+// (Operand in gpu/tensors.h says which GEMM reads transposed codes.)
 //
 // A thread has 8 x 8 elements of a tile: in each of 8 rows a chunk of 8 columns (gpu/lazy_tensor.cuh, part
 // 1). The thread stores row-major codes itself: the 8 codes of a chunk lie side by side. Of a column it has
@@ -55,9 +54,9 @@ inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column
 //   word = 2 * down + upper_or_lower              upper_or_lower: 0 is the upper word, 1 the lower
 //   place = word ^ (2 * across) ^ (down & 1)
 //
-// A warp has 16 threads side by side, in two rows. With one instruction each of them writes a word, all the
-// upper or all the lower. Bits 1 to 4 of the place are down ^ across: different for the 16 threads side by
-// side. Bit 0 is upper_or_lower ^ (down & 1): it tells the two rows apart. So the 32 words go to 32 different
+// A warp is two rows of 16 threads: two values of `down`. With one instruction each thread writes a word, all
+// the upper or all the lower. Bits 1 to 4 of the place are down ^ across: different for the 16 threads of a
+// row. Bit 0 is upper_or_lower ^ (down & 1): it tells the two rows apart. So the 32 words go to 32 different
 // banks.
 //
 // This is the tile, a line for the columns of each `across`: which word is at which place. When all threads
@@ -133,8 +132,8 @@ inline __device__ ChunkCodes same_in_both(uint2 codes) { return {.row_major = co
 
 // Computes a tile, and stores its codes: in row_major unless this is null, and if TRANSPOSED in transposed.
 // make_codes(row, plane, values, live) returns the codes of a chunk: `row` counts the thread's own rows, 0 to
-// 7, and `live` is that of for_each_row(). All threads call store_codes(). Between two calls in a kernel
-// there is a __syncthreads(): the second call writes to the shared memory that the first reads.
+// 7, and `live` is that of for_each_row(). All threads call store_codes(). A kernel that calls it twice puts
+// a __syncthreads() between: the second call writes to the shared memory that the first reads.
 template <bool TRANSPOSED, class Producer, class MakeCodes>
 __device__ void store_codes(const Producer& producer, int64_t tile_down, int64_t rows, uint8_t* row_major,
                             uint8_t* transposed, MakeCodes make_codes) {
@@ -144,12 +143,12 @@ __device__ void store_codes(const Producer& producer, int64_t tile_down, int64_t
     const TilePlace place(tile_down);
     uint8_t* codes_of_first_row[PLANES];  // row-major ones, of the thread; not used if row_major is null
     for (int p = 0; p < PLANES; p++)
-        codes_of_first_row[p] = row_major + (place.row * PLANES + p) * producer.width + place.col;
+        codes_of_first_row[p] = row_major + element_index<PLANES>(place.row, place.col, p, producer.width);
     uint2 four_rows[PLANES][4];
 
-    // A thread outside the tensor must not even read: codes may overwrite what is read, and reading while
-    // another thread writes is a race.
-    if (place.inside(rows, producer.width))
+    // Codes may overwrite what is read, so a thread outside the tensor leaves out this loop (the rule at
+    // for_each_row()). It must not return: store_transposed() synchronizes all threads of the block.
+    if (place.inside(rows, producer.width)) {
         for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++) {
                 const ChunkCodes chunk = make_codes(i, p, v[p], live);
@@ -160,6 +159,7 @@ __device__ void store_codes(const Producer& producer, int64_t tile_down, int64_t
                 if (TRANSPOSED && i % 4 == 3) tiles[p].write(place, i / 4, four_rows[p]);
             }
         });
+    }
     if (TRANSPOSED) store_transposed(tiles, tile_down, rows, producer.width, transposed);
 }
 

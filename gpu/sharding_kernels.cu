@@ -53,7 +53,7 @@ void combine_amaxes(TensorScale* mine, const TensorScale* entries_of_ranks, int6
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     transpose_codes_kernel(const uint8_t* row_major, int64_t rows, int64_t cols, uint8_t* transposed) {
     __shared__ __align__(16) TransposeTile tiles[1];
-    const TilePlace place;
+    const TilePlace place(blockIdx.y);
     uint2 loaded[THREAD_ROWS / 4][4] = {};
     for (int i = 0; i < THREAD_ROWS; i++)
         if (place.row + i < rows && place.col < cols)
