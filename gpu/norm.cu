@@ -18,7 +18,7 @@ __device__ float amax_of_norm(const Norm& n, const ChunkValues (&x)[MAX_CHUNKS_P
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         if (!live(c)) continue;
         ChunkValues weight, bias;
-        load_weight_and_bias<Element>(n, first_column(c), weight, bias);
+        load_weight_and_bias<Element>(n, first_column_of_thread(c), weight, bias);
         for (int j = 0; j < CHUNK; j++)
             largest = larger_magnitude(largest, norm_output(x[c][j], statistics, weight[j], bias[j]));
     }
@@ -28,20 +28,20 @@ __device__ float amax_of_norm(const Norm& n, const ChunkValues (&x)[MAX_CHUNKS_P
 // The kernel adds rows of two tensors, a and b. Row r of the sum is
 //   residual_add()   a[r] + b[r]: the residual stream and a branch; tokens is null
 //   embed()          a[tokens[r]] + b[r % T]: the embedding and the positions
-struct RowsToAdd {
+struct SourceRows {
     int64_t of_a, of_b;
 };
-__device__ RowsToAdd rows_to_add(int64_t row, int64_t rows, const int32_t* tokens, int64_t T) {
-    RowsToAdd add{.of_a = row, .of_b = row};
+__device__ SourceRows find_source_rows(int64_t row, int64_t rows, const int32_t* tokens, int64_t T) {
+    SourceRows source_rows{.of_a = row, .of_b = row};
     if (tokens) {
-        if (row < rows) add.of_a = tokens[row];
+        if (row < rows) source_rows.of_a = tokens[row];
         // In 32 bits a division has far fewer instructions than in 64. No GPU has memory for 2^32 rows.
-        add.of_b = static_cast<uint32_t>(row) % static_cast<uint32_t>(T);
+        source_rows.of_b = static_cast<uint32_t>(row) % static_cast<uint32_t>(T);
     }
-    return add;
+    return source_rows;
 }
 
-// The kernel of residual_add() and of embed() (gpu/norm.h). It adds a and b, by rows_to_add(); b may be no
+// The kernel of residual_add() and of embed() (gpu/norm.h). It adds the SourceRows of a and b; b may be no
 // tensor. It writes the sum (N, C) to sum_out, if that is a tensor, and to norm_input, a view of
 // next_norm.input. For this norm it computes the row statistics and, if norm_output_amax_to_raise is not
 // null, the amax of the norm's output.
@@ -53,18 +53,18 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     using LoadedChunk = typename PlainView<Element>::LoadedChunk;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = next_norm.input.rows, C = next_norm.input.cols;
-    auto live = [&](int c) { return row < rows && first_column(c) < C; };
-    const RowsToAdd add = rows_to_add(row, rows, tokens, T);
+    auto live = [&](int c) { return row < rows && first_column_of_thread(c) < C; };
+    const SourceRows source_rows = find_source_rows(row, rows, tokens, T);
     LoadedChunk loaded_a[MAX_CHUNKS_PER_THREAD] = {}, loaded_b[MAX_CHUNKS_PER_THREAD] = {};
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         if (!live(c)) continue;
-        loaded_a[c] = a.load(add.of_a * C + first_column(c));
-        if (b.data) loaded_b[c] = b.load(add.of_b * C + first_column(c));
+        loaded_a[c] = a.load(source_rows.of_a * C + first_column_of_thread(c));
+        if (b.data) loaded_b[c] = b.load(source_rows.of_b * C + first_column_of_thread(c));
     }
     ChunkValues sum[MAX_CHUNKS_PER_THREAD];
 #pragma unroll
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
-        const int64_t i = row * C + first_column(c);
+        const int64_t i = row * C + first_column_of_thread(c);
         a.unpack(loaded_a[c], sum[c]);
         if (b.data) {
             ChunkValues b_values;

@@ -20,22 +20,22 @@ inline dim3 block_shape(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK * MAX_CHUNKS_PER_THREAD);
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
 }
-// The first column of chunk 0, 1, 2 or 3 of this thread. Neighbouring threads have neighbouring chunks.
-inline __device__ uint32_t first_column(int chunk) { return (chunk * blockDim.x + threadIdx.x) * CHUNK; }
+// The first column of chunk c (0, 1, 2 or 3) of this thread. Neighbouring threads have neighbouring chunks.
+inline __device__ uint32_t first_column_of_thread(int c) { return (c * blockDim.x + threadIdx.x) * CHUNK; }
 
 // The sum over a row: x[i] becomes the sum of x[i] over all threads of the team. The order of additions is
 // fixed, and all threads get the same bits. All threads of the block call it, because it synchronizes them.
 // (COUNT is 1, or 2 where two sums are taken at once.)
 //
-// The sums of a team's warps pass through shared memory, through the buffer with the number that the caller
-// gives. Sums that follow each other use different buffers, because some thread may still be reading the
-// buffer of one sum when another thread writes its part of the next. The sum after that may use the first
-// buffer again: in the __syncthreads() of the sum between, all threads have finished reading it. Who uses
-// which buffer:
+// The sums of a team's warps pass through shared memory. Each COUNT has two buffers of its own, 0 and 1, and
+// the caller says which one to use. Calls that follow each other use different buffers, because some thread
+// may still be reading the buffer of one call when another thread writes its part of the next. The call after
+// that may use the first buffer again: in the __syncthreads() of the call between, all threads have finished
+// reading it. Who uses which buffer:
 //
-//   compute_row_statistics()    0 for the mean, and 1 for the variance
-//   gpu/norm_backward.cu        2 and 3 for its own sums, in turns from row to row
-constexpr int SUM_BUFFERS = 4;
+//   compute_row_statistics()    COUNT 1: 0 for the mean, and 1 for the variance
+//   gpu/norm_backward.cu        COUNT 2: 0 and 1, in turns from row to row
+constexpr int SUM_BUFFERS = 2;
 template <int COUNT> __device__ void sum_over_row(float (&x)[COUNT], int buffer) {
     __shared__ float buffers[SUM_BUFFERS][COUNT][MAX_WARPS_PER_TEAM];
     float(&parts)[COUNT][MAX_WARPS_PER_TEAM] = buffers[buffer];
@@ -79,7 +79,7 @@ inline __device__ RowStatistics compute_row_statistics(const ChunkValues (&x)[MA
     float squares = 0;
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
         for (int j = 0; j < CHUNK; j++) {
-            const float deviation = first_column(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
+            const float deviation = first_column_of_thread(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             squares = __fmaf_rn(deviation, deviation, squares);
         }
     return {.mean = mean, .rstd = rstd_of(sum_over_row(squares, /*buffer=*/1), C, eps)};

@@ -70,17 +70,19 @@ __device__ void compute_xhat(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], Norm
 // What happens to a row of a norm: load(), then normalize(), then write_gradients(). `input` is the view of
 // norm.input. The other views are of the tensors of NormBackwardTensors; dresidual_in may be no tensor.
 //
-// CHUNKS: how many chunks of a row each thread has, 3 or 4, if all threads have equally many. Then no chunk
-// needs a condition, and the compiler can mix the instructions of all chunks. For other widths CHUNKS is 0:
-// which chunks lie inside the row is known only at run time.
-template <class StoredView, bool RMS, int CHUNKS> struct RowBackward {
+// CHUNKS_PER_THREAD: how many chunks of a row each thread has, 3 or 4, if all threads have equally many. Then
+// no chunk needs a condition, and the compiler can mix the instructions of all chunks. For other widths it is
+// UNEVEN: which chunks lie inside the row is known only at run time.
+constexpr int UNEVEN = 0;
+template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward {
     using Element = typename StoredView::ComputeElement;
     Norm norm;
     StoredView input;
     PlainView<Element> dnorm_output, dresidual_in, dresidual_out;
 
     __device__ bool inside_row(int c) const {
-        return CHUNKS > 0 ? c < CHUNKS : first_column(c) < norm.input.cols;
+        return CHUNKS_PER_THREAD != UNEVEN ? c < CHUNKS_PER_THREAD
+                                           : first_column_of_thread(c) < norm.input.cols;
     }
 
     // A row past the last one is zeros, and so is a chunk past the end of its row.
@@ -90,10 +92,10 @@ template <class StoredView, bool RMS, int CHUNKS> struct RowBackward {
         const int64_t row_begin = row * norm.input.cols;
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
             if (!inside_row(c)) continue;
-            loaded.x[c] = input.starting_at(row_begin).load(first_column(c));
-            loaded.dy[c] = dnorm_output.starting_at(row_begin).load(first_column(c));
+            loaded.x[c] = input.starting_at(row_begin).load(first_column_of_thread(c));
+            loaded.dy[c] = dnorm_output.starting_at(row_begin).load(first_column_of_thread(c));
             if (dresidual_in.data)
-                loaded.dresidual[c] = dresidual_in.starting_at(row_begin).load(first_column(c));
+                loaded.dresidual[c] = dresidual_in.starting_at(row_begin).load(first_column_of_thread(c));
         }
         return loaded;
     }
@@ -103,7 +105,7 @@ template <class StoredView, bool RMS, int CHUNKS> struct RowBackward {
                                  ChunkValues& d) const {
         ChunkValues weight;
         dnorm_output.unpack(loaded.dy[c], dy);
-        plain_view<Element>(norm.weight).load_values(first_column(c), weight);
+        plain_view<Element>(norm.weight).load_values(first_column_of_thread(c), weight);
         for (int j = 0; j < CHUNK; j++) d[j] = dy[j] * weight[j];
     }
 
@@ -121,6 +123,7 @@ template <class StoredView, bool RMS, int CHUNKS> struct RowBackward {
                 if (!inside_row(c)) continue;
                 get_dy_and_d(loaded, c, dy, d);
                 for (int j = 0; j < CHUNK; j++) {
+                    // sum[0] must have the bits of forward: the operation of compute_row_statistics().
                     sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
                     sum[1] += d[j] * x[c][j];
                 }
@@ -167,9 +170,10 @@ template <class StoredView, bool RMS, int CHUNKS> struct RowBackward {
                     normed.statistics.rstd * (d[j] - normed.mean_d - xhat[j] * normed.mean_d_xhat);
                 dweight_of_row[j] = dy[j] * xhat[j];
             }
-            add_chunk_to_sums(dweight, C, first_column(c), dweight_of_row);
-            if (!RMS) add_chunk_to_sums(dbias, C, first_column(c), dy);
-            dresidual_out.starting_at(row * C).round_in_place_and_store(first_column(c), dresidual, true);
+            add_chunk_to_sums(dweight, C, first_column_of_thread(c), dweight_of_row);
+            if (!RMS) add_chunk_to_sums(dbias, C, first_column_of_thread(c), dy);
+            dresidual_out.starting_at(row * C).round_in_place_and_store(first_column_of_thread(c), dresidual,
+                                                                        true);
             largest = larger_magnitude(largest, dresidual);
         }
     }
@@ -181,9 +185,9 @@ template <class StoredView, bool RMS, int CHUNKS> struct RowBackward {
 // The row statistics are computed again, because all norms have the same memory for them: later norms have
 // overwritten those of forward. Their bits must be those of forward: wgrad computes the norm's output from
 // them and quantizes it with the amax from forward, and a larger value would saturate.
-template <class StoredView, bool RMS, int CHUNKS>
+template <class StoredView, bool RMS, int CHUNKS_PER_THREAD>
 __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
-    norm_backward_kernel(const RowBackward<StoredView, RMS, CHUNKS> row_backward,
+    norm_backward_kernel(const RowBackward<StoredView, RMS, CHUNKS_PER_THREAD> row_backward,
                          float* dresidual_amax_to_raise, float* partials) {
     const int64_t rows = row_backward.norm.input.rows;
     const uint32_t C = static_cast<uint32_t>(row_backward.norm.input.cols);
@@ -197,7 +201,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     }
     __syncthreads();
     float largest = 0;
-    int buffer = 2;  // of sum_over_row(): 2 and 3, in turns from row to row
+    int buffer = 0;  // of sum_over_row(): 0 and 1, in turns from row to row
     for (int64_t first_row = static_cast<int64_t>(blockIdx.x) * blockDim.y; first_row < rows;
          first_row += static_cast<int64_t>(gridDim.x) * blockDim.y) {
         const int64_t row = first_row + threadIdx.y;
@@ -205,7 +209,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
         const NormedRow normed = row_backward.normalize(loaded, buffer);
         if (row < rows && threadIdx.x == 0) row_backward.norm.row_statistics[row] = normed.statistics;
         row_backward.write_gradients(row, loaded, normed, dweight, dbias, largest);
-        buffer ^= 1;
+        buffer = 1 - buffer;
     }
     if (dresidual_amax_to_raise) update_amax_by_warp(dresidual_amax_to_raise, magnitude_bits(largest));
     __syncthreads();
@@ -217,33 +221,35 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
 constexpr int NORM_BLOCKS_PER_SM = 4;
 int most_norm_blocks() { return multiprocessors() * NORM_BLOCKS_PER_SM; }
 
-template <class StoredView, bool RMS, int CHUNKS>
+template <class StoredView, bool RMS, int CHUNKS_PER_THREAD>
 void launch_norm_backward(const Norm& n, StoredView input, const NormBackwardTensors& tensors,
                           float* workspace, unsigned blocks, cudaStream_t stream) {
     using Element = typename StoredView::ComputeElement;
     const dim3 block = block_shape(n.input.cols);
-    const RowBackward<StoredView, RMS, CHUNKS> row_backward{
+    const RowBackward<StoredView, RMS, CHUNKS_PER_THREAD> row_backward{
         .norm = n,
         .input = input,
         .dnorm_output = plain_view<Element>(tensors.dnorm_output.data),
         .dresidual_in = plain_view<Element>(tensors.dresidual_in.data),
         .dresidual_out = plain_view<Element>(tensors.dresidual_out.data)};
     const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.input.cols * sizeof(float));
-    launch("norm_backward", norm_backward_kernel<StoredView, RMS, CHUNKS>, blocks, block, shared_bytes,
-           stream, row_backward, tensors.dresidual_amax_to_raise, workspace);
+    launch("norm_backward", norm_backward_kernel<StoredView, RMS, CHUNKS_PER_THREAD>, blocks, block,
+           shared_bytes, stream, row_backward, tensors.dresidual_amax_to_raise, workspace);
 }
 
-// At the usual widths a thread has 3 chunks (768 columns), or 4 (multiples of 1024). A round is one chunk for
-// each thread of a team.
+// At the usual widths a thread has 3 chunks (for example with 768 columns), or 4 (with multiples of 1024). A
+// round is one chunk for each thread of a team.
 template <class StoredView, bool RMS>
 void launch_for_width(const Norm& n, StoredView input, const NormBackwardTensors& tensors, float* workspace,
                       unsigned blocks, cudaStream_t stream) {
     const int64_t C = n.input.cols, columns_per_round = block_shape(C).x * CHUNK;
     if (C == 3 * columns_per_round)
-        launch_norm_backward<StoredView, RMS, /*CHUNKS=*/3>(n, input, tensors, workspace, blocks, stream);
+        launch_norm_backward<StoredView, RMS, /*CHUNKS_PER_THREAD=*/3>(n, input, tensors, workspace, blocks,
+                                                                       stream);
     else if (C == 4 * columns_per_round)
-        launch_norm_backward<StoredView, RMS, /*CHUNKS=*/4>(n, input, tensors, workspace, blocks, stream);
-    else launch_norm_backward<StoredView, RMS, /*CHUNKS=*/0>(n, input, tensors, workspace, blocks, stream);
+        launch_norm_backward<StoredView, RMS, /*CHUNKS_PER_THREAD=*/4>(n, input, tensors, workspace, blocks,
+                                                                       stream);
+    else launch_norm_backward<StoredView, RMS, UNEVEN>(n, input, tensors, workspace, blocks, stream);
 }
 
 }  // namespace
