@@ -10,9 +10,8 @@
 //                                        gpu/tensors.h)
 //
 // The scale of an operand follows from its amax, so the amax has to be known before any code is made. Usually
-// an earlier kernel, which had the values at hand, has found the amax. (Two tables in model.cu, which can
-// wait, say which kernel.) If there is no such kernel, quantizing takes two passes over x: compute_amax() and
-// then quantize_operand().
+// an earlier kernel has found it (part 1 of coat.cu). If not, quantizing takes two passes over x:
+// compute_amax() and then quantize_operand().
 //
 // Each of these functions reads a tensor x:
 //

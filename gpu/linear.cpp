@@ -3,7 +3,6 @@
 
 #include "../coat.h"
 #include "column_sums.h"
-#include "other_scaling.h"
 #include "sharding_kernels.h"
 
 namespace coat::gpu {

@@ -39,7 +39,7 @@
 //   ScaleTable               an amax and a scale for each operand (gpu/scale_table.h)
 //   Sharding                 gather_weights() does nothing with one GPU (gpu/sharding.h)
 //   FP8_GEMM_MULTIPLE        16 rows (gpu/memory_layout.h)
-//   operand_bytes()          the bytes of an operand (gpu/other_scaling.h)
+//   operand_bytes()          the bytes of an operand (gpu/tensors.h)
 #pragma once
 #include <optional>
 

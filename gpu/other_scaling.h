@@ -21,19 +21,6 @@ namespace coat::gpu {
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
                         cudaStream_t stream);
 
-// The number of block scales of codes (rows, cols), with the padding of 128x128 scales. It is 0 if the tensor
-// has a single scale or is not in FP8.
-inline int64_t operand_scale_count(const TensorFormat& format, int64_t rows, int64_t cols) {
-    if (!format.is_fp8() || format.granularity == PER_TENSOR) return 0;
-    return format.rows_of_scales(rows) *
-           round_up(format.cols_of_scales(cols), format.granularity == PER_128x128 ? 4 : 1);
-}
-// The bytes of the elements (rows, cols) of an operand, and of their block scales.
-inline int64_t operand_bytes(const TensorFormat& format, int64_t rows, int64_t cols) {
-    return format.bytes_without_scales(rows, cols) +
-           operand_scale_count(format, rows, cols) * format_info(format.scale_format).bytes;
-}
-
 // Delayed scaling (te), one scale for the tensor. quantize_operand() calls this function. It makes codes with
 // the delayed scale, and finds the amax of x for the scales of later steps.
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);

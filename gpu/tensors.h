@@ -5,26 +5,9 @@
 // What is said here of scales holds for COAT. The recipes te, rowwise and deepseek, with which COAT is
 // compared, have other scales: gpu/other_scaling.h.
 //
-// Rules for all operators:
-//   - An operator is put on the given CUDA stream. It does not wait, and it allocates no memory.
-//   - The rows of an activation or a gradient are tokens; those of a weight are its outputs.
-//   - The number of columns is a multiple of 16. So is the number of rows where transposed codes are made.
-//     Pointers are 16-byte aligned.
-//   - Tensors are in the compute format unless a comment says otherwise: BF16; in the recipe fp32, FP32.
-//   - A parameter's gradient is in BF16 or FP32 (gradient_format() of common/model.h). An operator that
-//     computes a gradient adds to what is there. (A GEMM can also overwrite it: gpu/gemm.h.)
-//   - An argument whose name ends with amax_to_raise points to an amax: usually the field `amax` of a
-//     TensorScale (below). The rest of the name says of which tensor. The operator raises the amax to the
-//     tensor's largest |x|, if that is larger. It does not clear the amax before (coat.h says who does). If
-//     the argument is null, nobody needs this amax.
-//   - `workspace` is temporary memory, which the caller provides. Afterwards it may be used for anything.
-//   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
-//     tensor is only read: the comment of the operator says what is written.
-//   - The same input gives the same bits every time on the same kind of GPU, because every sum has a fixed
-//     order. (The order may depend on the number of multiprocessors. Atomics are used only where order does
-//     not matter.)
-//   - Shapes, pointers and formats are the caller's duty. Some wrong formats are noticed: then an Error
-//     is thrown.
+//   1. tensors as they are stored
+//   2. tensors that are computed where they are needed
+//   3. the rules that hold for all operators
 //
 // The words group, moment group, scale and scale block are those of common/formats.h.
 #pragma once
@@ -32,6 +15,9 @@
 #include "cuda.h"
 
 namespace coat::gpu {
+
+// ===========================================================================================================
+// 1. Tensors as they are stored
 
 // The amax of a tensor, on the device, and the scale that follows from it if the tensor has a single scale.
 // Which function writes a field:
@@ -75,9 +61,7 @@ inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
 // A tensor as a GEMM (matrix multiplication) reads it: x, w or g of a linear layer. FP8 codes have two forms:
 //   row-major    tensor.data (rows, cols)
 //   transposed   (cols, rows)
-// Transposed codes exist because a Hopper GPU's FP8 GEMM wants the dimension that it sums over contiguous in
-// memory. So a GEMM that sums along columns of the tensor (common/formats.h, at its end) reads transposed
-// codes:
+// A GEMM that sums along columns of the tensor reads transposed codes (common/formats.h, at its end):
 //   fprop   x row-major,   w row-major
 //   dgrad   g row-major,   w transposed
 //   wgrad   g transposed,  x transposed
@@ -92,15 +76,31 @@ struct Operand {
     bool delayed = false;                      // te: scaling is delayed
 };
 
+// The number of block scales of codes (rows, cols), with the padding of 128x128 scales (gpu/other_scaling.h).
+// It is 0 in coat, where an operand has a single scale, and for an operand that is not in FP8.
+inline int64_t operand_scale_count(const TensorFormat& format, int64_t rows, int64_t cols) {
+    if (!format.is_fp8() || format.granularity == PER_TENSOR) return 0;
+    return format.rows_of_scales(rows) *
+           round_up(format.cols_of_scales(cols), format.granularity == PER_128x128 ? 4 : 1);
+}
+// The bytes of the elements (rows, cols) of an operand, and of their block scales.
+inline int64_t operand_bytes(const TensorFormat& format, int64_t rows, int64_t cols) {
+    return format.bytes_without_scales(rows, cols) +
+           operand_scale_count(format, rows, cols) * format_info(format.scale_format).bytes;
+}
+
+// ===========================================================================================================
+// 2. Tensors that are computed where they are needed
+
 // Statistics of one input row of a norm. RMSNorm takes the mean as 0, so that rstd is 1 / rms.
 struct alignas(8) RowStatistics {
     float mean, rstd;  // rstd = 1 / sqrt(variance + eps)
 };
 
 // A norm layer. Its output is not stored: a kernel that needs the output computes it from `input` and the row
-// statistics. All norms of a model may have the same memory for their row statistics. Forward writes them
-// there for the next kernels. norm_backward() writes them again, before backward needs the norm's output.
-// (The output is what wgrad reads. On the GPU wgrad comes after norm_backward(), which gpu/norm.h declares.)
+// statistics, which forward writes for the next kernels. Backward needs the output for wgrad. Unlike
+// layer_backward() of the reference, the GPU runs this wgrad after norm_backward() (gpu/norm.h), which writes
+// the row statistics again. So all norms of a model can share the memory of their row statistics.
 struct Norm {
     TensorRef input;                // (N, C) in the compute format, or in groups
     const void* weight;             // (C) compute format
@@ -158,5 +158,28 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
             .dact = dact,
             .gated = gated};
 }
+
+// ===========================================================================================================
+// 3. The rules that hold for all operators
+//
+//   - An operator is put on the given CUDA stream. It does not wait, and it allocates no memory.
+//   - The rows of an activation or a gradient are tokens; those of a weight are its outputs.
+//   - The number of columns is a multiple of 16. So is the number of rows where transposed codes are made.
+//     Pointers are 16-byte aligned.
+//   - Tensors are in the compute format unless a comment says otherwise: BF16; in the recipe fp32, FP32.
+//   - A parameter's gradient is in BF16 or FP32 (gradient_format() of common/model.h). An operator that
+//     computes a gradient adds to what is there. (A GEMM can also overwrite it: gpu/gemm.h.)
+//   - An argument whose name ends with amax_to_raise points to an amax: usually the field `amax` of a
+//     TensorScale. The rest of the name says of which tensor. The operator raises the amax to the tensor's
+//     largest |x|, if that is larger. It does not clear the amax before (coat.h says who does). If the
+//     argument is null, nobody needs this amax.
+//   - `workspace` is temporary memory, which the caller provides. Afterwards it may be used for anything.
+//   - A TensorRef refers to a tensor, as a pointer does. A `const TensorRef&` therefore does not say that the
+//     tensor is only read: the comment of the operator says what is written.
+//   - The same input gives the same bits every time on the same kind of GPU, because every sum has a fixed
+//     order. (The order may depend on the number of multiprocessors. Atomics are used only where order does
+//     not matter.)
+//   - Shapes, pointers and formats are the caller's duty. Some wrong formats are noticed: then an Error
+//     is thrown.
 
 }  // namespace coat::gpu
