@@ -247,23 +247,22 @@ __device__ int span_count(const Shard& shard) {
     return static_cast<int>(ceil_div(shard.size, MOMENT_GROUP_SIZE));
 }
 
-// Loads and stores a thread's eight elements of any span of a shard. The members say where its eight elements
-// of the shard's first span are. From a span to the next, everything goes on by 128.
+// Loads and stores a thread's eight elements of any span of a shard. All members are for the shard's span 0;
+// span s is 128 s elements on.
 template <class WeightsKind> struct ElementsOfThread {
     const AdamWArguments& arguments;
     const int shard_spans;        // how many spans the shard has
-    const int64_t rank_position;  // of the first of the eight in the rank's order, which gradients have, too
-    const int64_t flat_position;  // of the same element in the flat order, for random bits
+    const int in_span;            // the first of the eight, counted from the beginning of the span
+    const int64_t rank_position;  // of this element in the rank's order, which gradients have, too
+    const int64_t flat_position;  // of this element in the flat order, for random bits
     const WeightsKind weights;
     uint8_t *const codes_m, *const codes_v;
 
     __device__ ElementsOfThread(const AdamWArguments& arguments, const Shard& shard)
-        : arguments(arguments), shard_spans(span_count(shard)),
-          rank_position(shard.rank_offset + threadIdx.x % LANES_PER_SPAN * CHUNK),
-          flat_position(rank_position + shard.flat_minus_rank_offset),
-          weights(arguments.weights, rank_position),
-          codes_m(static_cast<uint8_t*>(shard.m.data) + rank_position - shard.rank_offset),
-          codes_v(static_cast<uint8_t*>(shard.v.data) + rank_position - shard.rank_offset) {}
+        : arguments(arguments), shard_spans(span_count(shard)), in_span(threadIdx.x % LANES_PER_SPAN * CHUNK),
+          rank_position(shard.rank_offset + in_span), flat_position(shard.flat_offset + in_span),
+          weights(arguments.weights, rank_position), codes_m(static_cast<uint8_t*>(shard.m.data) + in_span),
+          codes_v(static_cast<uint8_t*>(shard.v.data) + in_span) {}
 
     // The distance, in elements, from the shard's first span to `span`. A span past the last one counts as
     // the last span.

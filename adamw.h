@@ -5,8 +5,9 @@
 // Weights, masters, moments and sums of gradients lie in the flat order: all parameters one after the other
 // (Param::flat_offset), each padded to whole moment groups. The padding stays zero.
 //
-// Two more words are needed with several GPUs, or ranks. On one GPU read "shard" as "parameter", and "the
-// rank's order" as "the flat order".
+// On one GPU read "shard" as "parameter", and "the rank's order" as "the flat order".
+//
+// With several GPUs (this can wait) each of them is a rank, and holds a part of every matrix:
 //   shard              what one rank owns of a parameter
 //   the rank's order   all shards of a rank, one after the other, each padded as in the flat order
 #pragma once
@@ -15,15 +16,6 @@
 #include "gpu/tensors.h"
 
 namespace coat::gpu {
-
-// BF16 weights, and beside them the int16 remainders of their FP32 masters, in the same order. Without
-// remainders there are no masters, and the optimizer rounds new weights stochastically. In the recipe fp32
-// the weights are the masters.
-struct Weights {
-    void* values;         // BF16 or FP32: all elements of the rank's order
-    int16_t* remainders;  // the same elements; null if the weights are FP32, or have no master
-    Format format;
-};
 
 // One moment, m or v, of one shard. In COAT an element is a byte, its FP8 code. 128 consecutive elements are
 // a moment group, which has two FP32 numbers (common/formats.h):
@@ -43,6 +35,15 @@ struct MomentRef {
     Format format;
 };
 
+// BF16 weights, and beside them the int16 remainders of their FP32 masters, in the same order. Without
+// remainders there are no masters, and the optimizer rounds new weights stochastically. In the recipe fp32
+// the weights are the masters.
+struct Weights {
+    void* values;         // BF16 or FP32: all elements of the rank's order
+    int16_t* remainders;  // the same elements; null if the weights are FP32, or have no master
+    Format format;
+};
+
 // The kernel of adamw.cu gives a warp 1,024 consecutive elements of a shard, which are called a bundle. (The
 // last bundle of a shard may have fewer.)
 inline constexpr int BUNDLE_SIZE = 8 * MOMENT_GROUP_SIZE;
@@ -59,13 +60,13 @@ struct Shard {
 
     // The number of bundles of all shards before this one: so the bundles of a rank are numbered.
     int64_t bundles_before_shard = 0;
-    // Two numbers make results independent of the number of ranks. (They can wait.)
-    //   flat_minus_rank_offset     for random bits: an element's number in the flat order minus its number in
-    //                              the rank's order. On one GPU it is 0
-    //   shard_units_before_shard   for the order in which squares of gradients are summed: the number of
-    //                              shard units (common/ranks.h, SHARD_UNIT) before this shard in the flat
-    //                              order
-    int64_t flat_minus_rank_offset = 0;
+
+    // (This can wait.) By two numbers, results do not depend on the number of ranks:
+    //   flat_offset                elements before the shard in the flat order, by which random bits are
+    //                              numbered
+    //   shard_units_before_shard   shard units (common/ranks.h, SHARD_UNIT) before the shard in that order,
+    //                              in which squares of gradients are summed
+    int64_t flat_offset = 0;
     int64_t shard_units_before_shard = 0;
 };
 

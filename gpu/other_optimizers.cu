@@ -67,8 +67,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
             largest_bits_v = max(largest_bits_v, magnitude_bits(moments.v[j]));
         }
         if (find_maxima) continue;
-        weights.store(i, w, arguments.rounding_key, shard.rank_offset + shard.flat_minus_rank_offset + i,
-                      true, largest_bits_w);
+        weights.store(i, w, arguments.rounding_key, shard.flat_offset + i, true, largest_bits_w);
         store_moment(shard.m, arguments.fmax_m, i, moments.m);
         store_moment(shard.v, arguments.fmax_v, i, moments.v);
     }

@@ -68,7 +68,7 @@ void ParameterState::upload_shard_table() {
                          .decays = p.decays(),
                          .weight_amax_to_raise = place_for_weight_amax(i),
                          .bundles_before_shard = bundles,
-                         .flat_minus_rank_offset = p.flat_offset + place.owned.first - place.rank_offset,
+                         .flat_offset = p.flat_offset + place.owned.first,
                          .shard_units_before_shard =
                              place.shard_units_before_parameter + place.owned.first / SHARD_UNIT});
         bundles += ceil_div(place.owned.count, BUNDLE_SIZE);

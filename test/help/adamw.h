@@ -161,7 +161,8 @@ struct AdamWRun {
                              .v = v.back().ref(),
                              .decays = p.decays,
                              .weight_amax_to_raise = amax_to_raise,
-                             .bundles_before_shard = bundles});
+                             .bundles_before_shard = bundles,
+                             .flat_offset = p.offset});
             bundles += ceil_div(p.size, gpu::BUNDLE_SIZE);
         }
         const Buffer<gpu::Shard> shards(table);
