@@ -14,6 +14,7 @@
 //   5      a share of the bundles of all parameters     a thread block: eight warps
 //   6      the launch
 //   7      the careful path, for few moment groups (this can wait)
+//   8      moments without expansion (this can wait)
 //
 // The m of a span are a moment group, and so are its v.
 //
@@ -44,7 +45,7 @@ struct MaxAndK {
 // How the codes of a moment are made. It is known when a kernel is compiled, so no code branches on it.
 // Below, Traits is a MomentTraits.
 //   IS_V     the moment is v, which has no signs
-//   EXPANDS  with dynamic range expansion
+//   EXPANDS  with dynamic range expansion, as in the optimizer coat. (Code without expansion can wait.)
 //   FMAX     the largest value of the format: 448 in E4M3, 57,344 in E5M2
 //   FMIN     the smallest value above zero: 2^-9 in E4M3, 2^-16 in E5M2
 template <bool V, Format FP8, bool EXPANSION> struct MomentTraits {
@@ -92,11 +93,6 @@ __device__ float contract_to_ratio(float inverse_k, float log2_ratio) {
 // ===========================================================================================================
 // 2. A thread's eight elements of m, and its eight of v
 
-// y, the magnitude that is encoded for x; but at least FMIN for an element of v above zero. Such an element
-// must stay above zero: the update divides by its root and eps, and eps alone is tiny.
-template <class Traits> __device__ float keep_v_above_zero(float y, float x) {
-    return Traits::IS_V && x > 0 && y < Traits::FMIN ? Traits::FMIN : y;
-}
 // The codes of eight magnitudes y, with the signs of x.
 template <class Traits> __device__ uint2 encode_with_signs(ChunkValues& y, const ChunkValues& x) {
     if (!Traits::IS_V)
@@ -104,23 +100,23 @@ template <class Traits> __device__ uint2 encode_with_signs(ChunkValues& y, const
     return encode<Traits::FORMAT>(y, /*inverse_scale=*/1.0f);
 }
 
+// Without expansion, as in the optimizer fp8. (This can wait: part 8.)
+template <class Traits>
+__device__ uint2 encode_without_expansion(const MaxAndK& max_and_k, const ChunkValues& x);
+
 // The codes of eight elements x of a moment: one code in each byte of a uint2.
 //
-// With expansion, keep_v_above_zero() is not needed, because the smallest element of a moment group,
-// max / R_X, gets the code of FMIN anyway:
+// An element of v above zero must stay above zero: the update divides by its root and eps, and eps alone is
+// tiny. It does, because the smallest element of a moment group, max / R_X, gets the code of FMIN:
 //   - With the exact k of equation 4, y would be FMAX (1 / R_X)^k = FMIN.
 //   - k is rounded to a multiple of 1/256, so k may be larger by 1/512. Then y is FMIN R_X^(-1/512).
 //   - R_X is at most about 2^120 (part 7 has the others), so R_X^(-1/512) is at least 2^(-120/512) = 0.85.
 //   - 0.85 FMIN is nearer to FMIN than to 0, so y is rounded to FMIN.
 template <class Traits> __device__ uint2 encode_moments(const MaxAndK& max_and_k, const ChunkValues& x) {
+    if (!Traits::EXPANDS) return encode_without_expansion<Traits>(max_and_k, x);
+    const float inverse_max = inverse_of_max(max_and_k.max);
     ChunkValues y;
-    if (Traits::EXPANDS) {
-        const float inverse_max = inverse_of_max(max_and_k.max);
-        for (int j = 0; j < CHUNK; j++) y[j] = expand_magnitude<Traits>(max_and_k.k, inverse_max, x[j]);
-    } else {
-        const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, max_and_k.max));
-        for (int j = 0; j < CHUNK; j++) y[j] = keep_v_above_zero<Traits>(fabsf(x[j]) * inverse_scale, x[j]);
-    }
+    for (int j = 0; j < CHUNK; j++) y[j] = expand_magnitude<Traits>(max_and_k.k, inverse_max, x[j]);
     return encode_with_signs<Traits>(y, x);
 }
 
@@ -145,25 +141,22 @@ template <class Traits> __device__ float with_sign(float magnitude, uint32_t cod
     return Traits::IS_V ? magnitude : copysignf(magnitude, __uint_as_float(code << 24));
 }
 
-// Decodes eight elements of a moment. FactoredMoments (gpu/adamw.cuh) says why there is a factor. It is max;
-// without expansion it is the scale, max / FMAX.
+// Without expansion. (This can wait: part 8.)
+template <class Traits>
+__device__ FactoredMoments decode_without_expansion(const MaxAndK& max_and_k, uint2 codes,
+                                                    const Table& table);
+
+// Decodes eight elements of a moment. FactoredMoments (gpu/adamw.cuh) says why there is a factor. It is max.
 template <class Traits>
 __device__ FactoredMoments decode_moments(const MaxAndK& max_and_k, uint2 codes, const Table& table) {
+    if (!Traits::EXPANDS) return decode_without_expansion<Traits>(max_and_k, codes, table);
+    const float inverse_k = fast_reciprocal(max_and_k.k);
     FactoredMoments moments;
-    if (Traits::EXPANDS) {
-        const float inverse_k = fast_reciprocal(max_and_k.k);
-        moments.factor = max_and_k.max;
-        for (int j = 0; j < CHUNK; j++) {
-            const uint32_t code = code_of(codes, j);
-            const float ratio = contract_to_ratio(inverse_k, table[code % CODES_WITHOUT_SIGN]);
-            moments.multiples[j] = with_sign<Traits>(ratio, code);
-        }
-    } else {
-        for (int j = 0; j < CHUNK; j++) {
-            const uint32_t code = code_of(codes, j);
-            moments.multiples[j] = with_sign<Traits>(table[code % CODES_WITHOUT_SIGN], code);
-        }
-        moments.factor = scale_of(Traits::FMAX, max_and_k.max);
+    moments.factor = max_and_k.max;
+    for (int j = 0; j < CHUNK; j++) {
+        const uint32_t code = code_of(codes, j);
+        const float ratio = contract_to_ratio(inverse_k, table[code % CODES_WITHOUT_SIGN]);
+        moments.multiples[j] = with_sign<Traits>(ratio, code);
     }
     return moments;
 }
@@ -178,19 +171,19 @@ __device__ void encode_again_if_wide_or_small(const MaxAndK& max_and_k, const Ch
 
 // Decodes a thread's eight elements of m and its eight of v.
 template <class MTraits, class VTraits>
-__device__ Both<FactoredMoments> decode_both(const Both<MaxAndK>& max_and_k, const Both<uint2>& codes,
-                                             const Both<Table>& tables) {
-    Both<FactoredMoments> moments{.m = decode_moments<MTraits>(max_and_k.m, codes.m, tables.m),
-                                  .v = decode_moments<VTraits>(max_and_k.v, codes.v, tables.v)};
+__device__ MAndV<FactoredMoments> decode_m_and_v(const MAndV<MaxAndK>& max_and_k, const MAndV<uint2>& codes,
+                                                 const MAndV<Table>& tables) {
+    MAndV<FactoredMoments> moments{.m = decode_moments<MTraits>(max_and_k.m, codes.m, tables.m),
+                                   .v = decode_moments<VTraits>(max_and_k.v, codes.v, tables.v)};
     decode_again_if_wide<MTraits>(max_and_k.m, codes.m, tables.m, moments.m);
     decode_again_if_wide<VTraits>(max_and_k.v, codes.v, tables.v, moments.v);
     return moments;
 }
 // Encodes them.
 template <class MTraits, class VTraits>
-__device__ Both<uint2> encode_both(const Both<MaxAndK>& max_and_k, const Both<ChunkValues>& moments) {
-    Both<uint2> codes{.m = encode_moments<MTraits>(max_and_k.m, moments.m),
-                      .v = encode_moments<VTraits>(max_and_k.v, moments.v)};
+__device__ MAndV<uint2> encode_m_and_v(const MAndV<MaxAndK>& max_and_k, const MAndV<ChunkValues>& moments) {
+    MAndV<uint2> codes{.m = encode_moments<MTraits>(max_and_k.m, moments.m),
+                       .v = encode_moments<VTraits>(max_and_k.v, moments.v)};
     encode_again_if_wide_or_small<MTraits>(max_and_k.m, moments.m, codes.m);
     encode_again_if_wide_or_small<VTraits>(max_and_k.v, moments.v, codes.v);
     return codes;
@@ -237,7 +230,7 @@ template <class Value> __device__ Value load_global(const void* from) {
 
 // What a thread loads of a span: its eight elements, as they are stored.
 template <class WeightsKind> struct LoadedElements {
-    Both<uint2> codes;
+    MAndV<uint2> codes;
     typename WeightsKind::LoadedChunk w;
     Bf16OrFp32::LoadedChunk g;
 };
@@ -276,7 +269,7 @@ template <class WeightsKind> struct ElementsOfThread {
                 .g = arguments.gradients.load(rank_position - arguments.elements.first + i)};
     }
     // Stores nothing for a span past the last one.
-    __device__ void store(int span, ChunkValues& w, const Both<uint2>& codes, uint32_t& largest_bits) const {
+    __device__ void store(int span, ChunkValues& w, const MAndV<uint2>& codes, uint32_t& largest_bits) const {
         const bool live = span < shard_spans;
         const int64_t i = clamped_offset(span);
         weights.store(i, w, arguments.rounding_key, flat_position + i, live, largest_bits);
@@ -292,19 +285,19 @@ template <class WeightsKind> struct ElementsOfThread {
 //   decay          weight_decay, or 0 for a parameter that does not decay
 //   largest_bits   is raised: the bits of the largest magnitude of the thread's new weights
 template <class WeightsKind, class MTraits, class VTraits>
-__device__ Both<MaxAndK> update_span(const ElementsOfThread<WeightsKind>& elements, int span,
-                                     const LoadedElements<WeightsKind>& loaded,
-                                     const Both<MaxAndK>& old_max_and_k, float clip_factor, float decay,
-                                     const Both<Table>& tables, uint32_t& largest_bits) {
+__device__ MAndV<MaxAndK> update_span(const ElementsOfThread<WeightsKind>& elements, int span,
+                                      const LoadedElements<WeightsKind>& loaded,
+                                      const MAndV<MaxAndK>& old_max_and_k, float clip_factor, float decay,
+                                      const MAndV<Table>& tables, uint32_t& largest_bits) {
     const AdamWArguments& arguments = elements.arguments;
     ChunkValues w, g;
     elements.weights.unpack(loaded.w, w);
     arguments.gradients.unpack(loaded.g, g);
-    const Both<FactoredMoments> old = decode_both<MTraits, VTraits>(old_max_and_k, loaded.codes, tables);
-    const Both<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
-    const Both<MaxAndK> new_max_and_k{.m = max_and_k_of_new_moments<MTraits>(moments.m),
-                                      .v = max_and_k_of_new_moments<VTraits>(moments.v)};
-    const Both<uint2> codes = encode_both<MTraits, VTraits>(new_max_and_k, moments);
+    const MAndV<FactoredMoments> old = decode_m_and_v<MTraits, VTraits>(old_max_and_k, loaded.codes, tables);
+    const MAndV<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
+    const MAndV<MaxAndK> new_max_and_k{.m = max_and_k_of_new_moments<MTraits>(moments.m),
+                                       .v = max_and_k_of_new_moments<VTraits>(moments.v)};
+    const MAndV<uint2> codes = encode_m_and_v<MTraits, VTraits>(new_max_and_k, moments);
     elements.store(span, w, codes, largest_bits);
     return new_max_and_k;
 }
@@ -354,16 +347,16 @@ constexpr int WARPS_PER_BLOCK = 8;
 // field of each span is in memory. Bundles are counted from the beginning of the shard.
 struct FieldOfLane {
     bool is_of_v, is_k;
-    int pair, span;    // of the bundle
-    float* in_memory;  // by span of the shard; null if the moment has no k
-    int shard_spans;   // how many spans the shard has
+    int pair, span_in_bundle;  // counted from the beginning of the bundle
+    float* in_memory;          // by span of the shard; null if the moment has no k
+    int shard_spans;           // how many spans the shard has
 
     explicit __device__ FieldOfLane(const Shard& shard) : shard_spans(span_count(shard)) {
         const int lane = threadIdx.x % 32;
         is_of_v = lane % FIELDS_PER_SPAN >= 2;
         is_k = lane % 2 == 1;
         pair = lane % LANES_PER_SPAN / FIELDS_PER_SPAN;
-        span = pair * SPANS_PER_PAIR + lane / LANES_PER_SPAN;
+        span_in_bundle = pair * SPANS_PER_PAIR + lane / LANES_PER_SPAN;
         const MomentRef moment = is_of_v ? shard.v : shard.m;
         in_memory = is_k ? moment.k : moment.max;
     }
@@ -371,22 +364,23 @@ struct FieldOfLane {
     // does nothing.
     __device__ float load(int bundle) const {
         if (!in_memory) return 1.0f;
-        return load_global<float>(in_memory + min(bundle * SPANS_PER_BUNDLE + span, shard_spans - 1));
+        return load_global<float>(in_memory +
+                                  min(bundle * SPANS_PER_BUNDLE + span_in_bundle, shard_spans - 1));
     }
     __device__ void store(int bundle, float value) const {
-        const int span_in_shard = bundle * SPANS_PER_BUNDLE + span;
+        const int span_in_shard = bundle * SPANS_PER_BUNDLE + span_in_bundle;
         if (in_memory && span_in_shard < shard_spans) store_at_once(in_memory + span_in_shard, value);
     }
     // This field, out of the four of a span.
-    __device__ float choose_from(const Both<MaxAndK>& both) const {
-        const MaxAndK max_and_k = is_of_v ? both.v : both.m;
+    __device__ float choose_from(const MAndV<MaxAndK>& of_span) const {
+        const MaxAndK max_and_k = is_of_v ? of_span.v : of_span.m;
         return is_k ? max_and_k.k : max_and_k.max;
     }
 };
 
 // The four fields of the span that this half of the warp updates in a pair, from the lanes that keep them.
 // kept: the field that this lane keeps.
-__device__ Both<MaxAndK> max_and_k_from_lanes(float kept, int pair) {
+__device__ MAndV<MaxAndK> max_and_k_from_lanes(float kept, int pair) {
     auto field_of_span = [&](int which) {
         return __shfl_sync(ALL_LANES, kept, pair * FIELDS_PER_SPAN + which, LANES_PER_SPAN);
     };
@@ -403,16 +397,16 @@ __device__ Both<MaxAndK> max_and_k_from_lanes(float kept, int pair) {
 // the warp computes the last span, too, and stores nothing.
 template <class WeightsKind, class MTraits, class VTraits>
 __device__ uint32_t update_bundles(const AdamWArguments& arguments, const Shard& shard, int first, int end,
-                                   const Both<Table>& tables) {
+                                   const MAndV<Table>& tables) {
     if (first >= end) return 0;
     const ElementsOfThread<WeightsKind> elements(arguments, shard);
     const FieldOfLane field_of_lane(shard);
     const float clip_factor = arguments.state->clip_factor;
     const float decay = shard.decays ? arguments.constants.weight_decay : 0.0f;
     // 0 or 1: which half of the warp, and so which span of a pair.
-    const int half = threadIdx.x % 32 / LANES_PER_SPAN;
+    const int half_of_warp = threadIdx.x % 32 / LANES_PER_SPAN;
     uint32_t largest_bits = 0;
-    LoadedElements<WeightsKind> next_loaded = elements.load(first * SPANS_PER_BUNDLE + half);
+    LoadedElements<WeightsKind> next_loaded = elements.load(first * SPANS_PER_BUNDLE + half_of_warp);
     float next_field = field_of_lane.load(first);
     for (int bundle = first; bundle < end; bundle += WARPS_PER_BLOCK) {
         const int next_bundle = bundle + WARPS_PER_BLOCK;
@@ -424,14 +418,15 @@ __device__ uint32_t update_bundles(const AdamWArguments& arguments, const Shard&
         const int pairs = min(PAIRS_PER_BUNDLE, (elements.shard_spans - first_span + 1) / SPANS_PER_PAIR);
 #pragma unroll 1  // one copy of this long body
         for (int pair = 0; pair < pairs; pair++) {
-            const int span = first_span + pair * SPANS_PER_PAIR + half;
+            const int span = first_span + pair * SPANS_PER_PAIR + half_of_warp;
             const LoadedElements<WeightsKind> loaded = next_loaded;
             // After the last pair of the warp this loads some other span, which nobody uses.
             const bool same_bundle = pair + 1 < pairs;
-            const int next_span = same_bundle ? span + SPANS_PER_PAIR : next_bundle * SPANS_PER_BUNDLE + half;
+            const int next_span =
+                same_bundle ? span + SPANS_PER_PAIR : next_bundle * SPANS_PER_BUNDLE + half_of_warp;
             next_loaded = elements.load(next_span);
-            const Both<MaxAndK> old_max_and_k = max_and_k_from_lanes(old_field, pair);
-            const Both<MaxAndK> new_max_and_k = update_span<WeightsKind, MTraits, VTraits>(
+            const MAndV<MaxAndK> old_max_and_k = max_and_k_from_lanes(old_field, pair);
+            const MAndV<MaxAndK> new_max_and_k = update_span<WeightsKind, MTraits, VTraits>(
                 elements, span, loaded, old_max_and_k, clip_factor, decay, tables, largest_bits);
             if (pair == field_of_lane.pair) new_field = field_of_lane.choose_from(new_max_and_k);
         }
@@ -486,7 +481,7 @@ __device__ int shard_of_bundle(const AdamWArguments& arguments, int64_t bundle) 
 template <class WeightsKind, class MTraits, class VTraits>
 __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
     adamw_kernel(const AdamWArguments arguments) {
-    __shared__ Both<Table> tables;
+    __shared__ MAndV<Table> tables;
     if (arguments.state->skip) return;
     fill_table<MTraits>(tables.m);
     fill_table<VTraits>(tables.v);
@@ -647,7 +642,11 @@ __device__ void decode_again_if_wide(const MaxAndK& max_and_k, uint2 codes, cons
 template <class Traits> __device__ float expand_carefully(const MaxAndK& max_and_k, float x) {
     return Traits::FMAX * fast_exp2(max_and_k.k * (log2f(fabsf(x)) - log2f(max_and_k.max)));
 }
-// Here R_X may exceed 2^120, so keep_v_above_zero() is needed.
+// y, the magnitude that is encoded for x; but at least FMIN for an element of v above zero. Here R_X may
+// exceed 2^120, so y alone might be rounded to 0.
+template <class Traits> __device__ float keep_v_above_zero(float y, float x) {
+    return Traits::IS_V && x > 0 && y < Traits::FMIN ? Traits::FMIN : y;
+}
 template <class Traits>
 __device__ void encode_again_if_wide_or_small(const MaxAndK& max_and_k, const ChunkValues& x, uint2& codes) {
     if (!is_wide_or_small<Traits>(max_and_k)) return;
@@ -655,6 +654,33 @@ __device__ void encode_again_if_wide_or_small(const MaxAndK& max_and_k, const Ch
     for (int j = 0; j < CHUNK; j++)
         y[j] = keep_v_above_zero<Traits>(expand_carefully<Traits>(max_and_k, x[j]), x[j]);
     codes = encode_with_signs<Traits>(y, x);
+}
+
+// ===========================================================================================================
+// 8. Moments without expansion: the optimizer fp8 (this can wait)
+//
+// A moment group has one scale, max / FMAX. Nothing makes the smallest element FMIN, so keep_v_above_zero()
+// is needed.
+
+template <class Traits>
+__device__ uint2 encode_without_expansion(const MaxAndK& max_and_k, const ChunkValues& x) {
+    const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, max_and_k.max));
+    ChunkValues y;
+    for (int j = 0; j < CHUNK; j++) y[j] = keep_v_above_zero<Traits>(fabsf(x[j]) * inverse_scale, x[j]);
+    return encode_with_signs<Traits>(y, x);
+}
+
+// The factor is the scale.
+template <class Traits>
+__device__ FactoredMoments decode_without_expansion(const MaxAndK& max_and_k, uint2 codes,
+                                                    const Table& table) {
+    FactoredMoments moments;
+    for (int j = 0; j < CHUNK; j++) {
+        const uint32_t code = code_of(codes, j);
+        moments.multiples[j] = with_sign<Traits>(table[code % CODES_WITHOUT_SIGN], code);
+    }
+    moments.factor = scale_of(Traits::FMAX, max_and_k.max);
+    return moments;
 }
 
 }  // namespace

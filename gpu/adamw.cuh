@@ -45,7 +45,7 @@ struct FactoredMoments {
 };
 
 // One T for first moments, and one for second moments.
-template <class T> struct Both { T m, v; };
+template <class T> struct MAndV { T m, v; };
 
 // Updates eight elements, and returns their new moments.
 //   clip_factor   clips the gradients: GradientState::clip_factor
@@ -53,10 +53,10 @@ template <class T> struct Both { T m, v; };
 //   g             the gradients
 //   old           the moments
 //   w             the weights, which are replaced by the new ones
-inline __device__ Both<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& constants, float clip_factor,
-                                                   float decay, const ChunkValues& g,
-                                                   const Both<FactoredMoments>& old, ChunkValues& w) {
-    Both<ChunkValues> moments;
+inline __device__ MAndV<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& constants, float clip_factor,
+                                                    float decay, const ChunkValues& g,
+                                                    const MAndV<FactoredMoments>& old, ChunkValues& w) {
+    MAndV<ChunkValues> moments;
     for (int j = 0; j < CHUNK; j++) {
         const float gradient = g[j] * clip_factor;
         // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
@@ -127,10 +127,10 @@ template <bool MASTER> struct Bf16Weights {
     // For __byte_perm(): the lower halves of two words, or their upper halves. Each digit is the number of a
     // byte among the eight of the two words; the last digit names the lowest byte of the result.
     static constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
-    // The lower or the upper halves of eight words, 16 bits each. half is LOWER or UPPER.
-    static __device__ uint4 halves_of(const uint32_t (&words)[CHUNK], uint32_t half) {
-        return {__byte_perm(words[0], words[1], half), __byte_perm(words[2], words[3], half),
-                __byte_perm(words[4], words[5], half), __byte_perm(words[6], words[7], half)};
+    // The lower or the upper halves of eight words, 16 bits each. selector is LOWER or UPPER.
+    static __device__ uint4 halves_of(const uint32_t (&words)[CHUNK], uint32_t selector) {
+        return {__byte_perm(words[0], words[1], selector), __byte_perm(words[2], words[3], selector),
+                __byte_perm(words[4], words[5], selector), __byte_perm(words[6], words[7], selector)};
     }
     __device__ void store(int64_t i, const ChunkValues& v, uint64_t key, uint64_t element, bool live,
                           uint32_t& largest_bits) const {
@@ -187,7 +187,7 @@ enum class MomentGranularity : uint8_t {
 struct AdamWArguments {
     AdamWKernelConstants constants;
     MomentGranularity granularity;
-    float fmax_m, fmax_v;  // FMAX of the formats of m and v, where they are scaled
+    float fmax_m, fmax_v;  // for other_optimizers.cu: FMAX of the formats of m and v, where they are scaled
     const Shard* shards;
     int shard_count;
     Range elements;  // of these shards, in the rank's order: whole moment groups

@@ -59,9 +59,9 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         ChunkValues w = {}, g;
         if (!find_maxima) weights.unpack(weights.load(i), w);
         arguments.gradients.load_values(shard.rank_offset - arguments.elements.first + i, g);
-        const Both<FactoredMoments> old{.m = load_moment(shard.m, arguments.fmax_m, i),
-                                        .v = load_moment(shard.v, arguments.fmax_v, i)};
-        Both<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
+        const MAndV<FactoredMoments> old{.m = load_moment(shard.m, arguments.fmax_m, i),
+                                         .v = load_moment(shard.v, arguments.fmax_v, i)};
+        MAndV<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
         for (int j = 0; j < CHUNK; j++) {
             largest_bits_m = max(largest_bits_m, magnitude_bits(moments.m[j]));
             largest_bits_v = max(largest_bits_v, magnitude_bits(moments.v[j]));
