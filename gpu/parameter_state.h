@@ -1,8 +1,8 @@
 // gpu/parameter_state.h - what one GPU keeps of each parameter: weights, gradients and moments. model.cu
 // updates them (Network::update_buckets()). How a checkpoint reads and writes them is in gpu/named_memory.h.
 //
-// The words rank, shard and bucket are explained in gpu/memory_layout.h. With one GPU there is one rank, which
-// owns all of each parameter. Then some names mean the same:
+// The words rank, shard and bucket are explained in gpu/memory_layout.h. With one GPU there is one rank,
+// which owns all of each parameter. Then some names mean the same:
 //
 //   with several GPUs                        with one GPU
 //   shard_places[i].owned                    all elements of parameter i
