@@ -213,8 +213,7 @@ template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, float fmax,
                     uint8_t* row_major, uint8_t* transposed) {
-    // Just in time: every thread derives the same scale from the amax. (fmax is an argument, because a kernel
-    // cannot call format_info(FP8).)
+    // Just in time: every thread derives the same scale from the amax. fmax: the largest value of FP8.
     const float scale = scale_of(fmax, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
     store_codes<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,

@@ -31,10 +31,11 @@
 //         adamw()                         new moments and weights, and the amaxes of the new weights
 //     fetch_result()                      the loss and the norm of the gradients
 //
-// For example, these are the operators that mlp_half_forward() calls in coat. Each launches a kernel. There
-// are N tokens; C is the hidden size, and F the width of gate and of up. The residual sum in the attention
-// half has found the row statistics of norm 2, such as 1 / rms of each row, and the amax of its output. The
-// last update has found the amaxes of the weights (in the first step, the initialization has).
+// For example, these are the operators of mlp_half_forward() in coat. Each launches a kernel. (fprop() of a
+// linear layer calls two quantizers and a GEMM.) There are N tokens; C is the hidden size, and F the width of
+// gate and of up. The residual sum in the attention half has found the row statistics of norm 2, such as
+// 1 / rms of each row, and the amax of its output. The last update has found the amaxes of the weights (in
+// the first step, the initialization has).
 //
 //   operator                      reads                          writes
 //   quantize_operand()            norm 2's input (N, C), groups; codes of norm 2's output
@@ -471,6 +472,20 @@ public:
         }
     }
 
+    // Arguments of the kernels of attention, in forward and in backward.
+    float* saved_log_sum_exp(const Layer& layer) const {
+        return static_cast<float*>(saved_tensor(layer, SavedKind::LogSumExp).data);
+    }
+    Rope rope_args() const {
+        return {.table = memory_.rope_table,
+                .T = micro_batch_.T,
+                .HS = config_.HS(),
+                .rotated_cols = config_.q_cols() + config_.kv_cols()};
+    }
+    AttentionShape attention_shape_args() const {
+        return attention_shape(config_, micro_batch_.B, micro_batch_.T, recipe_.compute_format);
+    }
+
     // The second half of layer l (table of its operators: at the top of this file).
     void mlp_half_forward(int64_t l, ResidualStream& residual) {
         const Arena::Scope scope(arena_);
@@ -546,8 +561,7 @@ public:
     void head_forward_and_backward() {
         const Arena::Scope scope(arena_);
         const TensorRef dnorm_output = allocate_tensor(micro_batch_.N, config_.C);
-        // Backward, although the head has its forward pass here, too: with several ranks, the next weights
-        // that they gather are those of the last layer
+        // Several ranks: the direction says whose weights are gathered next, here those of the last layer
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Backward);
         // The gradient of the head's weight. (If head_sum_in_fp32(), a temporary FP32 sum, which
         // store_head_gradient_sum() rounds. This can wait.)
@@ -890,20 +904,6 @@ public:
         qk_norms_and_rope(qk_norms_args(layer), rope_args(), qkv, normed_and_rotated, stream_);
         return normed_and_rotated;
     }
-    // Qwen3: dqkv, on entry the gradient of the outputs of qk_norms, becomes that of their inputs.
-    void qk_norms_backward_if_any(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
-        if (!qk_norms_) return;
-        const QkNorms norms = qk_norms_args(layer);
-        float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
-        qk_norms_backward(norms, qkv, dqkv, gradient(*layer.qk_norms_weight_index), partials, stream_);
-    }
-
-    // -------------------------------------------------------------------------------------------------------
-    // Arguments of the kernels of attention
-
-    float* saved_log_sum_exp(const Layer& layer) const {
-        return static_cast<float*>(saved_tensor(layer, SavedKind::LogSumExp).data);
-    }
     QkNorms qk_norms_args(const Layer& layer) const {
         return {.weight = weight(*layer.qk_norms_weight_index).data,
                 .eps = config_.norm_eps,
@@ -911,14 +911,12 @@ public:
                 .q_cols = config_.q_cols(),
                 .k_cols = config_.kv_cols()};
     }
-    Rope rope_args() const {
-        return {.table = memory_.rope_table,
-                .T = micro_batch_.T,
-                .HS = config_.HS(),
-                .rotated_cols = config_.q_cols() + config_.kv_cols()};
-    }
-    AttentionShape attention_shape_args() const {
-        return attention_shape(config_, micro_batch_.B, micro_batch_.T, recipe_.compute_format);
+    // Qwen3: dqkv, on entry the gradient of the outputs of qk_norms, becomes that of their inputs.
+    void qk_norms_backward_if_any(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
+        if (!qk_norms_) return;
+        const QkNorms norms = qk_norms_args(layer);
+        float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
+        qk_norms_backward(norms, qkv, dqkv, gradient(*layer.qk_norms_weight_index), partials, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------

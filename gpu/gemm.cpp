@@ -180,7 +180,7 @@ size_t preference_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
 
 // The algorithms that cuBLASLt proposes, in its own order or, with prefer_tiles, those with PREFERRED_TILES
 // first. Excluded are algorithms that store partial sums in the output's format. With prefer_tiles all
-// algorithms that split the sums are excluded, so that the order of additions does not depend on the choice.
+// algorithms that split the sums are excluded. Then every candidate adds in the same order.
 std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t handle, Description& description,
                                                        bool prefer_tiles) {
     cublasLtMatmulPreferenceOpaque_t preference;

@@ -59,7 +59,7 @@ int64_t saved_layer_bytes(const RunSettings& s);  // the bytes of all that a lay
 // The bytes from the first saved activation to the first gradient (drawing: gpu/memory_map.h).
 int64_t gradients_offset(const RunSettings& s);
 
-// The logits exist for so many tokens at a time.
+// Logits are computed for this many tokens at a time.
 inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
 // Whether the slices of a micro-batch add to the gradient of the head's weight in FP32, so that their sum is
 // rounded once. The rule is that at most four gradients are added to a BF16 sum in a step. For example,

@@ -114,9 +114,9 @@ void count_step(Run& run, const StepResult& result, Progress& progress) {
     } else if (result.target_count) {
         progress.skipped_in_a_row++;
     }
-    // If the run ends early, because a signal comes or data cannot be read, is this step worth a checkpoint?
-    // Not if it was skipped, because an update before it may have made weights overflow. But if there is no
-    // earlier checkpoint, it is.
+    // If the run ends early, because a signal comes or data cannot be read, this step may be saved. After a
+    // step that was skipped for its loss or gradients it is not: an update before it may have made weights
+    // overflow. But if there is no earlier checkpoint, it is saved all the same.
     run.at_savable_step = progress.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
