@@ -345,7 +345,7 @@ for argument; do [ "$before" = -o ] && made=$argument; before=$argument; done
     const auto objects = [&] {
         const Ended ended =
             shell(folder, concat("unset MAKEFLAGS MFLAGS MAKELEVEL; make -C '", folder.path.string(),
-                                 "' NVCC= 'CXX=", folder / "compiler", "' build/tests"));
+                                 "' O=build NVCC= 'CXX=", folder / "compiler", "' build/tests"));
         REQUIRE_MESSAGE(ended.code == 0, ended.error);
         return read_file(folder.path / "build/tests");
     };
