@@ -127,9 +127,9 @@ struct ResidualNorm {
     LinearLayer* linear_after;
 
     bool saves_groups() const { return args.input.format.is_fp8(); }
-    float* place_for_output_amax() const { return linear_after ? linear_after->place_for_x_amax() : nullptr; }
-    float* place_for_dresidual_amax() const {
-        return linear_before ? linear_before->place_for_g_amax() : nullptr;
+    float* output_amax_to_raise() const { return linear_after ? linear_after->x_amax_to_raise() : nullptr; }
+    float* dresidual_amax_to_raise() const {
+        return linear_before ? linear_before->g_amax_to_raise() : nullptr;
     }
 };
 
@@ -145,7 +145,7 @@ struct ResidualStream {
     ResidualSumOutputs outputs_for(const ResidualNorm& next) const {
         return {.sum_out = next.saves_groups() ? buffer : TensorRef{},
                 .next_norm = next.args,
-                .norm_output_amax_to_raise = next.place_for_output_amax()};
+                .norm_output_amax_to_raise = next.output_amax_to_raise()};
     }
     // To be called after such a sum.
     void advance_to(const ResidualNorm& next) { current = next.saves_groups() ? buffer : next.args.input; }
@@ -462,7 +462,7 @@ public:
         if (saves_attention_in_groups_) save_and_reload(qkv, saved_tensor(layer, SavedKind::Qkv));
         const TensorRef attention_qkv = make_attention_input(layer, qkv);  // Llama: qkv
         float* const output_amax_to_raise =
-            saves_attention_in_groups_ ? nullptr : layer.attention_out_proj.place_for_x_amax();
+            saves_attention_in_groups_ ? nullptr : layer.attention_out_proj.x_amax_to_raise();
         attention_forward(attention_shape_args(), attention_qkv.data, output.data, saved_log_sum_exp(layer),
                           output_amax_to_raise, stream_);
         if (saves_attention_in_groups_) {
@@ -501,7 +501,7 @@ public:
             const Arena::Scope until_saved(arena_);
             const TensorRef before_groups = allocate_tensor(micro_batch_.N, gate_up.cols);
             layer.gate_up_proj.fprop(x, before_groups);
-            quantize_activation_input(gated_, before_groups, gate_up, layer.down_proj.place_for_x_amax(),
+            quantize_activation_input(gated_, before_groups, gate_up, layer.down_proj.x_amax_to_raise(),
                                       context_.quant_stats_of(MeasuredKind::ActivationInput), stream_);
         } else {
             // Recipes that save no groups: the projection's output is saved as it is
@@ -738,7 +738,7 @@ public:
                             .dqkv = dqkv.data,
                             .workspace = workspace,
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
-                            .dqkv_amax_to_raise = qk_norms_ ? nullptr : layer.qkv_proj.place_for_g_amax()},
+                            .dqkv_amax_to_raise = qk_norms_ ? nullptr : layer.qkv_proj.g_amax_to_raise()},
                            stream_);
         qk_norms_backward_if_any(layer, qkv, dqkv);  // Llama: nothing
     }
@@ -768,7 +768,7 @@ public:
                       {.dnorm_output = dnorm_output,
                        .dresidual_in = dresidual_in,
                        .dresidual_out = dresidual(),
-                       .dresidual_amax_to_raise = norm.place_for_dresidual_amax(),
+                       .dresidual_amax_to_raise = norm.dresidual_amax_to_raise(),
                        .dweight = dweight,
                        .dbias = dbias},
                       memory_.norm_backward_workspace, stream_);

@@ -128,7 +128,7 @@ Operand LinearLayer::allocate_g_operand(int64_t N, void* row_major) const {
 }
 
 void LinearLayer::write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand) {
-    float* const amax_to_compute = g_amax_from == AmaxFrom::ExtraPass ? place_for_g_amax() : nullptr;
+    float* const amax_to_compute = g_amax_from == AmaxFrom::ExtraPass ? g_amax_to_raise() : nullptr;
     if (bias_index_) return write_g_operand_and_add_dbias(g, amax_to_compute, g_operand);  // this can wait
     if (amax_to_compute) compute_amax(g, amax_to_compute, stream());
     write_elements_of_g(g, g_operand);
@@ -140,7 +140,7 @@ void LinearLayer::write_elements_of_g(const LazyTensor& g, const Operand& g_oper
 }
 
 void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
-    if (float* const place = place_for_x_amax()) compute_amax(x, place, stream());
+    if (float* const amax = x_amax_to_raise()) compute_amax(x, amax, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, float* amax
                                                 const Operand& g_operand) {
     if (!shared_.formats.g.is_fp8()) {
         write_elements_of_g(g, g_operand);
-        add_dbias(lazy_stored(g_operand.tensor), /*g_amax_to_raise=*/nullptr);
+        add_dbias(lazy_stored(g_operand.tensor), /*amax_to_compute=*/nullptr);
     } else if (amax_to_compute) {
         add_dbias(g, amax_to_compute);
         write_elements_of_g(g, g_operand);
@@ -176,11 +176,11 @@ void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, float* amax
     }
 }
 
-// Adds the column sums of g to dbias. g_amax_to_raise: where the amax of g goes, or null.
-void LinearLayer::add_dbias(const LazyTensor& g, float* g_amax_to_raise) const {
+// Adds the column sums of g to dbias. amax_to_compute: where the amax of g goes, or null.
+void LinearLayer::add_dbias(const LazyTensor& g, float* amax_to_compute) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-    add_column_sums(g, shared_.parameter_state.gradients[*bias_index_], workspace, g_amax_to_raise, stream());
+    add_column_sums(g, shared_.parameter_state.gradients[*bias_index_], workspace, amax_to_compute, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------

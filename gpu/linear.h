@@ -20,7 +20,7 @@
 // long as the Arena::Scope in which its memory was taken.
 //
 // Amaxes. In coat a tensor has one scale, so its amax must be known before its codes are made. Usually an
-// earlier kernel has the values in registers. It is given place_for_x_amax() or place_for_g_amax() of the
+// earlier kernel has the values in registers. It is given x_amax_to_raise() or g_amax_to_raise() of the
 // linear layer that will read the tensor, and stores the amax there. For example, the residual sum
 // (gpu/norm.h) computes the output of the next norm, which is x of the linear layer after this norm; so it
 // stores the amax of x. If no earlier kernel has the values, an extra pass over the tensor computes the amax
@@ -84,7 +84,7 @@ public:
 
     // --- The operand of g
     // Where the amax of g comes from, if it is needed:
-    //   EarlierKernel   an earlier kernel has left it at place_for_g_amax()
+    //   EarlierKernel   an earlier kernel has left it in *g_amax_to_raise()
     //   ExtraPass       an extra pass over g computes it first
     enum class AmaxFrom : uint8_t { EarlierKernel, ExtraPass };
     // Makes the operand of g. If the layer has a bias, which those of Llama have not, the function also adds
@@ -99,11 +99,11 @@ public:
     void write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand);
 
     // --- Amaxes
-    // Where a kernel that has the values of x or of g leaves their amax. Null if none is needed.
-    float* place_for_x_amax() const {
+    // Points to the amax of x, or of g: a kernel that has the values raises it. Null if none is needed.
+    float* x_amax_to_raise() const {
         return shared_.needs_amax_before_codes() ? &x_tensor_scale_->amax : nullptr;
     }
-    float* place_for_g_amax() const {
+    float* g_amax_to_raise() const {
         return shared_.needs_amax_before_codes() ? &g_tensor_scale_->amax : nullptr;
     }
     // Computes the amax of x by an extra pass over x, if the amax is needed. To be called before fprop(), if
@@ -149,7 +149,7 @@ private:
 
     // These serve layers with a bias, delayed scaling, and several ranks (they can wait).
     void write_g_operand_and_add_dbias(const LazyTensor& g, float* amax_to_compute, const Operand& g_operand);
-    void add_dbias(const LazyTensor& g, float* g_amax_to_raise) const;
+    void add_dbias(const LazyTensor& g, float* amax_to_compute) const;
     void compute_w_amax_if_needed() const;
     Operand w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const;
 };

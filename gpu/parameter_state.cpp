@@ -66,7 +66,7 @@ void ParameterState::upload_shard_table() {
                          .m = memory_.first_moments[i],
                          .v = memory_.second_moments[i],
                          .decays = p.decays(),
-                         .weight_amax_to_raise = place_for_weight_amax(i),
+                         .weight_amax_to_raise = weight_amax(i),
                          .bundles_before_shard = bundles,
                          .flat_offset = p.flat_offset + place.owned.first,
                          .shard_units_before_shard =
@@ -103,13 +103,13 @@ void ParameterState::initialize_state() {
     context_.wait("Initializing the weights failed");
 }
 
-float* ParameterState::place_for_weight_amax(size_t i) const {
+float* ParameterState::weight_amax(size_t i) const {
     if (!params[i].is_linear_weight() || scale_table_.delayed()) return nullptr;
     return &scale_table_.of_operand(OperandKind::W, linear_layer_index(i))->amax;
 }
 
 void ParameterState::compute_weight_amax(size_t i) const {
-    float* const amax = place_for_weight_amax(i);
+    float* const amax = weight_amax(i);
     if (!amax) return;
     clear_async(amax, sizeof(float), stream_);
     // FP32 weights are not quantized, so they need no amax

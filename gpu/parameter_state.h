@@ -96,9 +96,9 @@ private:
     void initialize_state();
     // Where the update leaves the amax of the weight that is parameter i. Null for what is no weight of a
     // linear layer, and with delayed scaling: there a weight's amax is found when its operand is made.
-    // (Recipes that need no amaxes for scales have this place, too, because write_loss_or_nan() looks at the
+    // (Recipes that need no amaxes for scales have this amax, too, because write_loss_or_nan() looks at the
     // amaxes of all weights.)
-    float* place_for_weight_amax(size_t i) const;
+    float* weight_amax(size_t i) const;
     int64_t moment_groups(size_t i) const { return ceil_div(shard_places[i].owned.count, MOMENT_GROUP_SIZE); }
 };
 
