@@ -204,7 +204,7 @@ def adamw_steps(name, device, folder, data, tokens, where):
     others = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
-    # From the peak to a tenth of it. The last of so few steps is at 99% of the cosine (program/train.cpp).
+    # From the peak to a tenth of it. The last of so few steps is at 99% of the cosine (program/train_step.cpp).
     cosine = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: 0.1 + 0.45 * (1 + math.cos(math.pi * 0.99 * step / (STEPS - 1))))
     for _ in range(STEPS):

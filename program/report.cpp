@@ -8,7 +8,7 @@
 #include "generate.h"
 #include "plan.h"
 #include "report.h"
-#include "train.h"
+#include "train_step.h"
 
 namespace coat {
 
@@ -163,7 +163,7 @@ void print_end(Run& run, double validation, const StepTimes& times) {
                 with_noun(times.steps, "step").c_str(), duration(times.seconds).c_str(), skipped,
                 state.first_validation, validation);
     if (times.steps > 1) {
-        const double seconds_per_step = times.step_seconds / double(times.steps - 1);
+        const double seconds_per_step = times.seconds_of_later_steps / double(times.steps - 1);
         const double rate = double(run.step_tokens()) / seconds_per_step;
         const int64_t first = state.step - times.steps + 2;
         const std::string steps =

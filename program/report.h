@@ -27,8 +27,8 @@ double flops_per_token(const ModelConfig& config, int64_t T);
 // The steps that were made since this program was started, and the seconds that they took.
 struct StepTimes {
     int64_t steps;
-    double seconds;       // all that passed, with validations, samples and saves
-    double step_seconds;  // of all steps but the first, without validations, samples and saves
+    double seconds;                 // all that passed, with validations, samples and saves
+    double seconds_of_later_steps;  // all but the first, without validations, samples and saves
 };
 // Prints and logs the end of a run: the last validation loss, and how fast the steps were.
 void print_end(Run& run, double validation, const StepTimes& times);

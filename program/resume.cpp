@@ -3,7 +3,7 @@
 
 #include "../data/files.h"
 #include "resume.h"
-#include "train.h"
+#include "train_step.h"
 
 namespace coat {
 

@@ -1,5 +1,5 @@
 // program/run.h - a run of ./train: what it is made of. start.h and resume.h declare the functions that make
-// a Run; train.h, validation.h, report.h and checkpoints.h declare what a run does.
+// a Run; train.h, train_step.h, validation.h, report.h and checkpoints.h declare what a run does.
 //
 // Types that other files declare:
 //   Flags             flags.h: the values of the command line; a member for each flag
@@ -49,7 +49,8 @@ struct Run {
     const bool out_existed;          // --out existed before this run, and is locked since its start
 
     // What training changes.
-    LoopState state;                                      // how many steps this run has made
+    LoopState state;           // how many steps this run has made
+    int skipped_in_a_row = 0;  // the last steps, if they were skipped. (Steps without targets do not count)
     ordered_json flags_to_save = ordered_json::object();  // what this run's checkpoints get
     Model* model = nullptr;  // null until it is made, after the start was printed
     // The data in windows of --seq tokens, made before the model: micro-batches to train on, and single
@@ -61,7 +62,7 @@ struct Run {
     // sets it.
     std::string last_checkpoint{};
     // Whether an early end of the run should save the last step: if it is complete, has not been saved, and
-    // is fit to be saved (count_step() in train.cpp).
+    // is fit to be saved (count_step() in train_step.cpp).
     bool at_savable_step = false;
 
     int64_t micro_batch_tokens() const { return settings.B * settings.T; }

@@ -1,16 +1,9 @@
-// program/train.h - the learning rate, and the training loop (train.cpp).
+// program/train.h - the training loop (train.cpp).
 #pragma once
 #include "run.h"
 
 namespace coat {
 
-// The steps of warm-up that a run makes. With a warm-up that is longer than the run, the learning rate would
-// never reach the peak. So such a warm-up is shortened to a tenth of the run: in a run of 100 steps,
-// --warmup 100 stays 100, and --warmup 101 becomes 10.
-int64_t warmup_steps(int64_t warmup, int64_t steps);
-// The learning rate of one step, counted from 0: linear warm-up to the peak, then half a cosine to a tenth of
-// the peak. If fewer than two steps follow the warm-up, the run ends at the peak.
-float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step);
 // Trains until --steps, or until a signal comes. Returns the exit code.
 int train(Run& run);
 

@@ -1,4 +1,4 @@
-// reference/model.cpp - 6. The Model that program/train.cpp drives, on the CPU: weights, moments, and a whole
+// reference/model.cpp - 6. The Model that the training loop drives, on the CPU: weights, moments, and a whole
 // training step of COAT: forward, backward, clipping, update.
 //
 // step() and its parts come first. The rest can wait: the measurement of errors, the state by name, delayed

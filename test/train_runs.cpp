@@ -4,7 +4,7 @@
 
 #include "../program/plan.h"
 #include "../program/report.h"
-#include "../program/train.h"
+#include "../program/train_step.h"
 #include "../reference/operators.h"
 #include "../reference/optimizer.h"
 #include "help/program.h"

@@ -1,7 +1,7 @@
 // train_schedule.cpp - numbers that a run prints: the learning rate, the operations for a token, and quartiles
-// (program/train.h, program/report.h).
+// (program/train_step.h, program/report.h).
 #include "../program/report.h"
-#include "../program/train.h"
+#include "../program/train_step.h"
 #include "help/model.h"
 
 using namespace coat;
