@@ -12,9 +12,8 @@
 //   3      a span: 128 consecutive elements             half a warp: 16 lanes
 //   4      a bundle: eight spans, as four pairs         a warp, one pair after the other
 //   5      a share of the bundles of all parameters     a thread block: eight warps
-//   6      the launch
-//   7      the careful path, for few moment groups (this can wait)
-//   8      moments without expansion (this can wait)
+//   6      moments without expansion (this can wait)
+//   7      the launch
 //
 // The m of a span are a moment group, and so are its v.
 //
@@ -42,22 +41,12 @@ struct MaxAndK {
     float max, k;
 };
 
-// How the codes of a moment are made. It is known when a kernel is compiled, so no code branches on it.
-// Below, Traits is a MomentTraits.
-//   IS_V     the moment is v, which has no signs
-//   EXPANDS  with dynamic range expansion, as in the optimizer coat. (Code without expansion can wait.)
-//   FMAX     the largest value of the format: 448 in E4M3, 57,344 in E5M2
-//   FMIN     the smallest value above zero: 2^-9 in E4M3, 2^-16 in E5M2
-template <bool V, Format FP8, bool EXPANSION> struct MomentTraits {
-    static constexpr bool IS_V = V;
-    static constexpr bool EXPANDS = EXPANSION;
-    static constexpr Format FORMAT = FP8;
-    static constexpr bool E5M2 = FP8 == Format::E5M2;
-    static constexpr float FMAX = format_info(FORMAT).fmax;
-    static constexpr float FMIN = format_info(FORMAT).fmin;
-    static constexpr float LOG2_FMAX = E5M2 ? 15.80735492f : 8.80735492f;    // log2(FMAX)
-    static constexpr float LOG2_RANGE = E5M2 ? 31.80735492f : 17.80735492f;  // log2(FMAX / FMIN)
-};
+// The format of a moment is known when a kernel is compiled. FORMAT is E4M3 or E5M2.
+template <Format FORMAT> constexpr float FMAX = format_info(FORMAT).fmax;  // 448 or 57,344
+template <Format FORMAT> constexpr float FMIN = format_info(FORMAT).fmin;  // 2^-9 or 2^-16
+// log2(FMAX), and log2(FMAX / FMIN)
+template <Format FORMAT> constexpr float LOG2_FMAX = FORMAT == Format::E4M3 ? 8.80735492f : 15.80735492f;
+template <Format FORMAT> constexpr float LOG2_RANGE = FORMAT == Format::E4M3 ? 17.80735492f : 31.80735492f;
 
 // Equation 4: k = log(R) / log(R_X).
 //   R     the range of the format: FMAX / FMIN
@@ -65,17 +54,17 @@ template <bool V, Format FP8, bool EXPANSION> struct MomentTraits {
 // k is rounded to a multiple of 1/256, from 1/16 to 64. If all magnitudes are equal, log2(R_X) is 0, and its
 // reciprocal is infinite: k is 64. In a moment group of zeros k is 1. (There the difference of the logarithms
 // is NaN. fmaxf() makes it 0, and the result is not used.)
-template <class Traits> __device__ float expansion_exponent(float max_magnitude, float min_magnitude) {
+template <Format FORMAT> __device__ float expansion_exponent(float max_magnitude, float min_magnitude) {
     const float log2_r_x = fmaxf(fast_log2(max_magnitude) - fast_log2(min_magnitude), 0.0f);
-    const float rounded = rintf(256.0f * Traits::LOG2_RANGE * fast_reciprocal(log2_r_x)) * 0x1p-8f;
+    const float rounded = rintf(256.0f * LOG2_RANGE<FORMAT> * fast_reciprocal(log2_r_x)) * 0x1p-8f;
     const float k = fminf(fmaxf(rounded, 0.0625f), 64.0f);
     return max_magnitude == 0 ? 1.0f : k;  // a select, not a branch
 }
 
 // Expand: |y| = FMAX (|x| / max)^k. For x = 0 the logarithm is -infinity, and y is 0. (The CPU's expand()
 // returns y with its sign.)
-template <class Traits> __device__ float expand_magnitude(float k, float inverse_max, float x) {
-    return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), Traits::LOG2_FMAX));
+template <Format FORMAT> __device__ float expand_magnitude(float k, float inverse_max, float x) {
+    return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), LOG2_FMAX<FORMAT>));
 }
 // 1 / max: the fast reciprocal, and one iteration of Newton's method. For a moment group of zeros r is 2^126,
 // and the result is r + r (1 - 0 r) = 2^127, not infinity. Then |x| / max is 0, as it must be, and not NaN.
@@ -91,103 +80,137 @@ __device__ float contract_to_ratio(float inverse_k, float log2_ratio) {
 }
 
 // ===========================================================================================================
-// 2. A thread's eight elements of m, and its eight of v
+// 2. A thread's eight elements of a moment, encoded and decoded
+//
+// Eight codes are the bytes of a uint2. A code has a sign bit, which is 0 in v: v has no negative elements.
+// IS_V says at compile time whether the moment is v.
 
 // The codes of eight magnitudes y, with the signs of x.
-template <class Traits> __device__ uint2 encode_with_signs(ChunkValues& y, const ChunkValues& x) {
-    if (!Traits::IS_V)
+template <bool IS_V, Format FORMAT> __device__ uint2 encode_with_signs(ChunkValues& y, const ChunkValues& x) {
+    if (!IS_V)
         for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
-    return encode<Traits::FORMAT>(y, /*inverse_scale=*/1.0f);
-}
-
-// Without expansion, as in the optimizer fp8. (This can wait: part 8.)
-template <class Traits>
-__device__ uint2 encode_without_expansion(const MaxAndK& max_and_k, const ChunkValues& x);
-
-// The codes of eight elements x of a moment: one code in each byte of a uint2.
-//
-// An element of v above zero must stay above zero: the update divides by its root and eps, and eps alone is
-// tiny. It does, because the smallest element of a moment group, max / R_X, gets the code of FMIN:
-//   - With the exact k of equation 4, y would be FMAX (1 / R_X)^k = FMIN.
-//   - k is rounded to a multiple of 1/256, so k may be larger by 1/512. Then y is FMIN R_X^(-1/512).
-//   - R_X is at most about 2^120 (part 7 has the others), so R_X^(-1/512) is at least 2^(-120/512) = 0.85.
-//   - 0.85 FMIN is nearer to FMIN than to 0, so y is rounded to FMIN.
-template <class Traits> __device__ uint2 encode_moments(const MaxAndK& max_and_k, const ChunkValues& x) {
-    if (!Traits::EXPANDS) return encode_without_expansion<Traits>(max_and_k, x);
-    const float inverse_max = inverse_of_max(max_and_k.max);
-    ChunkValues y;
-    for (int j = 0; j < CHUNK; j++) y[j] = expand_magnitude<Traits>(max_and_k.k, inverse_max, x[j]);
-    return encode_with_signs<Traits>(y, x);
+    return encode<FORMAT>(y, /*inverse_scale=*/1.0f);
 }
 
 __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight: byte j % 4 of one of two words
     return ((j < 4 ? codes.x : codes.y) >> (8 * (j % 4))) & 0xFFu;
 }
 
-// A table of the codes of a moment, in shared memory. The entry for a code of the value y, without its sign,
-// is log2(y / FMAX). (Without expansion it is y.) The tables of m and v save a thread the 16 logarithms of
-// its 8 + 8 elements.
-constexpr int CODES_WITHOUT_SIGN = 128;  // a code has 8 bits, one of them the sign
-using Table = float[CODES_WITHOUT_SIGN];
-template <class Traits> __device__ void fill_table(Table& table) {
-    for (uint32_t code = threadIdx.x; code < CODES_WITHOUT_SIGN; code += blockDim.x) {
-        const float y = decode_two(Traits::E5M2, code).x;
-        table[code] = Traits::EXPANDS ? log2f(y) - log2f(Traits::FMAX) : y;
-    }
-}
-
 // The magnitude with the sign of its FP8 code, whose sign bit is moved to where FP32 has its sign bit.
-template <class Traits> __device__ float with_sign(float magnitude, uint32_t code) {
-    return Traits::IS_V ? magnitude : copysignf(magnitude, __uint_as_float(code << 24));
+template <bool IS_V> __device__ float with_sign(float magnitude, uint32_t code) {
+    return IS_V ? magnitude : copysignf(magnitude, __uint_as_float(code << 24));
 }
 
-// Without expansion. (This can wait: part 8.)
-template <class Traits>
-__device__ FactoredMoments decode_without_expansion(const MaxAndK& max_and_k, uint2 codes,
-                                                    const Table& table);
+// A table of the codes of a moment, in shared memory: what decoding needs of a code without its sign. With
+// expansion it is log2(y / FMAX), where y is the value of the code. So the tables of m and v save a thread
+// the 16 logarithms of its 8 + 8 elements.
+constexpr int CODES_WITHOUT_SIGN = 128;  // seven bits
+using Table = float[CODES_WITHOUT_SIGN];
 
-// Decodes eight elements of a moment. FactoredMoments (gpu/adamw.cuh) says why there is a factor. It is max.
-template <class Traits>
-__device__ FactoredMoments decode_moments(const MaxAndK& max_and_k, uint2 codes, const Table& table) {
-    if (!Traits::EXPANDS) return decode_without_expansion<Traits>(max_and_k, codes, table);
-    const float inverse_k = fast_reciprocal(max_and_k.k);
-    FactoredMoments moments;
-    moments.factor = max_and_k.max;
-    for (int j = 0; j < CHUNK; j++) {
-        const uint32_t code = code_of(codes, j);
-        const float ratio = contract_to_ratio(inverse_k, table[code % CODES_WITHOUT_SIGN]);
-        moments.multiples[j] = with_sign<Traits>(ratio, code);
+// A codec says how a moment is encoded and decoded. This is the codec of the optimizer coat, for m and for v.
+// The kernel is compiled for the two codecs of its moments. (Part 6 has another codec, which can wait.)
+template <bool IS_V, Format FORMAT> struct ExpansionCodec {
+    // The k of a moment group.
+    static __device__ float k_of(float max_magnitude, float min_magnitude) {
+        return expansion_exponent<FORMAT>(max_magnitude, min_magnitude);
     }
-    return moments;
-}
 
-// A few moment groups are so wide or so small that the functions above are not exact for them. The next two
-// (part 7) compute such a moment group again and replace the result. For all others they do nothing.
-template <class Traits>
-__device__ void decode_again_if_wide(const MaxAndK& max_and_k, uint2 codes, const Table& table,
-                                     FactoredMoments& moments);
-template <class Traits>
-__device__ void encode_again_if_wide_or_small(const MaxAndK& max_and_k, const ChunkValues& x, uint2& codes);
+    // The codes of eight elements x.
+    static __device__ uint2 encode(const MaxAndK& max_and_k, const ChunkValues& x) {
+        const float inverse_max = inverse_of_max(max_and_k.max);
+        ChunkValues y;
+        for (int j = 0; j < CHUNK; j++) y[j] = expand_magnitude<FORMAT>(max_and_k.k, inverse_max, x[j]);
+        return encode_with_signs<IS_V, FORMAT>(y, x);
+    }
 
-// Decodes a thread's eight elements of m and its eight of v.
-template <class MTraits, class VTraits>
-__device__ MAndV<FactoredMoments> decode_m_and_v(const MAndV<MaxAndK>& max_and_k, const MAndV<uint2>& codes,
-                                                 const MAndV<Table>& tables) {
-    MAndV<FactoredMoments> moments{.m = decode_moments<MTraits>(max_and_k.m, codes.m, tables.m),
-                                   .v = decode_moments<VTraits>(max_and_k.v, codes.v, tables.v)};
-    decode_again_if_wide<MTraits>(max_and_k.m, codes.m, tables.m, moments.m);
-    decode_again_if_wide<VTraits>(max_and_k.v, codes.v, tables.v, moments.v);
-    return moments;
-}
-// Encodes them.
-template <class MTraits, class VTraits>
-__device__ MAndV<uint2> encode_m_and_v(const MAndV<MaxAndK>& max_and_k, const MAndV<ChunkValues>& moments) {
-    MAndV<uint2> codes{.m = encode_moments<MTraits>(max_and_k.m, moments.m),
-                       .v = encode_moments<VTraits>(max_and_k.v, moments.v)};
-    encode_again_if_wide_or_small<MTraits>(max_and_k.m, moments.m, codes.m);
-    encode_again_if_wide_or_small<VTraits>(max_and_k.v, moments.v, codes.v);
-    return codes;
-}
+    // What the table has for a code without its sign.
+    static __device__ float table_entry(uint32_t code) {
+        const float y = decode_two(FORMAT == Format::E5M2, code).x;
+        return log2f(y) - log2f(FMAX<FORMAT>);
+    }
+
+    // Decodes eight elements. FactoredMoments (gpu/adamw.cuh) says why there is a factor. It is max.
+    static __device__ FactoredMoments decode(const MaxAndK& max_and_k, uint2 codes, const Table& table) {
+        const float inverse_k = fast_reciprocal(max_and_k.k);
+        FactoredMoments moments;
+        moments.factor = max_and_k.max;
+        for (int j = 0; j < CHUNK; j++) {
+            const uint32_t code = code_of(codes, j);
+            const float ratio = contract_to_ratio(inverse_k, table[code % CODES_WITHOUT_SIGN]);
+            moments.multiples[j] = with_sign<IS_V>(ratio, code);
+        }
+        return moments;
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // The careful path (this can wait: go on with part 3)
+    //
+    // A few moment groups are so wide or so small that an intermediate result of part 1 is not a normal
+    // number of FP32. encode() and decode() compute all moment groups, these among them: so they have no
+    // branch, and the compiler can interleave what m and v need. Then the careful path computes these few
+    // again.
+    //
+    // nvcc inlines the careful path by itself. It should stay so: in a __noinline__ function the careful path
+    // makes the fast path, encode() and decode(), up to 24% slower.
+
+    // A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X)
+    // is LOG2_RANGE / k.)
+    static __device__ bool is_wide(const MaxAndK& max_and_k) {
+        return LOG2_RANGE<FORMAT> > 120.0f * max_and_k.k;
+    }
+    // Encoding divides by max, so it needs care also if max is very small: inverse_of_max() is wrong below
+    // 2^-126, and 2^-100 keeps away from there.
+    static __device__ bool is_wide_or_small(const MaxAndK& max_and_k) {
+        const bool large_enough = max_and_k.max >= 0x1p-100f || max_and_k.max == 0;
+        return is_wide(max_and_k) || !large_enough;
+    }
+
+    // Contracts, and returns |x|, not |x| / max as contract_to_ratio() does: the power alone may underflow
+    // where its product with max does not. If the product underflows, too, the result is 0, where the CPU's
+    // contract() returns 2^-149. For v this is harmless: beside eps = 1e-8 the root of 2^-149 vanishes, so
+    // the update is the same.
+    static __device__ float contract_carefully(float max, float inverse_k, float log2_ratio) {
+        const float root = exp2f(0.5f * (log2_ratio * inverse_k));
+        return root * max * root;
+    }
+    static __device__ void decode_again_if_wide(const MaxAndK& max_and_k, uint2 codes, const Table& table,
+                                                FactoredMoments& moments) {
+        if (!is_wide(max_and_k)) return;
+        moments.factor = 1.0f;
+        const float inverse_k = fast_reciprocal(max_and_k.k);
+        for (int j = 0; j < CHUNK; j++) {
+            const uint32_t code = code_of(codes, j);
+            const float log2_ratio = table[code % CODES_WITHOUT_SIGN];
+            const float magnitude = contract_carefully(max_and_k.max, inverse_k, log2_ratio);
+            moments.multiples[j] = with_sign<IS_V>(magnitude, code);
+        }
+    }
+
+    // expand_magnitude() with intermediate results that stay normal: the difference of two logarithms takes
+    // the place of the logarithm of a ratio.
+    static __device__ float expand_carefully(const MaxAndK& max_and_k, float x) {
+        return FMAX<FORMAT> * fast_exp2(max_and_k.k * (log2f(fabsf(x)) - log2f(max_and_k.max)));
+    }
+    // An element of v above zero must not get the code 0: the update divides by its root and eps, and eps
+    // alone is tiny. So its y is raised to FMIN here.
+    //
+    // encode() need not do so. If R_X is at most about 2^120, the smallest element of the moment group,
+    // max / R_X, gets the code of FMIN:
+    //   - With the exact k of equation 4, y would be FMAX (1 / R_X)^k = FMIN.
+    //   - k is rounded to a multiple of 1/256, so k may be larger by 1/512. Then y is FMIN R_X^(-1/512), at
+    //     least 2^(-120/512) = 0.85 FMIN. This is nearer to FMIN than to 0, so y is rounded to FMIN.
+    //   - The limit of 64 makes k smaller, and y larger. (The limit of 1/16 concerns wide moment groups.)
+    static __device__ void encode_again_if_wide_or_small(const MaxAndK& max_and_k, const ChunkValues& x,
+                                                         uint2& codes) {
+        if (!is_wide_or_small(max_and_k)) return;
+        ChunkValues y;
+        for (int j = 0; j < CHUNK; j++) {
+            y[j] = expand_carefully(max_and_k, x[j]);
+            if (IS_V && x[j] > 0 && y[j] < FMIN<FORMAT>) y[j] = FMIN<FORMAT>;
+        }
+        codes = encode_with_signs<IS_V, FORMAT>(y, x);
+    }
+};
 
 // ===========================================================================================================
 // 3. A span, which half a warp updates
@@ -201,10 +224,13 @@ __device__ MAndV<uint2> encode_m_and_v(const MAndV<MaxAndK>& max_and_k, const MA
 
 constexpr int LANES_PER_SPAN = MOMENT_GROUP_SIZE / CHUNK;  // 16
 
+// The four fields of a span: max and k of its m, and max and k of its v.
+using SpanFields = MAndV<MaxAndK>;
+
 // max and k of a moment group, from its new elements x in 16 lanes. Magnitudes are compared by their bits,
 // which have the same order as integers. For a zero, bits - 1 is the largest integer, so the minimum leaves
 // zeros out. (In a moment group of zeros max_magnitude and min_magnitude are 0.)
-template <class Traits> __device__ MaxAndK max_and_k_of_new_moments(const ChunkValues& x) {
+template <class Codec> __device__ MaxAndK max_and_k_of_new_moments(const ChunkValues& x) {
     uint32_t largest_bits = 0, smallest_bits_minus_1 = 0xFFFFFFFFu;
     for (int j = 0; j < CHUNK; j++) {
         const uint32_t bits = magnitude_bits(x[j]);
@@ -218,8 +244,7 @@ template <class Traits> __device__ MaxAndK max_and_k_of_new_moments(const ChunkV
     }
     const float max_magnitude = __uint_as_float(largest_bits);
     const float min_magnitude = __uint_as_float(smallest_bits_minus_1 + 1);
-    return {.max = max_magnitude,
-            .k = Traits::EXPANDS ? expansion_exponent<Traits>(max_magnitude, min_magnitude) : 1.0f};
+    return {.max = max_magnitude, .k = Codec::k_of(max_magnitude, min_magnitude)};
 }
 
 // Loads with ld.global, the instruction for global memory. The compiler cannot know that a pointer which was
@@ -246,8 +271,9 @@ template <class WeightsKind> struct ElementsOfThread {
     const AdamWArguments& arguments;
     const int shard_spans;        // how many spans the shard has
     const int in_span;            // the first of the eight, counted from the beginning of the span
-    const int64_t rank_position;  // of this element in the rank's order, which gradients have, too
-    const int64_t flat_position;  // of this element in the flat order, for random bits
+    const int64_t rank_position;  // of this element in the rank's order, in which gradients lie, too
+    const int64_t flat_position;  // of this element in the flat order, for random bits. (On one GPU the two
+                                  // positions are the same number)
     const WeightsKind weights;
     uint8_t *const codes_m, *const codes_v;
 
@@ -279,48 +305,59 @@ template <class WeightsKind> struct ElementsOfThread {
     }
 };
 
-// Updates a thread's eight elements of a span, and stores them. Returns the new max and k.
-//   loaded         what was loaded of these elements
-//   old_max_and_k  of the span, by which its moments are decoded
-//   decay          weight_decay, or 0 for a parameter that does not decay
-//   largest_bits   is raised: the bits of the largest magnitude of the thread's new weights
-template <class WeightsKind, class MTraits, class VTraits>
-__device__ MAndV<MaxAndK> update_span(const ElementsOfThread<WeightsKind>& elements, int span,
-                                      const LoadedElements<WeightsKind>& loaded,
-                                      const MAndV<MaxAndK>& old_max_and_k, float clip_factor, float decay,
-                                      const MAndV<Table>& tables, uint32_t& largest_bits) {
+// Updates a thread's eight elements of a span, and stores them. Returns the new fields of the span.
+//   loaded               what was loaded of these elements
+//   old_fields           of the span, by which its moments are decoded
+//   clip_factor, decay   as in adamw_of_chunk()
+//   largest_bits         is raised: the bits of the largest magnitude of the thread's new weights
+// (The functions with _again_ in their names are the careful path. For most moment groups they do nothing.)
+template <class WeightsKind, class MCodec, class VCodec>
+__device__ SpanFields update_span(const ElementsOfThread<WeightsKind>& elements, int span,
+                                  const LoadedElements<WeightsKind>& loaded, const SpanFields& old_fields,
+                                  float clip_factor, float decay, const MAndV<Table>& tables,
+                                  uint32_t& largest_bits) {
     const AdamWArguments& arguments = elements.arguments;
     ChunkValues w, g;
     elements.weights.unpack(loaded.w, w);
     arguments.gradients.unpack(loaded.g, g);
-    const MAndV<FactoredMoments> old = decode_m_and_v<MTraits, VTraits>(old_max_and_k, loaded.codes, tables);
+    MAndV<FactoredMoments> old{.m = MCodec::decode(old_fields.m, loaded.codes.m, tables.m),
+                               .v = VCodec::decode(old_fields.v, loaded.codes.v, tables.v)};
+    MCodec::decode_again_if_wide(old_fields.m, loaded.codes.m, tables.m, old.m);
+    VCodec::decode_again_if_wide(old_fields.v, loaded.codes.v, tables.v, old.v);
+
     const MAndV<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
-    const MAndV<MaxAndK> new_max_and_k{.m = max_and_k_of_new_moments<MTraits>(moments.m),
-                                       .v = max_and_k_of_new_moments<VTraits>(moments.v)};
-    const MAndV<uint2> codes = encode_m_and_v<MTraits, VTraits>(new_max_and_k, moments);
+    const SpanFields new_fields{.m = max_and_k_of_new_moments<MCodec>(moments.m),
+                                .v = max_and_k_of_new_moments<VCodec>(moments.v)};
+
+    MAndV<uint2> codes{.m = MCodec::encode(new_fields.m, moments.m),
+                       .v = VCodec::encode(new_fields.v, moments.v)};
+    MCodec::encode_again_if_wide_or_small(new_fields.m, moments.m, codes.m);
+    VCodec::encode_again_if_wide_or_small(new_fields.v, moments.v, codes.v);
     elements.store(span, w, codes, largest_bits);
-    return new_max_and_k;
+    return new_fields;
 }
 
 // ===========================================================================================================
 // 4. A bundle, which a warp updates
 //
-// A bundle is eight consecutive spans of a shard, 1,024 elements. A warp updates it as four pairs of spans,
-// one pair after the other: pair p has the spans 2 p and 2 p + 1, one for each half of the warp.
+// Why there are bundles. The fields of a span are few bytes, 2% of those that move. But a warp that loads and
+// stores them for each pair of spans spends half of its accesses to memory on fields. With a bundle, eight
+// consecutive spans of a shard, one load instruction and one store instruction of a warp move the fields of
+// all eight.
 //
-// A span has four fields: max and k of m, and max and k of v. So a bundle has 32, one for each lane. A lane
-// loads and stores one field, keeps it while the bundle is updated, and passes it to other lanes by shuffles.
-// Lanes 0 - 15 keep the fields of the even spans, which they update. Lanes 16 - 31 keep those of the odd
-// spans:
+// A warp updates a bundle as four pairs of spans, one pair after the other: pair p has the spans 2 p and
+// 2 p + 1, one for each half of the warp.
+//
+// A bundle has 32 fields, one for each lane. Lanes 0 - 15 have the fields of the even spans, which they
+// update. Lanes 16 - 31 have those of the odd spans:
 //
 //   lane        0      1      2      3      4 - 7   8 - 11  12 - 15   16 - 19  20 - 23  24 - 27  28 - 31
 //   field       m.max  m.k    v.max  v.k    the same four of each of these spans:
 //   span        0      0      0      0      2       4       6         1        3        5        7
 //   pair        0      0      0      0      1       2       3         0        1        2        3
 //
-// Why there are bundles: one load instruction and one store instruction of a warp move the fields of eight
-// spans. Without bundles, half of a warp's accesses to memory would be for max and k, which are 2% of the
-// bytes.
+// A lane loads its field before the bundle is updated. When the field's pair is updated, shuffles pass it to
+// all 16 lanes of the span, and afterwards the lane has the new field. After the bundle it stores the field.
 //
 // While a pair is updated, loads for later ones are already on their way, so that the warp does not wait for
 // memory. Elements are loaded one pair ahead, and fields one bundle ahead. What a warp does for a bundle:
@@ -331,7 +368,7 @@ __device__ MAndV<MaxAndK> update_span(const ElementsOfThread<WeightsKind>& eleme
 //   stores the elements of    pair 0        pair 1    pair 2    pair 3
 //   stores the fields of                                        this bundle, at the end
 //
-// Before the loop it loads the fields of its first bundle, and the elements of pair 0.
+// Before the loop the warp loads the fields of its first bundle, and the elements of pair 0.
 //
 // On an H200 this kernel updates Llama-2-7B in 26.0 ms. The best kernel without bundles and without loads
 // ahead needs 30.6 ms. (The ladder's rung 7 adds the loads ahead, and rung 8 the bundles.)
@@ -340,15 +377,15 @@ constexpr int SPANS_PER_PAIR = 32 / LANES_PER_SPAN;                  // 2: one f
 constexpr int SPANS_PER_BUNDLE = BUNDLE_SIZE / MOMENT_GROUP_SIZE;    // 8
 constexpr int PAIRS_PER_BUNDLE = SPANS_PER_BUNDLE / SPANS_PER_PAIR;  // 4
 constexpr int FIELDS_PER_SPAN = 4;                                   // m.max, m.k, v.max, v.k, in this order
-static_assert(SPANS_PER_BUNDLE * FIELDS_PER_SPAN == 32, "each lane keeps one field of a bundle");
+static_assert(SPANS_PER_BUNDLE * FIELDS_PER_SPAN == 32, "each lane has one field of a bundle");
 constexpr int WARPS_PER_BLOCK = 8;
 
-// Which field of a bundle this lane keeps (the drawing of lanes, fields and spans above), and where that
-// field of each span is in memory. Bundles are counted from the beginning of the shard.
+// Which field of a bundle this lane has (the drawing of lanes, fields and spans above), and where that field
+// of each span is in memory. Bundles are counted from the beginning of the shard.
 struct FieldOfLane {
     bool is_of_v, is_k;
     int pair, span_in_bundle;  // counted from the beginning of the bundle
-    float* in_memory;          // by span of the shard; null if the moment has no k
+    float* in_memory;          // one for each span of the shard; null if the moment has no k
     int shard_spans;           // how many spans the shard has
 
     explicit __device__ FieldOfLane(const Shard& shard) : shard_spans(span_count(shard)) {
@@ -364,28 +401,28 @@ struct FieldOfLane {
     // does nothing.
     __device__ float load(int bundle) const {
         if (!in_memory) return 1.0f;
-        return load_global<float>(in_memory +
-                                  min(bundle * SPANS_PER_BUNDLE + span_in_bundle, shard_spans - 1));
+        const int span = bundle * SPANS_PER_BUNDLE + span_in_bundle;
+        return load_global<float>(in_memory + min(span, shard_spans - 1));
     }
-    __device__ void store(int bundle, float value) const {
-        const int span_in_shard = bundle * SPANS_PER_BUNDLE + span_in_bundle;
-        if (in_memory && span_in_shard < shard_spans) store_at_once(in_memory + span_in_shard, value);
+    __device__ void store(int bundle, float field) const {
+        const int span = bundle * SPANS_PER_BUNDLE + span_in_bundle;
+        if (in_memory && span < shard_spans) store_at_once(in_memory + span, field);
     }
-    // This field, out of the four of a span.
-    __device__ float choose_from(const MAndV<MaxAndK>& of_span) const {
-        const MaxAndK max_and_k = is_of_v ? of_span.v : of_span.m;
+    // This lane's field, out of the four of its span.
+    __device__ float own_field_of(const SpanFields& fields) const {
+        const MaxAndK max_and_k = is_of_v ? fields.v : fields.m;
         return is_k ? max_and_k.k : max_and_k.max;
     }
 };
 
-// The four fields of the span that this half of the warp updates in a pair, from the lanes that keep them.
-// kept: the field that this lane keeps.
-__device__ MAndV<MaxAndK> max_and_k_from_lanes(float kept, int pair) {
-    auto field_of_span = [&](int which) {
-        return __shfl_sync(ALL_LANES, kept, pair * FIELDS_PER_SPAN + which, LANES_PER_SPAN);
+// The four fields of the span that this half of the warp updates in a pair, from the lanes that have them.
+// `field` is what this lane has.
+__device__ SpanFields fields_from_lanes(float field, int pair) {
+    auto shuffle = [&](int number) {  // field `number` of the span
+        return __shfl_sync(ALL_LANES, field, pair * FIELDS_PER_SPAN + number, LANES_PER_SPAN);
     };
-    const MaxAndK m{.max = field_of_span(0), .k = field_of_span(1)};
-    const MaxAndK v{.max = field_of_span(2), .k = field_of_span(3)};
+    const MaxAndK m{.max = shuffle(0), .k = shuffle(1)};
+    const MaxAndK v{.max = shuffle(2), .k = shuffle(3)};
     return {.m = m, .v = v};
 }
 
@@ -395,7 +432,7 @@ __device__ MAndV<MaxAndK> max_and_k_from_lanes(float kept, int pair) {
 //
 // If the shard has an odd number of spans, the last span has no partner in its pair. Then the second half of
 // the warp computes the last span, too, and stores nothing.
-template <class WeightsKind, class MTraits, class VTraits>
+template <class WeightsKind, class MCodec, class VCodec>
 __device__ uint32_t update_bundles(const AdamWArguments& arguments, const Shard& shard, int first, int end,
                                    const MAndV<Table>& tables) {
     if (first >= end) return 0;
@@ -403,34 +440,35 @@ __device__ uint32_t update_bundles(const AdamWArguments& arguments, const Shard&
     const FieldOfLane field_of_lane(shard);
     const float clip_factor = arguments.state->clip_factor;
     const float decay = shard.decays ? arguments.constants.weight_decay : 0.0f;
-    // 0 or 1: which half of the warp, and so which span of a pair.
-    const int half_of_warp = threadIdx.x % 32 / LANES_PER_SPAN;
     uint32_t largest_bits = 0;
-    LoadedElements<WeightsKind> next_loaded = elements.load(first * SPANS_PER_BUNDLE + half_of_warp);
+
+    // The span that this half of the warp updates in a pair.
+    const int half_of_warp = threadIdx.x % 32 / LANES_PER_SPAN;  // 0 or 1
+    auto span_of = [&](int bundle, int pair) {
+        return bundle * SPANS_PER_BUNDLE + pair * SPANS_PER_PAIR + half_of_warp;
+    };
+    LoadedElements<WeightsKind> next_loaded = elements.load(span_of(first, 0));
     float next_field = field_of_lane.load(first);
     for (int bundle = first; bundle < end; bundle += WARPS_PER_BLOCK) {
         const int next_bundle = bundle + WARPS_PER_BLOCK;
-        const float old_field = next_field;
+        float field = next_field;
         next_field = field_of_lane.load(next_bundle);
-        float new_field = 0;
         // The last bundle of the shard may have fewer than four pairs.
-        const int first_span = bundle * SPANS_PER_BUNDLE;
-        const int pairs = min(PAIRS_PER_BUNDLE, (elements.shard_spans - first_span + 1) / SPANS_PER_PAIR);
+        const int spans = elements.shard_spans - bundle * SPANS_PER_BUNDLE;
+        const int pairs = min(PAIRS_PER_BUNDLE, (spans + 1) / SPANS_PER_PAIR);
 #pragma unroll 1  // one copy of this long body
         for (int pair = 0; pair < pairs; pair++) {
-            const int span = first_span + pair * SPANS_PER_PAIR + half_of_warp;
             const LoadedElements<WeightsKind> loaded = next_loaded;
             // After the last pair of the warp this loads some other span, which nobody uses.
             const bool same_bundle = pair + 1 < pairs;
-            const int next_span =
-                same_bundle ? span + SPANS_PER_PAIR : next_bundle * SPANS_PER_BUNDLE + half_of_warp;
-            next_loaded = elements.load(next_span);
-            const MAndV<MaxAndK> old_max_and_k = max_and_k_from_lanes(old_field, pair);
-            const MAndV<MaxAndK> new_max_and_k = update_span<WeightsKind, MTraits, VTraits>(
-                elements, span, loaded, old_max_and_k, clip_factor, decay, tables, largest_bits);
-            if (pair == field_of_lane.pair) new_field = field_of_lane.choose_from(new_max_and_k);
+            next_loaded = elements.load(same_bundle ? span_of(bundle, pair + 1) : span_of(next_bundle, 0));
+            const SpanFields old_fields = fields_from_lanes(field, pair);
+            const SpanFields new_fields =
+                update_span<WeightsKind, MCodec, VCodec>(elements, span_of(bundle, pair), loaded, old_fields,
+                                                         clip_factor, decay, tables, largest_bits);
+            if (pair == field_of_lane.pair) field = field_of_lane.own_field_of(new_fields);
         }
-        field_of_lane.store(bundle, new_field);
+        field_of_lane.store(bundle, field);
     }
     return largest_bits;
 }
@@ -476,15 +514,20 @@ __device__ int shard_of_bundle(const AdamWArguments& arguments, int64_t bundle) 
     return low;
 }
 
-// The kernel is compiled for each WeightsKind (gpu/adamw.cuh, part 2), and for the MomentTraits of each
-// optimizer's first and second moments.
-template <class WeightsKind, class MTraits, class VTraits>
+template <class Codec> __device__ void fill_table(Table& table) {
+    for (uint32_t code = threadIdx.x; code < CODES_WITHOUT_SIGN; code += blockDim.x)
+        table[code] = Codec::table_entry(code);
+}
+
+// The kernel is compiled for each WeightsKind (gpu/adamw.cuh, part 2), and for the codecs of each optimizer's
+// m and v.
+template <class WeightsKind, class MCodec, class VCodec>
 __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
     adamw_kernel(const AdamWArguments arguments) {
     __shared__ MAndV<Table> tables;
     if (arguments.state->skip) return;
-    fill_table<MTraits>(tables.m);
-    fill_table<VTraits>(tables.v);
+    fill_table<MCodec>(tables.m);
+    fill_table<VCodec>(tables.v);
     __syncthreads();
     const int warp = threadIdx.x / 32;
     const BundleRange of_block = bundles_of_block(arguments);
@@ -496,22 +539,58 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
         // What the block has of the shard, counted from the shard's first bundle.
         const int64_t begin = max(of_block.begin, of_shard.begin) - of_shard.begin;
         const int64_t end = min(of_block.end, of_shard.end) - of_shard.begin;
-        const uint32_t largest_bits = update_bundles<WeightsKind, MTraits, VTraits>(
+        const uint32_t largest_bits = update_bundles<WeightsKind, MCodec, VCodec>(
             arguments, shard, static_cast<int>(begin) + warp, static_cast<int>(end), tables);
-        if (shard.weight_amax_to_raise) update_amax_by_warp(shard.weight_amax_to_raise, largest_bits);
+        if (shard.weight_amax) update_amax_by_warp(shard.weight_amax, largest_bits);
     }
 }
 
 // ===========================================================================================================
-// 6. The launch
+// 6. Moments without expansion: the optimizer fp8 (this can wait)
+
+// A moment group has one scale, max / FMAX, and no k. There is no careful path: its functions are empty.
+template <bool IS_V, Format FORMAT> struct CodecWithoutExpansion {
+    static __device__ float k_of(float, float) { return 1.0f; }  // nobody stores or reads it
+
+    static __device__ uint2 encode(const MaxAndK& max_and_k, const ChunkValues& x) {
+        const float inverse_scale = __frcp_rn(scale_of(FMAX<FORMAT>, max_and_k.max));
+        ChunkValues y;
+        for (int j = 0; j < CHUNK; j++) {
+            y[j] = fabsf(x[j]) * inverse_scale;
+            // As with expansion, an element of v above zero must not get the code 0.
+            if (IS_V && x[j] > 0 && y[j] < FMIN<FORMAT>) y[j] = FMIN<FORMAT>;
+        }
+        return encode_with_signs<IS_V, FORMAT>(y, x);
+    }
+
+    static __device__ float table_entry(uint32_t code) { return decode_two(FORMAT == Format::E5M2, code).x; }
+
+    // The factor is the scale.
+    static __device__ FactoredMoments decode(const MaxAndK& max_and_k, uint2 codes, const Table& table) {
+        FactoredMoments moments;
+        for (int j = 0; j < CHUNK; j++) {
+            const uint32_t code = code_of(codes, j);
+            moments.multiples[j] = with_sign<IS_V>(table[code % CODES_WITHOUT_SIGN], code);
+        }
+        moments.factor = scale_of(FMAX<FORMAT>, max_and_k.max);
+        return moments;
+    }
+
+    static __device__ void decode_again_if_wide(const MaxAndK&, uint2, const Table&, FactoredMoments&) {}
+    static __device__ void encode_again_if_wide_or_small(const MaxAndK&, const ChunkValues&, uint2&) {}
+};
+
+// ===========================================================================================================
+// 7. The launch
 
 // If a block has this many bundles, its start and its end take little of its time.
 constexpr int64_t MIN_BUNDLES_PER_BLOCK = 2048;
 
-// The number of blocks for an update of this many bundles:
+// The number of blocks for an update. `bundles` is nearly the number of its bundles: as many as its elements
+// would fill, if no shard had a short last bundle.
 //   - as many as the GPU runs at once;
 //   - several times as many, if each block still has MIN_BUNDLES_PER_BLOCK. Bundles that take the careful
-//     path (part 7) are slow, and they are neighbours: the embeddings of tokens that no longer occur. More
+//     path (part 2) are slow, and they are neighbours: the embeddings of tokens that no longer occur. More
 //     blocks share out the slow bundles better;
 //   - fewer, about one for each bundle, if the update is small. A bundle is the work of one warp, so a block
 //     for each bundle spreads the bundles over all multiprocessors.
@@ -542,17 +621,17 @@ AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
             .scaled_eps = static_cast<float>(bias1 * options.eps)};
 }
 
-template <Format FORMAT, bool EXPANSION> using FirstMoment = MomentTraits</*V=*/false, FORMAT, EXPANSION>;
-template <Format FORMAT, bool EXPANSION> using SecondMoment = MomentTraits</*V=*/true, FORMAT, EXPANSION>;
-
-// Calls f<MTraits, VTraits>() with the MomentTraits of an optimizer whose moments are in FP8 moment groups.
-template <class F> void with_moment_traits(const OptimizerFormats& o, F f) {
+// Calls f<MCodec, VCodec>() with the codecs of an optimizer whose moments are in FP8 moment groups.
+template <class F> void with_codecs(const OptimizerFormats& o, F f) {
     constexpr Format E4M3 = Format::E4M3, E5M2 = Format::E5M2;
     const bool both_e4m3 = o.m_format == E4M3 && o.v_format == E4M3;
-    if (both_e4m3 && o.expansion) f.template operator()<FirstMoment<E4M3, true>, SecondMoment<E4M3, true>>();
-    else if (both_e4m3) f.template operator()<FirstMoment<E4M3, false>, SecondMoment<E4M3, false>>();
+    if (both_e4m3 && o.expansion)
+        f.template operator()<ExpansionCodec</*IS_V=*/false, E4M3>, ExpansionCodec</*IS_V=*/true, E4M3>>();
     else if (o.m_format == E4M3 && o.v_format == E5M2 && o.expansion)
-        f.template operator()<FirstMoment<E4M3, true>, SecondMoment<E5M2, true>>();
+        f.template operator()<ExpansionCodec</*IS_V=*/false, E4M3>, ExpansionCodec</*IS_V=*/true, E5M2>>();
+    else if (both_e4m3)
+        f.template
+        operator()<CodecWithoutExpansion</*IS_V=*/false, E4M3>, CodecWithoutExpansion</*IS_V=*/true, E4M3>>();
     else require(false, "adamw.cu has no kernel for moments in these formats");
 }
 
@@ -560,8 +639,8 @@ template <class F> void with_moment_traits(const OptimizerFormats& o, F f) {
 __global__ void clear_weight_amaxes_kernel(const AdamWArguments arguments) {
     const int64_t i = thread_of_grid();
     if (i >= arguments.shard_count || arguments.state->skip) return;
-    float* const weight_amax_to_raise = arguments.shards[i].weight_amax_to_raise;
-    if (weight_amax_to_raise) *weight_amax_to_raise = 0;
+    float* const weight_amax = arguments.shards[i].weight_amax;
+    if (weight_amax) *weight_amax = 0;
 }
 
 }  // namespace
@@ -584,104 +663,13 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
     update_other_shards(arguments, stream);
     if (arguments.granularity != MomentGranularity::PerMomentGroup || shards.elements.count == 0) return;
     with_weights(weights, [&]<class WeightsKind>() {
-        with_moment_traits(optimizer, [&]<class MTraits, class VTraits>() {
-            launch("adamw", adamw_kernel<WeightsKind, MTraits, VTraits>,
-                   adamw_blocks(ceil_div(shards.elements.count, BUNDLE_SIZE)), 32 * WARPS_PER_BLOCK,
+        with_codecs(optimizer, [&]<class MCodec, class VCodec>() {
+            launch("adamw", adamw_kernel<WeightsKind, MCodec, VCodec>,
+                   adamw_blocks(/*bundles=*/ceil_div(shards.elements.count, BUNDLE_SIZE)),
+                   32 * WARPS_PER_BLOCK,
                    /*shared_bytes=*/0, stream, arguments);
         });
     });
 }
 
-// ===========================================================================================================
-// 7. The careful path (this can wait)
-//
-// A few moment groups are so wide or so small that an intermediate result of the equations of part 1 is not a
-// normal number of FP32. The fast path, part 2, computes all moment groups, these among them: so it has no
-// branch, and the compiler can interleave what m and v need. Then the careful path computes these few again.
-//
-// nvcc inlines the careful path by itself. It should stay so: in a __noinline__ function the careful path
-// makes the fast path up to 24% slower.
-
-namespace {
-
-// A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X) is
-// LOG2_RANGE / k.)
-template <class Traits> __device__ bool is_wide(const MaxAndK& max_and_k) {
-    return Traits::EXPANDS && Traits::LOG2_RANGE > 120.0f * max_and_k.k;
-}
-// Encoding divides by max, so it needs care also if max is very small: inverse_of_max() is wrong below
-// 2^-126, and 2^-100 keeps away from there.
-template <class Traits> __device__ bool is_wide_or_small(const MaxAndK& max_and_k) {
-    const bool large_enough = max_and_k.max >= 0x1p-100f || max_and_k.max == 0;
-    return is_wide<Traits>(max_and_k) || (Traits::EXPANDS && !large_enough);
-}
-
-// Contracts, and returns |x|, not |x| / max as contract_to_ratio() does: the power alone may underflow where
-// its product with max does not. If the product underflows, too, the result is 0, where the CPU's contract()
-// returns 2^-149. For v this is harmless: beside eps = 1e-8 the root of 2^-149 vanishes, so the update is the
-// same.
-__device__ float contract_carefully(const MaxAndK& max_and_k, float inverse_k, float log2_ratio) {
-    const float root = exp2f(0.5f * (log2_ratio * inverse_k));
-    return root * max_and_k.max * root;
-}
-template <class Traits>
-__device__ void decode_again_if_wide(const MaxAndK& max_and_k, uint2 codes, const Table& table,
-                                     FactoredMoments& moments) {
-    if (!is_wide<Traits>(max_and_k)) return;
-    moments.factor = 1.0f;
-    const float inverse_k = fast_reciprocal(max_and_k.k);
-    for (int j = 0; j < CHUNK; j++) {
-        const uint32_t code = code_of(codes, j);
-        const float magnitude = contract_carefully(max_and_k, inverse_k, table[code % CODES_WITHOUT_SIGN]);
-        moments.multiples[j] = with_sign<Traits>(magnitude, code);
-    }
-}
-
-// expand_magnitude() with intermediate results that stay normal: the difference of two logarithms takes the
-// place of the logarithm of a ratio.
-template <class Traits> __device__ float expand_carefully(const MaxAndK& max_and_k, float x) {
-    return Traits::FMAX * fast_exp2(max_and_k.k * (log2f(fabsf(x)) - log2f(max_and_k.max)));
-}
-// y, the magnitude that is encoded for x; but at least FMIN for an element of v above zero. Here R_X may
-// exceed 2^120, so y alone might be rounded to 0.
-template <class Traits> __device__ float keep_v_above_zero(float y, float x) {
-    return Traits::IS_V && x > 0 && y < Traits::FMIN ? Traits::FMIN : y;
-}
-template <class Traits>
-__device__ void encode_again_if_wide_or_small(const MaxAndK& max_and_k, const ChunkValues& x, uint2& codes) {
-    if (!is_wide_or_small<Traits>(max_and_k)) return;
-    ChunkValues y;
-    for (int j = 0; j < CHUNK; j++)
-        y[j] = keep_v_above_zero<Traits>(expand_carefully<Traits>(max_and_k, x[j]), x[j]);
-    codes = encode_with_signs<Traits>(y, x);
-}
-
-// ===========================================================================================================
-// 8. Moments without expansion: the optimizer fp8 (this can wait)
-//
-// A moment group has one scale, max / FMAX. Nothing makes the smallest element FMIN, so keep_v_above_zero()
-// is needed.
-
-template <class Traits>
-__device__ uint2 encode_without_expansion(const MaxAndK& max_and_k, const ChunkValues& x) {
-    const float inverse_scale = __frcp_rn(scale_of(Traits::FMAX, max_and_k.max));
-    ChunkValues y;
-    for (int j = 0; j < CHUNK; j++) y[j] = keep_v_above_zero<Traits>(fabsf(x[j]) * inverse_scale, x[j]);
-    return encode_with_signs<Traits>(y, x);
-}
-
-// The factor is the scale.
-template <class Traits>
-__device__ FactoredMoments decode_without_expansion(const MaxAndK& max_and_k, uint2 codes,
-                                                    const Table& table) {
-    FactoredMoments moments;
-    for (int j = 0; j < CHUNK; j++) {
-        const uint32_t code = code_of(codes, j);
-        moments.multiples[j] = with_sign<Traits>(table[code % CODES_WITHOUT_SIGN], code);
-    }
-    moments.factor = scale_of(Traits::FMAX, max_and_k.max);
-    return moments;
-}
-
-}  // namespace
 }  // namespace coat::gpu

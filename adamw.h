@@ -56,12 +56,13 @@ struct Shard {
     bool decays;
     // The amax of the new weights, which adamw() clears first. Null for what is no weight of a linear layer.
     // (With delayed scaling it is always null.)
-    float* weight_amax_to_raise;
+    float* weight_amax;
 
-    // The number of bundles of all shards before this one: so the bundles of a rank are numbered.
+    // How many bundles all shards before this one have. It is also the number of the shard's first bundle.
     int64_t bundles_before_shard = 0;
 
-    // (This can wait.) By two numbers, results do not depend on the number of ranks:
+    // With several GPUs (this can wait) results must not depend on the number of ranks. So random bits and
+    // sums of squares go by the flat order:
     //   flat_offset                elements before the shard in the flat order, by which random bits are
     //                              numbered
     //   shard_units_before_shard   shard units (common/ranks.h, SHARD_UNIT) before the shard in that order,
@@ -80,9 +81,10 @@ struct GradientState {
     uint32_t skip;
 };
 
-// Shards that are neighbours in the table, and their gradients. They are all shards of this rank. (With
-// --gradients none they are those of one bucket: the parameters whose gradients backward completes at the
-// same time, Param::bucket.)
+// The shards of an update, and their gradients. They are all shards of this rank.
+//
+// (This can wait: with --gradients none they are some neighbours in the table, those of one bucket. A bucket
+// is the parameters whose gradients backward completes at the same time: Param::bucket.)
 struct ShardsToUpdate {
     const Shard* shards;  // (count), on the device
     int count;

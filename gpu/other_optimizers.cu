@@ -71,7 +71,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         store_moment(shard.m, arguments.fmax_m, i, moments.m);
         store_moment(shard.v, arguments.fmax_v, i, moments.v);
     }
-    if (shard.weight_amax_to_raise) update_amax_by_warp(shard.weight_amax_to_raise, largest_bits_w);
+    if (shard.weight_amax) update_amax_by_warp(shard.weight_amax, largest_bits_w);
     if (find_maxima && is_scaled(shard.m.format)) update_amax_by_warp(shard.m.max + 1, largest_bits_m);
     if (find_maxima && is_scaled(shard.v.format)) update_amax_by_warp(shard.v.max + 1, largest_bits_v);
 }

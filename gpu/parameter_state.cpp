@@ -66,7 +66,7 @@ void ParameterState::upload_shard_table() {
                          .m = memory_.first_moments[i],
                          .v = memory_.second_moments[i],
                          .decays = p.decays(),
-                         .weight_amax_to_raise = weight_amax(i),
+                         .weight_amax = weight_amax(i),
                          .bundles_before_shard = bundles,
                          .flat_offset = p.flat_offset + place.owned.first,
                          .shard_units_before_shard =

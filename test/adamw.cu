@@ -42,7 +42,7 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
 GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its weights to 0") {
     const Buffer<float> amax(std::vector<float>{OLD_AMAX});
     const Buffer<gpu::Shard> shard({gpu::Shard{
-        .rank_offset = 0, .size = 0, .m = {}, .v = {}, .decays = true, .weight_amax_to_raise = amax.get()}});
+        .rank_offset = 0, .size = 0, .m = {}, .v = {}, .decays = true, .weight_amax = amax.get()}});
     for (bool skip : {true, false}) {
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{
             {.sum_of_squares = 1, .norm = 1, .clip_factor = 1, .skip = skip}});

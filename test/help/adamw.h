@@ -160,7 +160,7 @@ struct AdamWRun {
                              .m = m.back().ref(),
                              .v = v.back().ref(),
                              .decays = p.decays,
-                             .weight_amax_to_raise = amax_to_raise,
+                             .weight_amax = amax_to_raise,
                              .bundles_before_shard = bundles,
                              .flat_offset = p.offset});
             bundles += ceil_div(p.size, gpu::BUNDLE_SIZE);
