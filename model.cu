@@ -29,7 +29,7 @@
 //         compute_gradient_squares()      of all gradients, for their norm
 //         update_gradient_state()         the norm; what clipping multiplies by; whether the step is skipped
 //         adamw()                         new moments and weights, and the amaxes of the new weights
-//     fetch_result()                      the loss and the norm of the gradients
+//     fetch_outcome()                     the loss and the norm of the gradients
 //
 // For example, these are the operators of mlp_half_forward() in coat. Each launches a kernel. (fprop() of a
 // linear layer calls two quantizers and a GEMM.) There are N tokens; C is the hidden size, and F the width of
@@ -168,28 +168,33 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 // How to read the two classes
 //
 // In each class the functions of the list at the top of this file stand in its order, with those that they
-// call between them. What can wait is at the end of the class: what other models and recipes need, several
-// GPUs, evaluations, prompts and reports.
+// call between them. Before the head come begin_bucket() and finish_bucket(), which all of backward calls.
+// What can wait is at the end of the class: what other models and recipes need, evaluations and prompts.
 //
 // Most conditions are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one GPU, no further
-// flags. In a first reading follow that run. A comment "Llama: ..." says what a line gives or does in it.
-// Come back to this table when you meet a condition:
+// flags. In a first reading follow that run. It calls nothing that can wait. A comment "Llama: ..." says what
+// a line gives or does in it. Come back to this table when you meet a condition:
 //
 //   name                            where it is            value in that run
 //   rotary_, gated_                 Network                true
 //   qk_norms_                       Network                false
+//   saves_inputs_in_groups_         Network                true
 //   saves_attention_in_groups_      Network                false
+//   head_sum_in_fp32_               Network                false
 //   dgate_up_replaces_gate_up_      Network                true
 //   dqkv_replaces_gate_up_          Network                true
 //   overwrites_gradients()          Network                true
 //   is_first                        MicroBatch             true, because a step has one micro-batch
 //   update_in_backward              MicroBatch             nothing
 //   saves_groups()                  ResidualNorm           true; of the final norm false
-//   keep_gradients                  RunSettings            true
 //   repeats_launches()              GpuModel               false in the first step, then true
+//   caches_weights_                 GpuModel               false
+//   keep_gradients                  RunSettings            true
+//   communicator                    RunSettings            null
 //   quant_stats, quant_report       GpuContext             null
-//   caches_weights                  LinearLayerContext     false
+//   bias_index()                    ParameterState         nothing, for all weights
 //   delayed()                       ScaleTable             false
+//   any_empty_history               ScaleTable             false
 //   sends_gradients()               Sharding               false
 //
 // The other functions of Sharding do nothing with one GPU: gather_weights(), wait_for_gradient_buffer(), ...
@@ -198,8 +203,8 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 // 1. Forward and backward of a micro-batch, and the update
 //
 // GpuModel, below, calls begin_micro_batch(), forward_and_backward(), add_embedding_gradients(),
-// note_loss_or_nan() and update_buckets(); and for evaluations forward() and the functions at the end of the
-// class. All functions are public, so that they can stand in the order of a step.
+// note_loss_or_nan() and update_buckets(). All functions are public, so that they can stand in the order of a
+// step.
 
 class Network {
     // Each member may use the members above it.
@@ -227,8 +232,12 @@ class Network {
     const bool rotary_ = config_.arch.rope;        // RoPE; GPT-2 has learned positions
     const bool gated_ = config_.arch.gated;        // SiLU(gate) x up; GPT-2 has GELU
     const bool qk_norms_ = config_.arch.qk_norms;  // norms of the heads of q and k; only Qwen3
-    // --attention groups: q, k, v and the output of attention are saved in FP8 groups.
+    // What is saved in FP8 groups: in coat the inputs of norms and of activation functions; with --attention
+    // groups also q, k, v and the output of attention.
+    const bool saves_inputs_in_groups_ = recipe_.saved_inputs.is_fp8();
     const bool saves_attention_in_groups_ = recipe_.saved_attention.is_fp8();
+    // The slices of the head add to its gradient in FP32 (gpu/memory_layout.h).
+    const bool head_sum_in_fp32_ = head_sum_in_fp32(settings_);
 
     // Two tensors of backward may take the place of a layer's saved gate and up (rule 3 above).
     //
@@ -247,7 +256,6 @@ class Network {
 
     // What add_embedding_gradients() copies to the GPU. It must stay until the host waits for the GPU again.
     EmbeddingOrder embedding_order_;
-    bool cached_weights_are_valid_ = false;  // if weights are cached
 
 public:
     Network(GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table,
@@ -409,7 +417,7 @@ public:
     void forward() {
         const Arena::Scope scope(arena_);
         ResidualStream residual{};
-        if (recipe_.saved_inputs.is_fp8()) residual.buffer = allocate_tensor(micro_batch_.N, config_.C);
+        if (saves_inputs_in_groups_) residual.buffer = allocate_tensor(micro_batch_.N, config_.C);
         // Each micro-batch has its own amaxes. (With delayed scaling begin_delayed_scaling() clears them)
         if (!scale_table_.delayed()) scale_table_.clear_x_and_g_amaxes();
         embed_and_save(residual, norm1_of(0));
@@ -427,7 +435,7 @@ public:
         embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T,
               residual.outputs_for(first_norm), stream_);
         residual.advance_to(first_norm);
-        measure_norm_input_errors(residual, first_norm);  // for the quantization report only
+        if (context_.quant_stats) measure_norm_input_errors(residual, first_norm);
     }
 
     // The first half of layer l.
@@ -451,16 +459,16 @@ public:
     }
     // Attention, causal, within each sequence of T tokens. Saves its output (N, q_cols), whose amax it finds.
     //
-    // qkv is a saved tensor, as the projection has written it. q and k are rotated there, in place. (Qwen3:
-    // make_attention_input() rotates a copy. With --attention groups qkv is a buffer, which is saved here.
-    // What is allocated here is given back at the end of the caller's Scope.)
+    // qkv is a saved tensor, as the projection has written it. q and k are rotated there, in place. (Qwen3: a
+    // copy is normed and rotated. With --attention groups qkv is a buffer, which is saved here. What is
+    // allocated here is given back at the end of the caller's Scope.)
     void core_attention_forward(const Layer& layer, const TensorRef& qkv) {
         const TensorRef saved_output = saved_tensor(layer, SavedKind::AttentionOutput);
         const TensorRef output = allocate_buffer_if_in_groups(saved_output);  // Llama: saved_output
         if (rotary_ && !qk_norms_)
             rope(rope_args(), qkv, /*inverse=*/false, /*qkv_amax_to_raise=*/nullptr, stream_);
         if (saves_attention_in_groups_) save_and_reload(qkv, saved_tensor(layer, SavedKind::Qkv));
-        const TensorRef attention_qkv = make_attention_input(layer, qkv);  // Llama: qkv
+        const TensorRef attention_qkv = qk_norms_ ? make_normed_and_rotated(layer, qkv) : qkv;
         float* const output_amax_to_raise =
             saves_attention_in_groups_ ? nullptr : layer.attention_out_proj.x_amax_to_raise();
         attention_forward(attention_shape_args(), attention_qkv.data, output.data, saved_log_sum_exp(layer),
@@ -470,6 +478,12 @@ public:
             // The x of attention_out_proj is what the groups hold, so its amax takes a pass of its own
             layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved_output));
         }
+    }
+
+    // The tensor that attention reads or writes in place of a saved one: the saved tensor itself. (With
+    // --attention groups a buffer in the compute format. save_and_reload() saves it in groups.)
+    TensorRef allocate_buffer_if_in_groups(const TensorRef& saved) {
+        return saves_attention_in_groups_ ? allocate_tensor(saved.rows, saved.cols) : saved;
     }
 
     // Arguments of the kernels of attention, in forward and in backward.
@@ -495,7 +509,7 @@ public:
         const LazyTensor x = lazy_norm(norm2_of(l).args);
         // Each branch of the `if` saves gate and up. It also finds the amax of down_proj's x, the output of
         // the activation, if down_proj needs this amax
-        if (gate_up.format.is_fp8()) {
+        if (saves_inputs_in_groups_) {
             // coat: the projection's output is the widest tensor of a layer. It exists only until its groups
             // are saved
             const Arena::Scope until_saved(arena_);
@@ -520,7 +534,7 @@ public:
     void add_branch_and_save(ResidualStream& residual, const TensorRef& branch, const ResidualNorm& next) {
         residual_add(residual.current, branch, residual.outputs_for(next), stream_);
         residual.advance_to(next);
-        measure_norm_input_errors(residual, next);
+        if (context_.quant_stats) measure_norm_input_errors(residual, next);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -536,8 +550,6 @@ public:
     //   that is a tied embedding
     //   a norm, a bias, any other         begin_bucket() clears it, because the kernels of these add to
     //   embedding                         gradients
-    //
-    // finish_bucket() does nothing with one GPU and kept gradients, so it stands with what can wait.
 
     void begin_bucket(int64_t bucket) {
         sharding_.wait_for_gradient_buffer(bucket);
@@ -553,6 +565,22 @@ public:
         }
     }
 
+    // To be called when everything is launched that adds to the gradients of the bucket in this micro-batch,
+    // or that reads the weights of the bucket. Llama: nothing, because the gradients are where the update
+    // reads them.
+    void finish_bucket(int64_t bucket) {
+        // Several ranks: each sends the gradients to those that own them, where they are added
+        if (sharding_.sends_gradients() && !context_.quant_report)
+            sharding_.reduce_gradients(bucket, micro_batch_.is_first);
+        // --gradients none: the weights of the bucket are updated
+        if (micro_batch_.update_in_backward) {
+            note_loss_or_nan();
+            update_buckets(*micro_batch_.update_in_backward, bucket, bucket + 1);
+        }
+        // measure_quantization(): what storing the moments would lose is measured
+        if (context_.quant_report) parameter_state_.measure_moment_errors_of(bucket, *context_.quant_report);
+    }
+
     // -------------------------------------------------------------------------------------------------------
     // Head and loss. The logits of all tokens would be the largest tensor of a step. So they are computed for
     // a slice of HEAD_SLICE_TOKENS tokens at a time.
@@ -563,19 +591,19 @@ public:
         const TensorRef dnorm_output = allocate_tensor(micro_batch_.N, config_.C);
         // Several ranks: the direction says whose weights are gathered next, here those of the last layer
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Backward);
-        // The gradient of the head's weight. (If head_sum_in_fp32(), a temporary FP32 sum, which
-        // store_head_gradient_sum() rounds. This can wait.)
-        const TensorRef dweight = make_head_gradient_sum();  // Llama: gradient(head_index_)
+        sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
+        // (If head_sum_in_fp32_, dweight is a temporary FP32 sum, which is rounded at the end)
+        const TensorRef dweight = head_sum_in_fp32_ ? make_head_gradient_in_fp32() : gradient(head_index_);
         for (int64_t first = 0; first < micro_batch_.N; first += HEAD_SLICE_TOKENS)
             head_slice_forward_and_backward(first, dnorm_output, dweight);
         add_losses_to_outcome();
-        store_head_gradient_sum(dweight);  // Llama: nothing
+        if (head_sum_in_fp32_) store_values(lazy_stored(dweight), gradient(head_index_), stream_);
         // final norm: the gradient of the residual stream begins here. An untied head is in the final norm's
         // bucket, too, and its gradient is complete
         const int64_t bucket = parameter_state_.params[final_norm_weight_index_].bucket;
         begin_bucket(bucket);
         residual_norm_backward(final_norm(), dnorm_output, /*dresidual_in=*/TensorRef{});
-        finish_bucket(bucket);  // Llama: nothing
+        finish_bucket(bucket);
     }
     // For the tokens of a slice, from number `first` on: computes the losses and their rows of dnorm_output,
     // and adds to dweight, the gradient of the head's weight.
@@ -729,7 +757,7 @@ public:
         const TensorRef attention_output =
             make_loaded_buffer_if_in_groups(saved_tensor(layer, SavedKind::AttentionOutput));
         void* const workspace = arena_.allocate(attention_workspace_bytes(attention_shape_args()));
-        const TensorRef attention_qkv = make_attention_input(layer, qkv);  // Llama: qkv
+        const TensorRef attention_qkv = qk_norms_ ? make_normed_and_rotated(layer, qkv) : qkv;
         attention_backward(attention_shape_args(),
                            {.qkv = attention_qkv.data,
                             .out = attention_output.data,
@@ -740,7 +768,14 @@ public:
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
                             .dqkv_amax_to_raise = qk_norms_ ? nullptr : layer.qkv_proj.g_amax_to_raise()},
                            stream_);
-        qk_norms_backward_if_any(layer, qkv, dqkv);  // Llama: nothing
+        if (qk_norms_) backward_of_qk_norms(layer, qkv, dqkv);
+    }
+    // The tensor that forward had in place of a saved one: the saved tensor itself. (With --attention groups
+    // a buffer, to which the groups are written.)
+    TensorRef make_loaded_buffer_if_in_groups(const TensorRef& saved) {
+        const TensorRef buffer = allocate_buffer_if_in_groups(saved);
+        if (saves_attention_in_groups_) store_values(lazy_stored(saved), buffer, stream_);
+        return buffer;
     }
 
     // A norm and the linear layer that reads its output. dgrad computes the gradient of the norm's output;
@@ -831,31 +866,11 @@ public:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // The rest of this class can wait. Several ranks, --gradients none, the head's gradient summed in FP32
+    // The rest of this class can wait. The gradient of the head, summed in FP32
 
-    // To be called when everything is launched that adds to the gradients of the bucket in this micro-batch,
-    // or that reads the weights of the bucket. With one GPU and kept gradients there is nothing to do: the
-    // gradients are where the update reads them.
-    void finish_bucket(int64_t bucket) {
-        // Several ranks: each sends the gradients to those that own them, where they are added
-        if (sharding_.sends_gradients() && !context_.quant_report)
-            sharding_.reduce_gradients(bucket, micro_batch_.is_first);
-        // --gradients none: the weights of the bucket are updated
-        if (micro_batch_.update_in_backward) {
-            note_loss_or_nan();
-            update_buckets(*micro_batch_.update_in_backward, bucket, bucket + 1);
-        }
-        // measure_quantization(): what storing the moments would lose is measured
-        if (context_.quant_report) parameter_state_.measure_moment_errors_of(bucket, *context_.quant_report);
-    }
-
-    // Returns the tensor to which the slices add the gradient of the head's weight: the gradient itself. But
-    // if a gradient in BF16 would be rounded too often (head_sum_in_fp32()), it is a temporary FP32 sum.
-    TensorRef make_head_gradient_sum() {
-        const TensorRef dweight = gradient(head_index_);
-        // Several ranks: the GEMMs of the slices write to the buffer of the head's bucket
-        sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
-        if (!head_sum_in_fp32(settings_)) return dweight;
+    // The tensor to which the slices add the gradient of the head's weight.
+    TensorRef make_head_gradient_in_fp32() {
+        const TensorRef& dweight = gradient(head_index_);
         const TensorRef fp32_sum{.data = arena_.allocate<float>(dweight.rows * dweight.cols),
                                  .rows = dweight.rows,
                                  .cols = dweight.cols,
@@ -864,42 +879,21 @@ public:
         if (!overwrites_gradients()) store_values(lazy_stored(dweight), fp32_sum, stream_);
         return fp32_sum;
     }
-    // Rounds a temporary FP32 sum, and stores it as the gradient.
-    void store_head_gradient_sum(const TensorRef& sum) {
-        if (head_sum_in_fp32(settings_)) store_values(lazy_stored(sum), gradient(head_index_), stream_);
-    }
 
     // -------------------------------------------------------------------------------------------------------
     // q, k, v and the output of attention: --attention groups, and Qwen3
 
-    // In most runs q, k, v and the output are saved in the compute format, and attention reads and writes the
-    // saved tensors themselves.
-    //
-    // With --attention groups they are saved in groups, and attention has a buffer for q, k, v and one for
-    // its output. After a buffer was saved, save_and_reload() writes to it what the groups hold. So forward
+    // --attention groups: saves a buffer in groups, and then writes to it what the groups hold. So forward
     // reads what backward will read, and the saved log-sum-exp fits both.
-    TensorRef allocate_buffer_if_in_groups(const TensorRef& saved) {
-        return saves_attention_in_groups_ ? allocate_tensor(saved.rows, saved.cols) : saved;
-    }
-    // The buffer, with what the groups hold.
-    TensorRef make_loaded_buffer_if_in_groups(const TensorRef& saved) {
-        const TensorRef buffer = allocate_buffer_if_in_groups(saved);
-        if (saves_attention_in_groups_) store_values(lazy_stored(saved), buffer, stream_);
-        return buffer;
-    }
     void save_and_reload(const TensorRef& buffer, const TensorRef& saved) {
         quantize_groups(buffer, saved, /*write_back=*/true,
                         context_.quant_stats_of(MeasuredKind::QkvAndOutput), stream_);
     }
 
-    // q, k, v as attention reads them: as they are saved, because forward applies RoPE right after the q, k,
-    // v projection. (reference/network.h has a function with the same name.)
-    //
     // Qwen3: before RoPE come qk_norms, norms of the heads of q and k. Their backward pass needs their
     // inputs, so q, k, v are saved as the projection writes them. qk_norms and RoPE follow here, in forward
     // and again in backward.
-    TensorRef make_attention_input(const Layer& layer, const TensorRef& qkv) {
-        if (!qk_norms_) return qkv;
+    TensorRef make_normed_and_rotated(const Layer& layer, const TensorRef& qkv) {
         const TensorRef normed_and_rotated = allocate_tensor(micro_batch_.N, qkv.cols);
         qk_norms_and_rope(qk_norms_args(layer), rope_args(), qkv, normed_and_rotated, stream_);
         return normed_and_rotated;
@@ -912,8 +906,7 @@ public:
                 .k_cols = config_.kv_cols()};
     }
     // Qwen3: dqkv, on entry the gradient of the outputs of qk_norms, becomes that of their inputs.
-    void qk_norms_backward_if_any(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
-        if (!qk_norms_) return;
+    void backward_of_qk_norms(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
         const QkNorms norms = qk_norms_args(layer);
         float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
         qk_norms_backward(norms, qkv, dqkv, gradient(*layer.qk_norms_weight_index), partials, stream_);
@@ -923,7 +916,7 @@ public:
     // The quantization report
 
     // The groups of a norm's input were made of the sum in FP32. Their error is measured against the sum in
-    // BF16, which is in the buffer. Unless quantization is measured, this does nothing.
+    // BF16, which is in the buffer.
     void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
             measure_quant_errors(lazy_stored(residual.current), Operand{.tensor = next.args.input},
@@ -960,18 +953,13 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // Weights in a cache
 
-    // If weights are cached: makes the FP8 codes of all weights, unless they are up to date. While
-    // quantization is measured, the codes are made in any case, because making them measures their errors.
+    // Makes the FP8 codes of all weights.
     void write_cached_weights() {
-        if (!linear_layer_context_.caches_weights) return;
-        if (cached_weights_are_valid_ && !context_.quant_stats) return;
         for (Layer& layer : layers_)
             for (LinearLayer* linear_layer :
                  {&layer.qkv_proj, &layer.attention_out_proj, &layer.gate_up_proj, &layer.down_proj})
                 linear_layer->write_cached_w_operand();
-        cached_weights_are_valid_ = true;
     }
-    void forget_cached_weights() { cached_weights_are_valid_ = false; }
 };
 
 // ===========================================================================================================
@@ -998,12 +986,17 @@ class GpuModel final : public Model {
     CudaGraph first_micro_batch_graph_, later_micro_batch_graph_;
     bool first_step_done_ = false;
 
+    // Whether the FP8 codes of all weights are made once per step; and whether they are up to date.
+    const bool caches_weights_;
+    bool cached_weights_are_valid_ = false;
+
 public:
     // bytes: of the allocation, or DRY_RUN_BYTES.
     GpuModel(const RunSettings& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : context_(s, bytes),
           sharding_(make_sharding(context_, memory_, parameter_state_, scale_table_, std::move(transport))),
-          network_(context_, memory_, scale_table_, parameter_state_, *sharding_, cache_weights) {
+          network_(context_, memory_, scale_table_, parameter_state_, *sharding_, cache_weights),
+          caches_weights_(cache_weights) {
         clear_async(memory_.step_exchange, sizeof(StepExchange), stream_);
         after_weight_change();
     }
@@ -1024,11 +1017,27 @@ public:
             if (settings_.keep_gradients) network_.note_loss_or_nan();
         }
         update_parameters(options);
-        return fetch_result(target_count);
+        const StepOutcome outcome = fetch_outcome();
+        const bool skipped = outcome.gradient_state.skip != 0;
+        first_step_done_ = true;
+        if (!skipped && outcome.empty_histories == 0) scale_table_.any_empty_history = false;
+        return {.loss = sum_over_ranks(outcome.loss),
+                .grad_norm = outcome.gradient_state.norm,
+                .skipped = skipped,
+                .target_count = target_count};
     }
 
-    // step(), validation_loss(), next_logits() and measure_quantization() begin with this call. It copies
-    // 1 / target_count to the GPU, clears the StepOutcome, and makes the FP8 weights if they are cached.
+    int64_t tokens_of_rank() const { return settings_.micro_batches_per_rank * settings_.B * settings_.T; }
+    // With one rank: `mine`.
+    template <class Value> Value sum_over_ranks(const Value& mine) const {
+        if (!settings_.communicator) return mine;
+        Value sum{};
+        for (const Value& theirs : settings_.communicator->all_gather(mine)) sum += theirs;
+        return sum;
+    }
+
+    // A step and each kind of evaluation call this before their first micro-batch. Copies 1 / target_count to
+    // the GPU, and clears the StepOutcome. (If weights are cached, also makes their FP8 codes.)
     //   target_count   how many targets count
     //   report         the quantization report that is to be filled; null if nothing is measured
     void begin_step_or_evaluation(double target_count, QuantReport* report = nullptr) {
@@ -1039,7 +1048,7 @@ public:
         context_.quant_report = report;
         context_.quant_stats = report ? memory_.step_exchange->quant_stats : nullptr;
         if (scale_table_.delayed()) begin_delayed_scaling();
-        network_.write_cached_weights();
+        if (caches_weights_) write_cached_weights();
     }
 
     // Forward and backward of one micro-batch. The gradient of the embedding is outside of what a CUDA graph
@@ -1051,45 +1060,8 @@ public:
         else network_.forward_and_backward();
         network_.add_embedding_gradients(tokens);
     }
-
-    // Updates all parameters. (With --gradients none backward has updated them: Network::finish_bucket())
-    void update_parameters(const AdamWOptions& options) {
-        const int64_t bucket_count = static_cast<int64_t>(parameter_state_.buckets.size());
-        sharding_->wait_for_transfers();
-        if (settings_.keep_gradients)
-            network_.update_buckets(options, /*first_bucket=*/0, /*end_bucket=*/bucket_count);
-        after_weight_change();
-        scale_table_.update_histories(memory_.outcome());  // for delayed scaling
-    }
-    // What was made of the old weights is not valid any more.
-    void after_weight_change() {
-        network_.forget_cached_weights();
-        sharding_->forget_gathered_weights();
-        sharding_->combine_amaxes_of_ranks();
-    }
-
-    // Waits until the step has run, and returns what it has found out.
-    StepResult fetch_result(int64_t target_count) {
-        const StepOutcome outcome = fetch_outcome();
-        const bool skipped = outcome.gradient_state.skip != 0;
-        if (!skipped && outcome.empty_histories == 0) scale_table_.any_empty_history = false;
-        first_step_done_ = true;
-        return {.loss = sum_over_ranks(outcome.loss),
-                .grad_norm = outcome.gradient_state.norm,
-                .skipped = skipped,
-                .target_count = target_count};
-    }
-    StepOutcome fetch_outcome() const {
-        StepOutcome outcome{};
-        context_.copy_to_host(&outcome, memory_.outcome(), sizeof outcome);
-        return outcome;
-    }
-
-    // -------------------------------------------------------------------------------------------------------
-    // The rest of this class can wait. CUDA graphs, delayed scaling, several ranks
-
     // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
-    // can replay them.
+    // can replay them. Llama: from the second step on.
     bool repeats_launches(const MicroBatch& micro_batch) const {
         // A dry run has no stream that could be recorded
         if (stream_ == DRY_RUN) return false;
@@ -1102,19 +1074,45 @@ public:
         // Delayed scaling: as long as a history may be empty, amaxes are computed that are not needed later
         return !scale_table_.any_empty_history;
     }
+
+    // Updates all parameters. (With --gradients none backward has updated them: Network::finish_bucket())
+    void update_parameters(const AdamWOptions& options) {
+        const int64_t bucket_count = static_cast<int64_t>(parameter_state_.buckets.size());
+        sharding_->wait_for_transfers();
+        if (settings_.keep_gradients)
+            network_.update_buckets(options, /*first_bucket=*/0, /*end_bucket=*/bucket_count);
+        after_weight_change();
+        if (scale_table_.delayed()) scale_table_.update_histories(memory_.outcome());
+    }
+    // What was made of the old weights is not valid any more.
+    void after_weight_change() {
+        cached_weights_are_valid_ = false;
+        sharding_->forget_gathered_weights();
+        sharding_->combine_amaxes_of_ranks();
+    }
+
+    // Waits until the step has run, and returns what it has found out.
+    StepOutcome fetch_outcome() const {
+        StepOutcome outcome{};
+        context_.copy_to_host(&outcome, memory_.outcome(), sizeof outcome);
+        return outcome;
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // The rest of this class can wait. Weights in a cache, delayed scaling
+
+    // Makes the FP8 codes of all weights, unless they are up to date. While quantization is measured, the
+    // codes are made in any case, because making them measures their errors.
+    void write_cached_weights() {
+        if (cached_weights_are_valid_ && !context_.quant_stats) return;
+        network_.write_cached_weights();
+        cached_weights_are_valid_ = true;
+    }
     // Delayed scaling (te): this step collects the amaxes of all operands for the histories.
     void begin_delayed_scaling() {
         scale_table_.clear_all_amaxes();
-        network_.forget_cached_weights();      // they are made again, which computes their amaxes
+        cached_weights_are_valid_ = false;     // they are made again, which computes their amaxes
         sharding_->forget_gathered_weights();  // these are FP8 codes, whose scales change
-    }
-    int64_t tokens_of_rank() const { return settings_.micro_batches_per_rank * settings_.B * settings_.T; }
-    // With one rank: `mine`.
-    template <class Value> Value sum_over_ranks(const Value& mine) const {
-        if (!settings_.communicator) return mine;
-        Value sum{};
-        for (const Value& theirs : settings_.communicator->all_gather(mine)) sum += theirs;
-        return sum;
     }
 
     // -------------------------------------------------------------------------------------------------------
