@@ -88,7 +88,7 @@ __device__ float contract_to_ratio(float inverse_k, float log2_ratio) {
 // The codes of eight magnitudes y, with the signs of x.
 template <bool IS_V, Format FORMAT> __device__ uint2 encode_with_signs(ChunkValues& y, const ChunkValues& x) {
     if (!IS_V)
-        for (int j = 0; j < CHUNK; j++) y[j] = copysignf(y[j], x[j]);
+        for (int j = 0; j < CHUNK_SIZE; j++) y[j] = copysignf(y[j], x[j]);
     return encode<FORMAT>(y, /*inverse_scale=*/1.0f);
 }
 
@@ -119,7 +119,7 @@ template <bool IS_V, Format FORMAT> struct ExpansionCodec {
     static __device__ uint2 encode(const MaxAndK& max_and_k, const ChunkValues& x) {
         const float inverse_max = inverse_of_max(max_and_k.max);
         ChunkValues y;
-        for (int j = 0; j < CHUNK; j++) y[j] = expand_magnitude<FORMAT>(max_and_k.k, inverse_max, x[j]);
+        for (int j = 0; j < CHUNK_SIZE; j++) y[j] = expand_magnitude<FORMAT>(max_and_k.k, inverse_max, x[j]);
         return encode_with_signs<IS_V, FORMAT>(y, x);
     }
 
@@ -134,7 +134,7 @@ template <bool IS_V, Format FORMAT> struct ExpansionCodec {
         const float inverse_k = fast_reciprocal(max_and_k.k);
         FactoredMoments moments;
         moments.factor = max_and_k.max;
-        for (int j = 0; j < CHUNK; j++) {
+        for (int j = 0; j < CHUNK_SIZE; j++) {
             const uint32_t code = code_of(codes, j);
             const float ratio = contract_to_ratio(inverse_k, table[code % CODES_WITHOUT_SIGN]);
             moments.multiples[j] = with_sign<IS_V>(ratio, code);
@@ -178,7 +178,7 @@ template <bool IS_V, Format FORMAT> struct ExpansionCodec {
         if (!is_wide(max_and_k)) return;
         moments.factor = 1.0f;
         const float inverse_k = fast_reciprocal(max_and_k.k);
-        for (int j = 0; j < CHUNK; j++) {
+        for (int j = 0; j < CHUNK_SIZE; j++) {
             const uint32_t code = code_of(codes, j);
             const float log2_ratio = table[code % CODES_WITHOUT_SIGN];
             const float magnitude = contract_carefully(max_and_k.max, inverse_k, log2_ratio);
@@ -204,7 +204,7 @@ template <bool IS_V, Format FORMAT> struct ExpansionCodec {
                                                          uint2& codes) {
         if (!is_wide_or_small(max_and_k)) return;
         ChunkValues y;
-        for (int j = 0; j < CHUNK; j++) {
+        for (int j = 0; j < CHUNK_SIZE; j++) {
             y[j] = expand_carefully(max_and_k, x[j]);
             if (IS_V && x[j] > 0 && y[j] < FMIN<FORMAT>) y[j] = FMIN<FORMAT>;
         }
@@ -222,7 +222,7 @@ template <bool IS_V, Format FORMAT> struct ExpansionCodec {
 //   elements    0 - 7   8 - 15         120 - 127     0 - 7   8 - 15         120 - 127
 //               of one span                          of the next span
 
-constexpr int LANES_PER_SPAN = MOMENT_GROUP_SIZE / CHUNK;  // 16
+constexpr int LANES_PER_SPAN = MOMENT_GROUP_SIZE / CHUNK_SIZE;  // 16
 
 // The four fields of a span: max and k of its m, and max and k of its v.
 using SpanFields = MAndV<MaxAndK>;
@@ -232,7 +232,7 @@ using SpanFields = MAndV<MaxAndK>;
 // zeros out. (In a moment group of zeros max_magnitude and min_magnitude are 0.)
 template <class Codec> __device__ MaxAndK max_and_k_of_new_moments(const ChunkValues& x) {
     uint32_t largest_bits = 0, smallest_bits_minus_1 = 0xFFFFFFFFu;
-    for (int j = 0; j < CHUNK; j++) {
+    for (int j = 0; j < CHUNK_SIZE; j++) {
         const uint32_t bits = magnitude_bits(x[j]);
         largest_bits = max(largest_bits, bits);
         smallest_bits_minus_1 = min(smallest_bits_minus_1, bits - 1);
@@ -278,9 +278,10 @@ template <class WeightsKind> struct ElementsOfThread {
     uint8_t *const codes_m, *const codes_v;
 
     __device__ ElementsOfThread(const AdamWArguments& arguments, const Shard& shard)
-        : arguments(arguments), shard_spans(span_count(shard)), in_span(threadIdx.x % LANES_PER_SPAN * CHUNK),
-          rank_position(shard.rank_offset + in_span), flat_position(shard.flat_offset + in_span),
-          weights(arguments.weights, rank_position), codes_m(static_cast<uint8_t*>(shard.m.data) + in_span),
+        : arguments(arguments), shard_spans(span_count(shard)),
+          in_span(threadIdx.x % LANES_PER_SPAN * CHUNK_SIZE), rank_position(shard.rank_offset + in_span),
+          flat_position(shard.flat_offset + in_span), weights(arguments.weights, rank_position),
+          codes_m(static_cast<uint8_t*>(shard.m.data) + in_span),
           codes_v(static_cast<uint8_t*>(shard.v.data) + in_span) {}
 
     // The distance, in elements, from the shard's first span to `span`. A span past the last one counts as
@@ -300,8 +301,8 @@ template <class WeightsKind> struct ElementsOfThread {
         const int64_t i = clamped_offset(span);
         weights.store(i, w, arguments.rounding_key, flat_position + i, live, largest_bits);
         if (!live) return;
-        store_at_once(codes_m + i, codes.m);
-        store_at_once(codes_v + i, codes.v);
+        store_in_one_instruction(codes_m + i, codes.m);
+        store_in_one_instruction(codes_v + i, codes.v);
     }
 };
 
@@ -406,7 +407,7 @@ struct FieldOfLane {
     }
     __device__ void store(int bundle, float field) const {
         const int span = bundle * SPANS_PER_BUNDLE + span_in_bundle;
-        if (in_memory && span < shard_spans) store_at_once(in_memory + span, field);
+        if (in_memory && span < shard_spans) store_in_one_instruction(in_memory + span, field);
     }
     // This lane's field, out of the four of its span.
     __device__ float own_field_of(const SpanFields& fields) const {
@@ -555,7 +556,7 @@ template <bool IS_V, Format FORMAT> struct CodecWithoutExpansion {
     static __device__ uint2 encode(const MaxAndK& max_and_k, const ChunkValues& x) {
         const float inverse_scale = __frcp_rn(scale_of(FMAX<FORMAT>, max_and_k.max));
         ChunkValues y;
-        for (int j = 0; j < CHUNK; j++) {
+        for (int j = 0; j < CHUNK_SIZE; j++) {
             y[j] = fabsf(x[j]) * inverse_scale;
             // As with expansion, an element of v above zero must not get the code 0.
             if (IS_V && x[j] > 0 && y[j] < FMIN<FORMAT>) y[j] = FMIN<FORMAT>;
@@ -568,7 +569,7 @@ template <bool IS_V, Format FORMAT> struct CodecWithoutExpansion {
     // The factor is the scale.
     static __device__ FactoredMoments decode(const MaxAndK& max_and_k, uint2 codes, const Table& table) {
         FactoredMoments moments;
-        for (int j = 0; j < CHUNK; j++) {
+        for (int j = 0; j < CHUNK_SIZE; j++) {
             const uint32_t code = code_of(codes, j);
             moments.multiples[j] = with_sign<IS_V>(table[code % CODES_WITHOUT_SIGN], code);
         }

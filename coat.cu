@@ -15,16 +15,16 @@
 //
 // Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //
-//   write_operand()                        part 4            chooses: codes, or values without codes
-//     quantize_operand()                   part 4            chooses: the function for this granularity,
-//                                                            and E4M3 or E5M2
-//       quantize_per_tensor()              part 4            chooses: with or without transposed codes
-//         with_producer_for_quantizer()    lazy_tensor.cuh   chooses: the producer that computes x
-//           launch()                       device.cuh        starts quantize_kernel()
+//   write_operand()                            part 4            chooses: codes, or values without codes
+//     quantize_operand()                       part 4            chooses: the function for this granularity,
+//                                                                and E4M3 or E5M2
+//       quantize_per_tensor()                  part 4            chooses: with or without transposed codes
+//         with_producer_of_bf16_or_groups()    lazy_tensor.cuh   chooses: the producer that computes x
+//           launch()                           device.cuh        starts quantize_operand_kernel()
 //
 // And on the GPU:
 //
-//   quantize_kernel()                      part 4            a thread block: one tile
+//   quantize_operand_kernel()              part 4            a thread block: one tile
 //     store_codes()                        quantize.cuh      the codes of the tile, both ways
 //       for_each_row()                     lazy_tensor.cuh   a thread's 8 rows
 //         load(), compute()                lazy_tensor.cuh   the values of a chunk, by the producer
@@ -68,17 +68,17 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_to_raise) {
     float largest = 0;
     // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
-    for_each_row(producer, TilePlace(blockIdx.y), rows,
+    for_each_row(producer, ThreadTile(blockIdx.y), rows,
                  [&](int /*row*/, const ChunkValues(&v)[Producer::PLANES], bool /*live*/) {
                      for (int p = 0; p < Producer::PLANES; p++) largest = larger_magnitude(largest, v[p]);
                  });
     update_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
 }
 
-// x says which tensor is meant, and from what it is computed (gpu/tensors.h). with_producer_for_quantizer()
-// calls the function below with the producer that computes x.
+// x says which tensor is meant, and from what it is computed (gpu/tensors.h).
+// with_producer_of_bf16_or_groups() calls the function below with the producer that computes x.
 void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stream) {
-    with_producer_for_quantizer(x, [&](auto producer) {
+    with_producer_of_bf16_or_groups(x, [&](auto producer) {
         launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, x_amax_to_raise);
     });
@@ -91,20 +91,21 @@ void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stre
 // multiprocessor, not TILE_BLOCKS_PER_SM: FP32 values need more registers.)
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    store_values_kernel(Producer producer, int64_t rows, Bf16OrFp32 out) {
+    write_values_kernel(Producer producer, int64_t rows, Bf16OrFp32 out) {
     constexpr int PLANES = Producer::PLANES;
-    const TilePlace place(blockIdx.y);
-    if (!place.inside(rows, producer.width)) return;
-    for_each_row(producer, place, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
+    const ThreadTile thread_tile(blockIdx.y);
+    if (!thread_tile.inside(rows, producer.width)) return;
+    for_each_row(producer, thread_tile, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++)
-            out.store(element_index<PLANES>(place.row + i, place.col, p, producer.width), v[p], live);
+            out.store(element_index<PLANES>(thread_tile.row + i, thread_tile.col, p, producer.width), v[p],
+                      live);
     });
 }
 
-void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream) {
+void write_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream) {
     require(!out.format.is_fp8(), "values are stored in BF16 or FP32");
     with_producer(x, [&](auto producer) {
-        launch("store_values", store_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
+        launch("write_values", write_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
                TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, bf16_or_fp32(out));
     });
 }
@@ -122,7 +123,7 @@ void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
 // The larger of `largest` and the magnitudes of the activation's output for one row of the thread's values.
 template <int PLANES>
 static __device__ float amax_of_activation(float largest, const ChunkValues (&v)[PLANES]) {
-    for (int j = 0; j < CHUNK; j++) {
+    for (int j = 0; j < CHUNK_SIZE; j++) {
         if constexpr (PLANES == 2) largest = larger_magnitude(largest, gated_silu(v[0][j], v[1][j]));
         else largest = larger_magnitude(largest, gelu(v[0][j]));
     }
@@ -141,7 +142,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_groups_kernel(Producer producer, int64_t rows, GroupsView groups,
                            float* activation_amax_to_raise) {
     constexpr int PLANES = Producer::PLANES;
-    const TilePlace place(blockIdx.y);
+    const ThreadTile thread_tile(blockIdx.y);
     // A thread outside the tensor ends here, because WriteBack writes over x (the rule at for_each_row()).
     // The lanes of its warp that go on do not need it:
     //   - The two lanes that have a group end together.
@@ -149,14 +150,15 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     //     exited do not count.
     //   - Lane 0 updates the amax for its warp. It has the warp's lowest row and column, so it is inside the
     //     tensor if any lane is.
-    if (!place.inside(rows, producer.width)) return;
+    if (!thread_tile.inside(rows, producer.width)) return;
     float largest = 0;
-    for_each_row(producer, place, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
+    for_each_row(producer, thread_tile, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++) {
-            const int64_t first_element = element_index<PLANES>(place.row, place.col, p, producer.width);
+            const int64_t first_element =
+                element_index<PLANES>(thread_tile.row, thread_tile.col, p, producer.width);
             const uint32_t offset = row_offset(i, PLANES * producer.width);
             // This rounds v to what the group holds, scale * decode(code).
-            groups.starting_at(first_element).round_in_place_and_store(offset, v[p], live);
+            groups.starting_at(first_element).round_and_store(offset, v[p], live);
             if (TASK == ExtraTask::WriteBack)
                 producer.input.starting_at(first_element).store(offset, v[p], live);
         }
@@ -175,9 +177,9 @@ static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
                                    cudaStream_t stream) {
     require(x.format.element_format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
-    measure_quant_errors(lazy_stored(x), Operand{.tensor = groups}, quant_stats, stream);
-    using P = LazyProducer<LazyOp::Stored, PlainView<bf16>, TWO_PLANES>;
-    const P producer{plain_view<bf16>(x.data), TWO_PLANES ? x.cols / 2 : x.cols, lazy_stored(x)};
+    measure_quant_errors(lazy_load(x), Operand{.tensor = groups}, quant_stats, stream);
+    using P = LazyProducer<LazyOp::Load, PlainView<bf16>, TWO_PLANES>;
+    const P producer{plain_view<bf16>(x.data), TWO_PLANES ? x.cols / 2 : x.cols, lazy_load(x)};
     launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(x.rows, producer.width),
            TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, groups_view(groups),
            activation_amax_to_raise);
@@ -211,8 +213,8 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 // store_codes() (gpu/quantize.cuh) computes x and stores the codes.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, float fmax,
-                    uint8_t* row_major, uint8_t* transposed) {
+    quantize_operand_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, float fmax,
+                            uint8_t* row_major, uint8_t* transposed) {
     // Just in time: every thread derives the same scale from the amax. fmax: the largest value of FP8.
     const float scale = scale_of(fmax, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
@@ -226,10 +228,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 
 template <Format FP8>
 static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStream_t stream) {
-    with_producer_for_quantizer(x, [&](auto producer) {
+    with_producer_of_bf16_or_groups(x, [&](auto producer) {
         using P = decltype(producer);
-        auto kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/false>;
-        if (out.transposed) kernel = quantize_kernel<P, FP8, /*TRANSPOSED=*/true>;
+        auto kernel = quantize_operand_kernel<P, FP8, /*TRANSPOSED=*/false>;
+        if (out.transposed) kernel = quantize_operand_kernel<P, FP8, /*TRANSPOSED=*/true>;
         launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0,
                stream, producer, x.rows, out.tensor.tensor_scale, format_info(FP8).fmax,
                static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
@@ -250,7 +252,7 @@ void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant
 
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     if (out.tensor.format.is_fp8()) quantize_operand(x, out, quant_stats, stream);
-    else store_values(x, out.tensor, stream);
+    else write_values(x, out.tensor, stream);
 }
 
 }  // namespace coat::gpu

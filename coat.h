@@ -18,8 +18,8 @@
 //   function                      what x is                        what the function writes
 //   compute_amax()                a LazyTensor of BF16 or groups   the amax of x
 //   quantize_operand()            a LazyTensor of BF16 or groups   FP8 codes
-//   store_values()                any LazyTensor                   values in BF16 or FP32
-//   write_operand()               as for the function that it      what quantize_operand() or store_values()
+//   write_values()                any LazyTensor                   values in BF16 or FP32
+//   write_operand()               as for the function that it      what quantize_operand() or write_values()
 //                                 calls                            writes
 //   quantize_activation_input()   gate and up, in BF16             groups, and the amax of the activation's
 //                                                                  output
@@ -51,10 +51,10 @@ void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stre
 void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Computes x and stores its values in out, in FP32, or rounded to BF16.
-void store_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream);
+void write_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream);
 
 // Computes x and writes it as a GEMM of the recipe reads it: by quantize_operand() if out is FP8, else by
-// store_values().
+// write_values().
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream);
 
 // Stores the input x of an activation in 1x16 groups. x is [gate | up] (N, 2F) if the activation is gated,

@@ -453,7 +453,7 @@ public:
         // attention output projection: (N, q_cols) -> (N, C)
         const TensorRef branch = allocate_tensor(micro_batch_.N, config_.C);
         const TensorRef attention_output = saved_tensor(layer, SavedKind::AttentionOutput);
-        layer.attention_out_proj.fprop(lazy_stored(attention_output), branch);
+        layer.attention_out_proj.fprop(lazy_load(attention_output), branch);
         // residual sum, which saves the input of norm 2
         add_branch_and_save(residual, branch, norm2_of(l));
     }
@@ -476,7 +476,7 @@ public:
         if (saves_attention_in_groups_) {
             save_and_reload(output, saved_output);
             // The x of attention_out_proj is what the groups hold, so its amax takes a pass of its own
-            layer.attention_out_proj.compute_x_amax_if_needed(lazy_stored(saved_output));
+            layer.attention_out_proj.compute_x_amax_if_needed(lazy_load(saved_output));
         }
     }
 
@@ -597,7 +597,7 @@ public:
         for (int64_t first = 0; first < micro_batch_.N; first += HEAD_SLICE_TOKENS)
             head_slice_forward_and_backward(first, dnorm_output, dweight);
         add_losses_to_outcome();
-        if (head_sum_in_fp32_) store_values(lazy_stored(dweight), gradient(head_index_), stream_);
+        if (head_sum_in_fp32_) write_values(lazy_load(dweight), gradient(head_index_), stream_);
         // final norm: the gradient of the residual stream begins here. An untied head is in the final norm's
         // bucket, too, and its gradient is complete
         const int64_t bucket = parameter_state_.params[final_norm_weight_index_].bucket;
@@ -634,7 +634,7 @@ public:
         norm_of_slice.input = row_slice(norm_of_slice.input, first, n);
         norm_of_slice.row_statistics += first;
         // In the compute format: no recipe quantizes the head
-        store_values(lazy_norm(norm_of_slice), out.norm_output, stream_);
+        write_values(lazy_norm(norm_of_slice), out.norm_output, stream_);
         const Operand x{out.norm_output}, w{weight(head_index_)};
         gemms_.run(GemmKind::Fprop, x, w, out.logits, stream_);
         return out;
@@ -707,7 +707,7 @@ public:
     // the caller.
     TensorRef make_dact(Layer& layer, const TensorRef& gate_up) {
         const Operand g_operand =
-            layer.down_proj.make_g_operand(lazy_stored(dresidual()), LinearLayer::AmaxFrom::EarlierKernel);
+            layer.down_proj.make_g_operand(lazy_load(dresidual()), LinearLayer::AmaxFrom::EarlierKernel);
         layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), overwrites_gradients());
         const TensorRef dact = allocate_tensor(micro_batch_.N, config_.F);
         layer.down_proj.dgrad(g_operand, dact);
@@ -736,16 +736,16 @@ public:
         // q, k, v projection, norm 1
         const auto g_amax_from =
             qk_norms_ ? LinearLayer::AmaxFrom::ExtraPass : LinearLayer::AmaxFrom::EarlierKernel;
-        const Operand g_operand = layer.qkv_proj.make_g_operand(lazy_stored(dqkv), g_amax_from);
+        const Operand g_operand = layer.qkv_proj.make_g_operand(lazy_load(dqkv), g_amax_from);
         linear_and_norm_backward(norm1_of(l), g_operand);
         finish_bucket(layer.qkv_proj.bucket());
     }
     void attention_out_proj_backward(Layer& layer, const TensorRef& dattention_output) {
         const Arena::Scope scope(arena_);
         const Operand g_operand = layer.attention_out_proj.make_g_operand(
-            lazy_stored(dresidual()), LinearLayer::AmaxFrom::EarlierKernel);
+            lazy_load(dresidual()), LinearLayer::AmaxFrom::EarlierKernel);
         const TensorRef attention_output = saved_tensor(layer, SavedKind::AttentionOutput);
-        layer.attention_out_proj.wgrad(g_operand, lazy_stored(attention_output), overwrites_gradients());
+        layer.attention_out_proj.wgrad(g_operand, lazy_load(attention_output), overwrites_gradients());
         layer.attention_out_proj.dgrad(g_operand, dattention_output);
     }
     // dattention_output -> dqkv, the gradient of what the q, k, v projection has written; and the amax of
@@ -774,7 +774,7 @@ public:
     // a buffer, to which the groups are written.)
     TensorRef make_loaded_buffer_if_in_groups(const TensorRef& saved) {
         const TensorRef buffer = allocate_buffer_if_in_groups(saved);
-        if (saves_attention_in_groups_) store_values(lazy_stored(saved), buffer, stream_);
+        if (saves_attention_in_groups_) write_values(lazy_load(saved), buffer, stream_);
         return buffer;
     }
 
@@ -876,7 +876,7 @@ public:
                                  .cols = dweight.cols,
                                  .format = PLAIN_FP32};
         // A later micro-batch begins the sum with the gradient of the earlier ones
-        if (!overwrites_gradients()) store_values(lazy_stored(dweight), fp32_sum, stream_);
+        if (!overwrites_gradients()) write_values(lazy_load(dweight), fp32_sum, stream_);
         return fp32_sum;
     }
 
@@ -919,7 +919,7 @@ public:
     // BF16, which is in the buffer.
     void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
-            measure_quant_errors(lazy_stored(residual.current), Operand{.tensor = next.args.input},
+            measure_quant_errors(lazy_load(residual.current), Operand{.tensor = next.args.input},
                                  context_.quant_stats_of(MeasuredKind::NormInput), stream_);
     }
 
@@ -946,7 +946,7 @@ public:
         const TensorRef logits = make_norm_output_and_logits(/*first=*/micro_batch_.N - 1, /*n=*/1).logits;
         const TensorRef fp32_logits{
             .data = gemms_.scratch, .rows = 1, .cols = logits.cols, .format = PLAIN_FP32};
-        store_values(lazy_stored(logits), fp32_logits, stream_);
+        write_values(lazy_load(logits), fp32_logits, stream_);
         return static_cast<const float*>(fp32_logits.data);
     }
 

@@ -110,8 +110,8 @@ ordered_json measure_sizes(Clock& clock) {
         const Operand x8 = memory.allocate_operand(side, side, E4M3_PER_TENSOR, true, false),
                       w8 = memory.allocate_operand(side, side, E4M3_PER_TENSOR, true, false);
         auto quantized = [&](const TensorRef& from, const Operand& to) {
-            compute_amax(lazy_stored(from), &to.tensor.tensor_scale->amax, nullptr);
-            quantize_operand(lazy_stored(from), to, nullptr, nullptr);
+            compute_amax(lazy_load(from), &to.tensor.tensor_scale->amax, nullptr);
+            quantize_operand(lazy_load(from), to, nullptr, nullptr);
         };
         auto gemm = [&](const Operand& a, const Operand& b) {
             gemms.run(GemmKind::Fprop, a, b, out, nullptr);

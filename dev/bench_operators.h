@@ -90,8 +90,8 @@ inline Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const 
         quantize_groups(x, out.tensor, /*write_back=*/false, nullptr, stream);
         return out;
     }
-    if (q.granularity == PER_TENSOR) compute_amax(lazy_stored(x), &out.tensor.tensor_scale->amax, stream);
-    quantize_operand(lazy_stored(x), out, nullptr, stream);
+    if (q.granularity == PER_TENSOR) compute_amax(lazy_load(x), &out.tensor.tensor_scale->amax, stream);
+    quantize_operand(lazy_load(x), out, nullptr, stream);
     return out;
 }
 
@@ -215,7 +215,7 @@ private:
     }
     void quantize_pass(const std::string& name, double count, const LazyTensor& x, const TensorFormat& q,
                        Use use) {
-        if (x.op == LazyOp::Stored && !q.is_fp8()) return;  // used without a copy
+        if (x.op == LazyOp::Load && !q.is_fp8()) return;  // used without a copy
         const bool transposed = q.is_fp8() && q.granularity != PER_1x16 && use != Use::Fprop;
         const bool row_major = !transposed || use == Use::Both;
         Operand out = memory_.allocate_operand(x.rows, x.cols, q, row_major, transposed);
@@ -346,7 +346,7 @@ private:
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
         norm_backward_pass(BETWEEN, "norm backward", 2 * layers_, n, /*dresidual_in=*/a);
-        gradient_with_amax("residual gradient", 2 * layers_, lazy_stored(x), c_.arch.other_biases);
+        gradient_with_amax("residual gradient", 2 * layers_, lazy_load(x), c_.arch.other_biases);
     }
     void attention_operands() {
         const TensorRef qkv = random(N_, c_.qkv_cols());
@@ -357,7 +357,7 @@ private:
             const double rotated = size(qkv) * double(angles.rotated_cols) / double(qkv.cols);
             pass(BETWEEN, "RoPE", layers_, 2 * rotated, [&] { rope(angles, qkv, false, nullptr, stream_); });
         }
-        const LazyTensor o = lazy_stored(random(N_, c_.q_cols())), dqkv = lazy_stored(qkv);
+        const LazyTensor o = lazy_load(random(N_, c_.q_cols())), dqkv = lazy_load(qkv);
         quantize_pass("attention out", layers_, o, r_.x, Use::Fprop);
         quantize_pass("attention out", layers_, o, r_.x, Use::Wgrad);
         if (!c_.arch.qk_norms) return gradient_with_amax("q, k, v backward", layers_, dqkv, c_.arch.qkv_bias);
@@ -398,7 +398,7 @@ private:
         quantize_pass(name, layers_, activation, r_.x, Use::Fprop);
         quantize_pass(name, layers_, activation, r_.x, Use::Wgrad);
         // Without FP8 the gradient is already stored
-        const LazyTensor gradient = fp8_ ? dgate_up : lazy_stored(random(N_, c_.gate_up_cols()));
+        const LazyTensor gradient = fp8_ ? dgate_up : lazy_load(random(N_, c_.gate_up_cols()));
         bias_pass(name + " backward", layers_, gradient, c_.arch.other_biases, true);
         quantize_pass(name + " backward", layers_, dgate_up, r_.g, Use::Both);
     }
@@ -417,14 +417,14 @@ private:
             for (const TensorRef& v : w) {
                 to.push_back(memory_.allocate_operand(v.rows, v.cols, r_.w, row_major, transposed));
                 to.back().delayed = r_.scale_source == ScaleSource::Delayed;
-                find_scale(lazy_stored(v), to.back());
+                find_scale(lazy_load(v), to.back());
                 bytes += size(v) + (row_major + transposed) * size({v.data, v.rows, v.cols, r_.w});
             }
             const char* what = keep ? ", and transposed" : transposed ? ", transposed" : "";
             pass(BETWEEN, "a layer's weights: to " + r_.w.text() + what, double(c_.L) * (keep ? 1 : batches_),
                  bytes, [&] {
                      for (size_t i = 0; i < w.size(); i++)
-                         quantize_operand(lazy_stored(w[i]), to[i], nullptr, stream_);
+                         quantize_operand(lazy_load(w[i]), to[i], nullptr, stream_);
                  });
         }
     }
@@ -464,7 +464,7 @@ private:
         const TensorRef sum = sums_in_fp32 ? memory_.random(V, c_.C, Format::FP32) : dweight;
         const LazyTensor final_norm = lazy_norm(random_norm(n, {compute_}));
         pass(HEAD, "final norm", count, reads(final_norm) + size(y.tensor),
-             [&] { store_values(final_norm, y.tensor, stream_); });
+             [&] { write_values(final_norm, y.tensor, stream_); });
         gemm(HEAD, "head fprop", count, GemmKind::Fprop, y, w, logits.tensor, flops, nullptr, false);
         pass(HEAD, "cross-entropy", count, 2 * size(logits.tensor), [&] {
             cross_entropy_forward_and_backward(logits.tensor, c_.V, targets, loss_weight, losses, stream_);
@@ -472,9 +472,9 @@ private:
         gemm(HEAD, "head wgrad", count, GemmKind::Wgrad, logits, y, sum, flops, nullptr, true);
         if (sums_in_fp32) {
             pass(HEAD, "gradient of the head: to FP32", batches_ - 1, size(dweight) + size(sum),
-                 [&] { store_values(lazy_stored(dweight), sum, stream_); });
+                 [&] { write_values(lazy_load(dweight), sum, stream_); });
             pass(HEAD, "gradient of the head: from FP32", batches_, size(dweight) + size(sum),
-                 [&] { store_values(lazy_stored(sum), dweight, stream_); });
+                 [&] { write_values(lazy_load(sum), dweight, stream_); });
         }
         gemm(HEAD, "head dgrad", count, GemmKind::Dgrad, logits, w, dy, flops, nullptr, false);
         norm_backward_pass(HEAD, "final norm backward", batches_, random_norm(N_, {compute_}),

@@ -910,8 +910,8 @@ def rung7():
         for across in range(16):
             for down in range(2):
                 word = 2 * down + (across % 2 if swizzled else 0)
-                place = word // 4 ^ (across // 2 if swizzled else 0)
-                bank = 4 * place + word % 4
+                piece_slot = word // 4 ^ (across // 2 if swizzled else 0)
+                bank = 4 * piece_slot + word % 4
                 counts[down, bank] += 1
                 ax.add_patch(plt.Rectangle((bank, across), 1, 1, facecolor=colors[down], linewidth=0))
         for bank in range(0, 33, 4):

@@ -21,7 +21,7 @@ inline void flush_cache() {
     static const int64_t rows = 2 * int64_t{gpu::device_attribute(cudaDevAttrL2CacheSize)} / COLS;
     static const Buffer<uint16_t> other(std::vector<uint16_t>(size_t(rows * COLS)));  // BF16: zeros
     static const Buffer<gpu::TensorScale> scale(1);
-    gpu::compute_amax(gpu::lazy_stored({other.get(), rows, COLS, PLAIN_BF16}), &scale.get()->amax, nullptr);
+    gpu::compute_amax(gpu::lazy_load({other.get(), rows, COLS, PLAIN_BF16}), &scale.get()->amax, nullptr);
 }
 
 // The median time of run(), which launches work on the GPU and does not wait for it. prepare() comes before

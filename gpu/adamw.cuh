@@ -57,7 +57,7 @@ inline __device__ MAndV<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& 
                                                     float decay, const ChunkValues& g,
                                                     const MAndV<FactoredMoments>& old, ChunkValues& w) {
     MAndV<ChunkValues> moments;
-    for (int j = 0; j < CHUNK; j++) {
+    for (int j = 0; j < CHUNK_SIZE; j++) {
         const float gradient = g[j] * clip_factor;
         // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
         const float m = __fmaf_rn(constants.beta1 * old.m.factor, old.m.multiples[j],
@@ -116,7 +116,7 @@ template <bool MASTER> struct Bf16Weights {
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
         PlainView<bf16>::unpack(loaded.weights, v);
         if constexpr (MASTER) {
-            for (int j = 0; j < CHUNK; j++) {
+            for (int j = 0; j < CHUNK_SIZE; j++) {
                 const uint32_t two = loaded.remainders.words[j / 2];
                 const int32_t remainder = static_cast<int32_t>(j % 2 ? two : two << 16) >> 16;  // has a sign
                 v[j] = __uint_as_float(__float_as_uint(v[j]) + remainder);
@@ -128,7 +128,7 @@ template <bool MASTER> struct Bf16Weights {
     // byte among the eight of the two words; the last digit names the lowest byte of the result.
     static constexpr uint32_t LOWER = 0x5410, UPPER = 0x7632;
     // The lower or the upper halves of eight words, 16 bits each. selector is LOWER or UPPER.
-    static __device__ uint4 halves_of(const uint32_t (&words)[CHUNK], uint32_t selector) {
+    static __device__ uint4 halves_of(const uint32_t (&words)[CHUNK_SIZE], uint32_t selector) {
         return {__byte_perm(words[0], words[1], selector), __byte_perm(words[2], words[3], selector),
                 __byte_perm(words[4], words[5], selector), __byte_perm(words[6], words[7], selector)};
     }
@@ -136,8 +136,8 @@ template <bool MASTER> struct Bf16Weights {
                           uint32_t& largest_bits) const {
         // With a master nobody uses the random bits, so the compiler leaves them out.
         const uint64_t random[2] = {rounding_bits(key, element / 4), rounding_bits(key, element / 4 + 1)};
-        uint32_t bits[CHUNK], sums[CHUNK];
-        for (int j = 0; j < CHUNK; j++) {
+        uint32_t bits[CHUNK_SIZE], sums[CHUNK_SIZE];
+        for (int j = 0; j < CHUNK_SIZE; j++) {
             // Each of the two random numbers has 16 bits for each of four weights.
             const uint32_t random_16 = static_cast<uint32_t>((random[j / 4] >> (16 * (j % 4))) & 0xFFFF);
             bits[j] = __float_as_uint(v[j]);
@@ -145,8 +145,8 @@ template <bool MASTER> struct Bf16Weights {
             largest_bits = max(largest_bits, sums[j] & 0x7FFF0000u);
         }
         if (!live) return;
-        store_at_once(weights + i, halves_of(sums, UPPER));
-        if (MASTER) store_at_once(remainders + i, halves_of(bits, LOWER));
+        store_in_one_instruction(weights + i, halves_of(sums, UPPER));
+        if (MASTER) store_in_one_instruction(remainders + i, halves_of(bits, LOWER));
     }
 };
 
@@ -162,7 +162,7 @@ struct Fp32Weights {
     __device__ void store(int64_t i, ChunkValues& v, uint64_t, uint64_t, bool live,
                           uint32_t& largest_bits) const {
         weights.store(i, v, live);
-        for (int j = 0; j < CHUNK; j++) largest_bits = max(largest_bits, magnitude_bits(v[j]));
+        for (int j = 0; j < CHUNK_SIZE; j++) largest_bits = max(largest_bits, magnitude_bits(v[j]));
     }
 };
 

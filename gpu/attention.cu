@@ -62,11 +62,11 @@ template <class Real_, int COLS_> struct Tile {
     static constexpr int ROWS = std::min(64, (16 << 10) / ROW_BYTES), BYTES = ROWS * ROW_BYTES;
     static constexpr int STAGE_BYTES = 2 * BYTES + 2 * ROWS * 4;  // two tiles and their statistics
     static constexpr int THREADS = ROWS / 16 * WARP;              // a warp owns 16 rows of a tile
-    static constexpr int CHUNK = 16 / int(sizeof(Real));          // elements of a chunk
+    static constexpr int CHUNK_SIZE = 16 / int(sizeof(Real));     // elements of a chunk
     uint32_t base;
     __device__ uint32_t address(int row, int col) const {
-        return base + row * ROW_BYTES + (((col / CHUNK) ^ (row & 7)) * 16) +
-               col % CHUNK * uint32_t(sizeof(Real));
+        return base + row * ROW_BYTES + (((col / CHUNK_SIZE) ^ (row & 7)) * 16) +
+               col % CHUNK_SIZE * uint32_t(sizeof(Real));
     }
 };
 
@@ -78,9 +78,9 @@ __device__ void cp_async16(uint32_t to, const void* from, bool live) {
 // Starts to copy a tile whose first row is row `first` of the head.
 template <class TileT>
 __device__ void load_tile(TileT tile, const Dims& d, Head<typename TileT::Real> head, int first) {
-    constexpr int CHUNKS = TileT::COLS / TileT::CHUNK;
+    constexpr int CHUNKS = TileT::COLS / TileT::CHUNK_SIZE;
     for (int i = threadIdx.x; i < TileT::ROWS * CHUNKS; i += TileT::THREADS) {
-        const int row = i / CHUNKS, col = i % CHUNKS * TileT::CHUNK;
+        const int row = i / CHUNKS, col = i % CHUNKS * TileT::CHUNK_SIZE;
         const bool live = first + row < d.T && col < d.HS;
         cp_async16(tile.address(row, col), live ? head.address(first + row, col) : head.data, live);
     }
@@ -356,7 +356,7 @@ void forward(const AttentionShape& s, const void* qkv, void* out, float* lse, fl
     launch("attention_forward", attention_forward_kernel<TileT>, grid, TileT::THREADS, 3 * TileT::BYTES,
            stream, s, qkv, out, lse);
     const TensorRef result{out, s.B * s.T, s.NH * s.HS, TensorFormat{s.format}};
-    if (out_amax_to_raise) compute_amax(lazy_stored(result), out_amax_to_raise, stream);
+    if (out_amax_to_raise) compute_amax(lazy_load(result), out_amax_to_raise, stream);
 }
 
 template <class TileT>
@@ -376,7 +376,7 @@ void backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStr
     const TensorRef dqkv{tensors.dqkv, s.B * s.T, s.qkv_cols(), TensorFormat{s.format}};
     const Rope positions{tensors.rope_table, s.T, s.HS, /*rotated_cols=*/(s.NH + s.NKV) * s.HS};
     if (tensors.rope_table) rope(positions, dqkv, /*inverse=*/true, tensors.dqkv_amax_to_raise, stream);
-    else if (tensors.dqkv_amax_to_raise) compute_amax(lazy_stored(dqkv), tensors.dqkv_amax_to_raise, stream);
+    else if (tensors.dqkv_amax_to_raise) compute_amax(lazy_load(dqkv), tensors.dqkv_amax_to_raise, stream);
 }
 
 template <class TileT> int64_t workspace_bytes(const AttentionShape& s) {

@@ -94,7 +94,7 @@ template <class Real, int COLS, int QUERIES>
 __global__ void __launch_bounds__(PREPARE_THREADS)
     attention_prepare_kernel(Dims d, QueryStatistics statistics, const void* out, const void* dout,
                              const float* lse, int* counter, int64_t counters) {
-    constexpr int LANES = COLS / CHUNK, STEP = PREPARE_THREADS / LANES, ROWS = QUERIES / STEP;
+    constexpr int LANES = COLS / CHUNK_SIZE, STEP = PREPARE_THREADS / LANES, ROWS = QUERIES / STEP;
     const int h = blockIdx.x, lane = threadIdx.x % LANES, first = threadIdx.x / LANES;
     const int64_t b = blockIdx.z, head = b * d.NH + h, tile = head * statistics.tiles + blockIdx.y;
     const int64_t number = tile * PREPARE_THREADS + threadIdx.x;
@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
     typename PlainView<Real>::LoadedChunk o[ROWS], g[ROWS];
     for (int i = 0; i < ROWS; i++) {
         const int t = blockIdx.y * QUERIES + first + i * STEP;
-        const int64_t element = ((b * d.T + t) * d.NH + h) * d.HS + lane * CHUNK;
-        const bool live = t < d.T && lane * CHUNK < d.HS;
+        const int64_t element = ((b * d.T + t) * d.NH + h) * d.HS + lane * CHUNK_SIZE;
+        const bool live = t < d.T && lane * CHUNK_SIZE < d.HS;
         o[i] = live ? plain_view<Real>(out).load(element) : typename PlainView<Real>::LoadedChunk{};
         g[i] = live ? plain_view<Real>(dout).load(element) : typename PlainView<Real>::LoadedChunk{};
     }
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
         PlainView<Real>::unpack(o[i], x);
         PlainView<Real>::unpack(g[i], y);
         float delta = 0;
-        for (int j = 0; j < CHUNK; j++) delta += x[j] * y[j];
+        for (int j = 0; j < CHUNK_SIZE; j++) delta += x[j] * y[j];
         for (int j = LANES / 2; j > 0; j /= 2) delta += __shfl_xor_sync(ALL_LANES, delta, j);
         if (lane != 0) continue;
         stats[row] = t < d.T ? lse[head * d.T + t] * LOG2_E : INFINITY;

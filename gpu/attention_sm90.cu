@@ -979,8 +979,8 @@ __device__ void finish_dq(const Dims& d, const BackwardWorkspace& workspace, con
             }
             if (epilogue.dqkv_amax_to_raise) largest = larger_magnitude(larger_magnitude(largest, x), y);
             bf16* const to = dqkv + ((int64_t(b) * d.T + t) * (d.NH + 2 * d.NKV) + h) * F::HS + lane * 4;
-            store_at_once(to, uint2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])});
-            store_at_once(to + HALF, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
+            store_in_one_instruction(to, uint2{pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3])});
+            store_in_one_instruction(to + HALF, uint2{pack_bf16(y[0], y[1]), pack_bf16(y[2], y[3])});
         }
     }
     if (epilogue.dqkv_amax_to_raise) update_bf16_amax(epilogue.dqkv_amax_to_raise, largest);

@@ -61,10 +61,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     __shared__ ColumnSums columns;
     ChunkValues sum[PLANES] = {};
     float largest = 0;
-    for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS)
-        for_each_row(producer, TilePlace(tile), rows, [&](int, const ChunkValues(&v)[PLANES], bool live) {
+    for (int64_t tile = blockIdx.y; tile * TILE_SIDE < rows; tile += COLUMN_PARTIALS)
+        for_each_row(producer, ThreadTile(tile), rows, [&](int, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++)
-                for (int j = 0; j < CHUNK; j++) {
+                for (int j = 0; j < CHUNK_SIZE; j++) {
                     if (live) sum[p][j] += v[p][j];
                     largest = larger_magnitude(largest, v[p][j]);
                 }
@@ -85,9 +85,9 @@ void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* work
 // ===========================================================================================================
 // 3. Partial sums of an operand while its codes are made
 
-// Makes the codes of quantize_kernel() (part 4 of coat.cu) and the column sums in one pass. A thread block
-// has the tiles that it has in add_column_sums_kernel(), and ends with store_column_sums() as there. So the
-// sums have the same bits.
+// Makes the codes of quantize_operand_kernel() (part 4 of coat.cu) and the column sums in one pass. A thread
+// block has the tiles that it has in add_column_sums_kernel(), and ends with store_column_sums() as there. So
+// the sums have the same bits.
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     write_operand_and_add_column_sums_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale,
@@ -97,12 +97,12 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     const float scale = scale_of(fmax, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
     ChunkValues sum[Producer::PLANES] = {};
-    for (int64_t tile = blockIdx.y; tile * TILE < rows; tile += COLUMN_PARTIALS) {
+    for (int64_t tile = blockIdx.y; tile * TILE_SIDE < rows; tile += COLUMN_PARTIALS) {
         __syncthreads();  // all codes of the tile before have left shared memory
         store_codes<true>(producer, tile, rows, row_major, transposed,
                           [&](int /*row*/, int plane, const ChunkValues& v, bool live) {
                               if (live) {
-                                  for (int j = 0; j < CHUNK; j++) sum[plane][j] += v[j];
+                                  for (int j = 0; j < CHUNK_SIZE; j++) sum[plane][j] += v[j];
                               }
                               return same_in_both(encode<FP8>(v, inverse_scale));
                           });
@@ -118,13 +118,13 @@ void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, 
     const TensorFormat& format = out.tensor.format;
     const bool per_tensor = format.is_fp8() && format.granularity == PER_TENSOR && !out.delayed;
     const bool both_forms = out.tensor.data && out.transposed;
-    const bool one_pass = x.op == LazyOp::Stored && x.input.format == PLAIN_BF16 && per_tensor && both_forms;
+    const bool one_pass = x.op == LazyOp::Load && x.input.format == PLAIN_BF16 && per_tensor && both_forms;
     if (!one_pass) {
         add_column_sums(x, gradient, workspace, nullptr, stream);
         return write_operand(x, out, quant_stats, stream);
     }
     measure_quant_errors(x, out, quant_stats, stream);
-    using P = LazyProducer<LazyOp::Stored, PlainView<bf16>>;
+    using P = LazyProducer<LazyOp::Load, PlainView<bf16>>;
     auto kernel = write_operand_and_add_column_sums_kernel<P, Format::E4M3>;
     if (format.element_format == Format::E5M2)
         kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;

@@ -11,15 +11,16 @@ namespace coat::gpu {
 // order of the rows, starting from the value 0: result = combine(result, number). Then take(column, result)
 // is called, once for each column. `columns` is shared memory.
 template <class Producer, class Number, class Combine, class Take>
-__device__ void combine_columns(const Producer& producer, const TilePlace& place,
-                                const Number (&mine)[Producer::PLANES][CHUNK],
-                                Number (&columns)[SIDE_THREADS][TILE + 1], Combine combine, Take take) {
+__device__ void combine_columns(const Producer& producer, const ThreadTile& thread_tile,
+                                const Number (&mine)[Producer::PLANES][CHUNK_SIZE],
+                                Number (&columns)[SIDE_THREADS][TILE_SIDE + 1], Combine combine, Take take) {
     for (int p = 0; p < Producer::PLANES; p++) {
         __syncthreads();
-        for (int j = 0; j < CHUNK; j++) columns[place.down][place.across * CHUNK + j] = mine[p][j];
+        for (int j = 0; j < CHUNK_SIZE; j++)
+            columns[thread_tile.down][thread_tile.across * CHUNK_SIZE + j] = mine[p][j];
         __syncthreads();
-        const int64_t col = static_cast<int64_t>(blockIdx.x) * TILE + threadIdx.x;
-        if (threadIdx.x >= TILE || col >= producer.width) continue;
+        const int64_t col = static_cast<int64_t>(blockIdx.x) * TILE_SIDE + threadIdx.x;
+        if (threadIdx.x >= TILE_SIDE || col >= producer.width) continue;
         Number all = 0;
         for (int i = 0; i < SIDE_THREADS; i++) all = combine(all, columns[i][threadIdx.x]);
         take(p * producer.width + col, all);
@@ -31,14 +32,14 @@ __device__ void combine_columns(const Producer& producer, const TilePlace& place
 // store_column_sums() adds the threads' sums and writes row y of partials (COLUMN_PARTIALS, PLANES * width).
 // A multiprocessor has three such blocks, not four: the sums need registers, too.
 constexpr int COLUMN_BLOCKS_PER_SM = 3;
-inline dim3 column_grid(int64_t width) { return {block_count(width, TILE), COLUMN_PARTIALS}; }
+inline dim3 column_grid(int64_t width) { return {block_count(width, TILE_SIDE), COLUMN_PARTIALS}; }
 // In shared memory; a column is padding, against bank conflicts.
-using ColumnSums = float[SIDE_THREADS][TILE + 1];
+using ColumnSums = float[SIDE_THREADS][TILE_SIDE + 1];
 template <class Producer>
 __device__ void store_column_sums(const Producer& producer, const ChunkValues (&mine)[Producer::PLANES],
                                   ColumnSums& columns, float* partials) {
     combine_columns(
-        producer, TilePlace(blockIdx.y), mine, columns, [](float a, float b) { return a + b; },
+        producer, ThreadTile(blockIdx.y), mine, columns, [](float a, float b) { return a + b; },
         [&](int64_t col, float total) {
             partials[static_cast<int64_t>(blockIdx.y) * Producer::PLANES * producer.width + col] = total;
         });

@@ -25,17 +25,17 @@
 // is not in the program.)
 //
 //   __global__ void halve_kernel(PlainView<bf16> x, PlainView<bf16> y, int64_t n) {
-//       const int64_t i = thread_of_grid() * CHUNK;    // the first of the thread's eight elements
+//       const int64_t i = thread_of_grid() * CHUNK_SIZE;    // the first of the thread's eight elements
 //       const bool live = i < n;
 //       ChunkValues v;                                 // eight FP32 values in registers
 //       x.load_values(live ? i : 0, v);                // loads 16 bytes, and converts them
-//       for (int j = 0; j < CHUNK; j++) v[j] *= 0.5f;
+//       for (int j = 0; j < CHUNK_SIZE; j++) v[j] *= 0.5f;
 //       y.store(i, v, live);                           // rounds to BF16, and stores 16 bytes
 //   }
 //
 //   void halve(const TensorRef& x, const TensorRef& y, cudaStream_t stream) {
 //       const int64_t n = x.rows * x.cols;             // a multiple of eight
-//       launch("halve", halve_kernel, /*grid=*/block_count(n, 256 * CHUNK), /*block=*/256,
+//       launch("halve", halve_kernel, /*grid=*/block_count(n, 256 * CHUNK_SIZE), /*block=*/256,
 //              /*shared_bytes=*/0, stream, plain_view<bf16>(x.data), plain_view<bf16>(y.data), n);
 //   }
 #pragma once
@@ -87,8 +87,8 @@ inline __device__ int64_t thread_of_grid() {
 // 2. Values in registers
 
 using bf16 = __nv_bfloat16;
-constexpr int CHUNK = 8;
-using ChunkValues = float[CHUNK];            // the FP32 values of a chunk
+constexpr int CHUNK_SIZE = 8;
+using ChunkValues = float[CHUNK_SIZE];       // the FP32 values of a chunk
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;  // of a warp, for instructions that exchange their values
 // (nvcc unrolls loops over a chunk by itself; a pragma stands where it would not.)
 
@@ -221,7 +221,7 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 //   load(i)                       returns the LoadedChunk at element i. It only loads, so several loads can
 //                                 be in flight
 //   unpack(loaded, v)             converts a LoadedChunk to FP32
-//   round_in_place_and_store(i, v, live)
+//   round_and_store(i, v, live)
 //                                 rounds v, in the caller's registers, and stores it at element i, if live
 //
 // A PlainView has two more: load_values(i, v), which is load() and unpack(), and store(i, v, live), which
@@ -237,13 +237,13 @@ inline __device__ float2 unpack_bf16(uint32_t pair) {
 
 // Stores a value of 4, 8 or 16 bytes with one instruction. (An assignment through a cast pointer may become
 // several smaller stores.)
-template <class Value> __device__ void store_at_once(void* to, Value value) {
+template <class Value> __device__ void store_in_one_instruction(void* to, Value value) {
     __stwb(static_cast<Value*>(to), value);
 }
 
 // Values in BF16 or FP32, without scales. N of them are loaded and stored at once: a chunk, or (layers.cu)
 // half a chunk.
-template <class Element, int N = CHUNK> struct PlainView {
+template <class Element, int N = CHUNK_SIZE> struct PlainView {
     static constexpr bool IS_FP32 = sizeof(Element) == 4;
     static constexpr int WORDS = IS_FP32 ? N : N / 2;
     using ComputeElement = Element;
@@ -274,11 +274,11 @@ template <class Element, int N = CHUNK> struct PlainView {
             else rounded.words[j] = pack_bf16(v[2 * j], v[2 * j + 1]);
         for (int j = 0; j < sizeof(LoadedChunk) / sizeof(Access); j++)
             if (live)
-                store_at_once(reinterpret_cast<Access*>(data + i) + j,
-                              reinterpret_cast<const Access*>(rounded.words)[j]);
+                store_in_one_instruction(reinterpret_cast<Access*>(data + i) + j,
+                                         reinterpret_cast<const Access*>(rounded.words)[j]);
         return rounded;
     }
-    __device__ void round_in_place_and_store(int64_t i, float (&v)[N], bool live) const {
+    __device__ void round_and_store(int64_t i, float (&v)[N], bool live) const {
         unpack(store(i, v, live), v);
     }
 };
@@ -297,10 +297,10 @@ template <class Element, int N = CHUNK> struct PlainView {
 //   - A group with NaN or infinity gets the scale NaN, because its codes would hide what is not finite.
 //
 // The number of columns is a multiple of the group size, so the group of element i is i / GROUP_SIZE. Two
-// neighbouring lanes have one group: both must call round_in_place_and_store(), and the lane with the even
+// neighbouring lanes have one group: both must call round_and_store(), and the lane with the even
 // number writes the scale.
 constexpr int GROUP_SIZE = PER_1x16.cols;
-static_assert(GROUP_SIZE == 2 * CHUNK);
+static_assert(GROUP_SIZE == 2 * CHUNK_SIZE);
 struct GroupsView {
     using ComputeElement = bf16;
     struct LoadedChunk {
@@ -330,11 +330,11 @@ struct GroupsView {
         const float r = fast_reciprocal(scale);
         return __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
     }
-    __device__ void round_in_place_and_store(int64_t i, ChunkValues& v, bool live) const {
+    __device__ void round_and_store(int64_t i, ChunkValues& v, bool live) const {
         const float scale = group_scale(v);
         const uint2 c = encode<Format::E4M3>(v, inverse_of_scale(scale));
         if (live) {
-            store_at_once(codes + i, c);
+            store_in_one_instruction(codes + i, c);
             if (threadIdx.x % 2 == 0)
                 scales[i / GROUP_SIZE] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }

@@ -80,8 +80,8 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
             pairs.unpack(loaded[h][1], y);
             if (first_head + h < rotated_heads) {
                 for (int j = 0; j < 4; j++) rotate(x[j], y[j], cosines[j], sines[j]);
-                pairs.round_in_place_and_store(h * rope.HS, x, true);
-                pairs.round_in_place_and_store(h * rope.HS + half, y, true);
+                pairs.round_and_store(h * rope.HS, x, true);
+                pairs.round_and_store(h * rope.HS + half, y, true);
             }
             if (qkv_amax_to_raise) largest = larger_magnitude(larger_magnitude(largest, x), y);
         }
@@ -161,10 +161,10 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
     cross_entropy_kernel(PlainView<Element> logits, int64_t rows, int stride, int V, const int32_t* targets,
                          bool gradients, const double* loss_weight, float* losses) {
     using LoadedChunk = typename PlainView<Element>::LoadedChunk;
-    constexpr int COLS_OF_BLOCK = LOSS_THREADS * CHUNK, IN_FLIGHT = 4;
+    constexpr int COLS_OF_BLOCK = LOSS_THREADS * CHUNK_SIZE, IN_FLIGHT = 4;
     extern __shared__ __align__(16) unsigned char shared[];  // (CACHED_ROWS, stride) Element
     __shared__ Softmax parts[2][LOSS_THREADS / 32];
-    const int first_col = threadIdx.x * CHUNK;
+    const int first_col = threadIdx.x * CHUNK_SIZE;
     const float weight = gradients ? static_cast<float>(*loss_weight) : 0.0f;
     Element* const cached = reinterpret_cast<Element*>(shared);
     auto start_copy = [&](int64_t row, Element* to) {
@@ -172,7 +172,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
         const Element* const from = logits.data + row * stride;
         constexpr int COLS_OF_COPY = 16 / sizeof(Element);
         for (int col = first_col; col < stride; col += COLS_OF_BLOCK)
-            for (int i = col; i < col + CHUNK; i += COLS_OF_COPY)
+            for (int i = col; i < col + CHUNK_SIZE; i += COLS_OF_COPY)
                 __pipeline_memcpy_async(to + i, from + i, 16);
         __pipeline_commit();
     };
@@ -190,8 +190,8 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
         const int live_cols = target == NO_TARGET ? 0 : V;
         // Replaces, in a chunk, the columns that do not count.
         auto replace_dead = [&](int col, ChunkValues& x, float with) {
-            if (col + CHUNK <= live_cols) return;
-            for (int j = 0; j < CHUNK; j++) x[j] = col + j < live_cols ? x[j] : with;
+            if (col + CHUNK_SIZE <= live_cols) return;
+            for (int j = 0; j < CHUNK_SIZE; j++) x[j] = col + j < live_cols ? x[j] : with;
         };
         if (CACHED_ROWS == 2) __pipeline_wait_prior(0);
         start_copy(row + gridDim.x, cached + (1 - slot) * stride);
@@ -210,10 +210,10 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
                 logits.unpack(loaded[i], x);
                 replace_dead(col, x, -INFINITY);
                 float maximum = x[0];
-                for (int j = 1; j < CHUNK; j++) maximum = fmaxf(maximum, x[j]);
+                for (int j = 1; j < CHUNK_SIZE; j++) maximum = fmaxf(maximum, x[j]);
                 if (maximum > mine.maximum) mine.merge({maximum, 0.0f});
                 const float offset = -mine.maximum * LOG2_E;
-                for (int j = 0; j < CHUNK; j++) mine.sum += fast_exp2(__fmaf_rn(x[j], LOG2_E, offset));
+                for (int j = 0; j < CHUNK_SIZE; j++) mine.sum += fast_exp2(__fmaf_rn(x[j], LOG2_E, offset));
             }
         }
         const Softmax all = softmax_of_block(mine, parts[slot]);
@@ -225,9 +225,9 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
         for (int col = first_col; col < stride; col += COLS_OF_BLOCK) {
             ChunkValues x;
             for_gradients.load_values(col, x);
-            for (int j = 0; j < CHUNK; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * weight;
-            if (static_cast<uint32_t>(target - col) < CHUNK)
-                for (int j = 0; j < CHUNK; j++) x[j] -= col + j == target ? weight : 0.0f;
+            for (int j = 0; j < CHUNK_SIZE; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * weight;
+            if (static_cast<uint32_t>(target - col) < CHUNK_SIZE)
+                for (int j = 0; j < CHUNK_SIZE; j++) x[j] -= col + j == target ? weight : 0.0f;
             replace_dead(col, x, 0.0f);
             in_memory.store(col, x, true);
         }
@@ -311,19 +311,19 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
 template <class RowOf>
 static __device__ void sum_rows(const Bf16OrFp32& g, int64_t C, int64_t col, int begin, int end, RowOf row_of,
                                 ChunkValues& sum) {
-    for (int j = 0; j < CHUNK; j++) sum[j] = 0;
+    for (int j = 0; j < CHUNK_SIZE; j++) sum[j] = 0;
 #pragma unroll 8
     for (int i = begin; i < end; i++) {
         ChunkValues v;
         g.load_values(row_of(i) * C + col, v);
-        for (int j = 0; j < CHUNK; j++) sum[j] += v[j];
+        for (int j = 0; j < CHUNK_SIZE; j++) sum[j] += v[j];
     }
 }
 
 static __device__ void add_to_gradient(const Bf16OrFp32& gradient, int64_t i, const ChunkValues& sum) {
     ChunkValues total;
     gradient.load_values(i, total);
-    for (int j = 0; j < CHUNK; j++) total[j] += sum[j];
+    for (int j = 0; j < CHUNK_SIZE; j++) total[j] += sum[j];
     gradient.store(i, total, true);
 }
 
@@ -331,7 +331,7 @@ static __device__ void add_to_gradient(const Bf16OrFp32& gradient, int64_t i, co
 static __global__ void embedding_backward_rare_kernel(Bf16OrFp32 g, int64_t C, const int32_t* row_order,
                                                       const TokenRows* token_rows, Bf16OrFp32 gradient) {
     const TokenRows rows = token_rows[blockIdx.x];
-    const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
+    const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK_SIZE;
     if (col >= C) return;
     auto row_of = [&](int i) -> int64_t { return row_order[i]; };
     ChunkValues sum;
@@ -349,7 +349,7 @@ static __global__ void __launch_bounds__(32 * RUNS)
     __shared__ ChunkValues sums[RUNS][32];
     const TokenRows rows = token_rows[blockIdx.x];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t col = (static_cast<int64_t>(blockIdx.y) * 32 + lane) * CHUNK;
+    const int64_t col = (static_cast<int64_t>(blockIdx.y) * 32 + lane) * CHUNK_SIZE;
     auto row_of = [&](int i) -> int64_t { return row_order[i]; };
     ChunkValues total = {};
     for (int first = 0; first < rows.count; first += RUNS * RUN_ROWS) {
@@ -357,11 +357,11 @@ static __global__ void __launch_bounds__(32 * RUNS)
         const int end = col < C ? min(begin + RUN_ROWS, rows.count) : begin;
         ChunkValues sum;
         sum_rows(g, C, col, rows.first + begin, rows.first + end, row_of, sum);
-        for (int j = 0; j < CHUNK; j++) sums[warp][lane][j] = sum[j];
+        for (int j = 0; j < CHUNK_SIZE; j++) sums[warp][lane][j] = sum[j];
         __syncthreads();
         const int runs = min(RUNS, static_cast<int>(ceil_div(rows.count - first, RUN_ROWS)));
         for (int r = 0; warp == 0 && r < runs; r++)
-            for (int j = 0; j < CHUNK; j++) total[j] += sums[r][lane][j];
+            for (int j = 0; j < CHUNK_SIZE; j++) total[j] += sums[r][lane][j];
         __syncthreads();
     }
     if (warp == 0 && col < C) add_to_gradient(gradient, rows.token * C + col, total);
@@ -371,7 +371,7 @@ static __global__ void __launch_bounds__(32 * RUNS)
 static __global__ void positions_backward_kernel(Bf16OrFp32 g, int64_t N, int64_t C, int64_t T,
                                                  Bf16OrFp32 gradient) {
     const int64_t t = blockIdx.x;
-    const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK;
+    const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK_SIZE;
     if (col >= C) return;
     auto row_of = [&](int sequence) { return sequence * T + t; };
     ChunkValues sum;
@@ -382,18 +382,19 @@ static __global__ void positions_backward_kernel(Bf16OrFp32 g, int64_t N, int64_
 // The number of threads of a block that has a row of g, each thread having one of its chunks. If a row has
 // more than 256 chunks, several blocks have it.
 static unsigned threads_of_row(int64_t cols) {
-    return static_cast<unsigned>(std::min<int64_t>(256, round_up(cols / CHUNK, 32)));
+    return static_cast<unsigned>(std::min<int64_t>(256, round_up(cols / CHUNK_SIZE, 32)));
 }
 
 void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, const TensorRef& gradient,
                         cudaStream_t stream) {
-    const dim3 frequent_grid(static_cast<unsigned>(order.frequent_count), block_count(g.cols, 32 * CHUNK));
+    const dim3 frequent_grid(static_cast<unsigned>(order.frequent_count),
+                             block_count(g.cols, 32 * CHUNK_SIZE));
     launch("embedding_backward", embedding_backward_frequent_kernel, frequent_grid, 32 * RUNS,
            /*shared_bytes=*/0, stream, bf16_or_fp32(g), g.cols, order.row_order, order.token_rows,
            bf16_or_fp32(gradient));
     const unsigned threads = threads_of_row(g.cols);
     const unsigned rare = static_cast<unsigned>(order.count - order.frequent_count);
-    const dim3 rare_grid(rare, block_count(g.cols, threads * CHUNK));
+    const dim3 rare_grid(rare, block_count(g.cols, threads * CHUNK_SIZE));
     launch("embedding_backward", embedding_backward_rare_kernel, rare_grid, threads, /*shared_bytes=*/0,
            stream, bf16_or_fp32(g), g.cols, order.row_order, order.token_rows + order.frequent_count,
            bf16_or_fp32(gradient));
@@ -401,7 +402,7 @@ void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, cons
 
 void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream) {
     const unsigned threads = threads_of_row(g.cols);
-    const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), block_count(g.cols, threads * CHUNK));
+    const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), block_count(g.cols, threads * CHUNK_SIZE));
     launch("positions_backward", positions_backward_kernel, grid, threads, /*shared_bytes=*/0, stream,
            bf16_or_fp32(g), g.rows, g.cols, T, bf16_or_fp32(gradient));
 }

@@ -11,9 +11,9 @@
 //   template <class Producer>
 //   __global__ void compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_to_raise) {
 //       constexpr int PLANES = Producer::PLANES;       // 2 for [gate | up], else 1
-//       const TilePlace place(blockIdx.y);             // part 1: where the thread's 8 x 8 elements are
+//       const ThreadTile thread_tile(blockIdx.y);      // part 1: where the thread's 8 x 8 elements are
 //       float largest = 0;
-//       for_each_row(producer, place, rows,            // part 4: calls the lambda for each of its 8 rows
+//       for_each_row(producer, thread_tile, rows,      // part 4: calls the lambda for each of its 8 rows
 //                    [&](int row, const ChunkValues(&v)[PLANES], bool live) {
 //                        for (int p = 0; p < PLANES; p++) largest = larger_magnitude(largest, v[p]);
 //                    });
@@ -21,7 +21,7 @@
 //   }
 //
 //   void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stream) {
-//       with_producer_for_quantizer(x, [&](auto producer) {        // part 3: what loads or computes x
+//       with_producer_of_bf16_or_groups(x, [&](auto producer) {        // part 3: what loads or computes x
 //           launch("compute_amax", compute_amax_kernel<decltype(producer)>, ..., producer, x.rows,
 //                  x_amax_to_raise);
 //       });
@@ -50,25 +50,25 @@ namespace coat::gpu {
 // a tile of both, at the same place, and a thread the same 8 x 8 elements of both. Any other tensor has one
 // plane.
 
-constexpr int TILE = 128;                   // rows and columns of a tile
-constexpr int THREAD_ROWS = 8;              // rows of a tile that a thread has
-constexpr int SIDE_THREADS = TILE / CHUNK;  // threads along a side of the tile, across as well as down
+constexpr int TILE_SIDE = 128;                        // rows and columns of a tile
+constexpr int THREAD_ROWS = 8;                        // rows of a tile that a thread has
+constexpr int SIDE_THREADS = TILE_SIDE / CHUNK_SIZE;  // across a tile, as well as down
 constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
 // Thread blocks that a multiprocessor (SM) has at once. Four leave 64 registers for each thread. (With
 // three, or with five, the kernels were slower.)
 constexpr int TILE_BLOCKS_PER_SM = 4;
 
-// Where a thread is: its number across and down the threads of its tile, and the row and the column of its
-// first element in the tensor (in each plane, if there are two). tile_down is the number of its tile, counted
-// down the tensor. It is blockIdx.y where a thread block has a single tile. (Only in gpu/column_sums.cu a
-// thread block has several.)
-struct TilePlace {
+// Where the 8 x 8 elements of a thread are. The thread is number (across, down) among those of its tile. Its
+// first element has this row and this column in the tensor (in each plane, if there are two). tile_down is
+// the number of the tile, counted down the tensor. It is blockIdx.y where a thread block has a single tile.
+// (Only in gpu/column_sums.cu a thread block has several.)
+struct ThreadTile {
     int across, down;
     int64_t row, col;
-    __device__ explicit TilePlace(int64_t tile_down)
+    __device__ explicit ThreadTile(int64_t tile_down)
         : across(threadIdx.x % SIDE_THREADS), down(threadIdx.x / SIDE_THREADS),
-          row(tile_down * TILE + down * THREAD_ROWS),
-          col(static_cast<int64_t>(blockIdx.x) * TILE + across * CHUNK) {}
+          row(tile_down * TILE_SIDE + down * THREAD_ROWS),
+          col(static_cast<int64_t>(blockIdx.x) * TILE_SIDE + across * CHUNK_SIZE) {}
     // Whether the thread's first element is inside a tensor of this size.
     __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
     // How many of the thread's 8 rows are inside it.
@@ -83,7 +83,7 @@ template <int PLANES> __device__ int64_t element_index(int64_t row, int64_t col,
     return (row * PLANES + p) * width + col;
 }
 inline dim3 tile_grid(int64_t rows, int64_t width) {
-    return {block_count(width, TILE), block_count(rows, TILE)};
+    return {block_count(width, TILE_SIDE), block_count(rows, TILE_SIDE)};
 }
 
 // ===========================================================================================================
@@ -101,7 +101,7 @@ inline __device__ float norm_output(float x, RowStatistics statistics, float wei
 template <class Element>
 __device__ void load_weight_and_bias(const Norm& n, int64_t col, ChunkValues& weight, ChunkValues& bias) {
     plain_view<Element>(n.weight).load_values(col, weight);
-    for (int j = 0; j < CHUNK; j++) bias[j] = 0;
+    for (int j = 0; j < CHUNK_SIZE; j++) bias[j] = 0;
     if (n.bias) plain_view<Element>(n.bias).load_values(col, bias);
 }
 
@@ -167,14 +167,14 @@ template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProdu
         ChunkValues weight, bias;
     };
     // What load() returns. A producer uses only some of these fields, and the compiler leaves out the others.
-    struct Loaded {
+    struct LoadedRow {
         typename StoredView::LoadedChunk input[INPUT_PLANES];
         typename PlainView<ComputeElement>::LoadedChunk dact;
         RowStatistics statistics;
     };
     // The bytes of the fields that this producer uses, with padding: what a row takes in registers.
-    static constexpr int BYTES = sizeof(Loaded::input) + ACTIVATION_BACKWARD * sizeof(Loaded::dact) +
-                                 NORM * sizeof(Loaded::statistics);
+    static constexpr int BYTES = sizeof(LoadedRow::input) + ACTIVATION_BACKWARD * sizeof(LoadedRow::dact) +
+                                 NORM * sizeof(LoadedRow::statistics);
     StoredView input;   // the view of tensor.input, (N, INPUT_PLANES * width)
     int64_t width;      // the columns of a plane
     LazyTensor tensor;  // what is computed
@@ -191,19 +191,19 @@ template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProdu
         }
         return part;
     }
-    __device__ Loaded load(const ThreadPart& part, int i) const {
-        Loaded loaded;
+    __device__ LoadedRow load(const ThreadPart& part, int i) const {
+        LoadedRow loaded;
         for (int p = 0; p < INPUT_PLANES; p++)
             loaded.input[p] = part.input[p].load(row_offset(i, INPUT_PLANES * width));
         if (ACTIVATION_BACKWARD) loaded.dact = part.dact.load(row_offset(i, width));
         if (NORM) loaded.statistics = part.statistics[i];
         return loaded;
     }
-    __device__ void compute(const Loaded& loaded, const ThreadPart& part, ChunkValues (&v)[PLANES]) const {
+    __device__ void compute(const LoadedRow& loaded, const ThreadPart& part, ChunkValues (&v)[PLANES]) const {
         ChunkValues x[INPUT_PLANES], d;  // d: of dact
         for (int p = 0; p < INPUT_PLANES; p++) input.unpack(loaded.input[p], x[p]);
         if (ACTIVATION_BACKWARD) part.dact.unpack(loaded.dact, d);
-        for (int j = 0; j < CHUNK; j++) {
+        for (int j = 0; j < CHUNK_SIZE; j++) {
             if constexpr (NORM) {
                 v[0][j] = norm_output(x[0][j], loaded.statistics, part.weight[j], part.bias[j]);
             } else if constexpr (ACTIVATION && TWO_PLANES) {
@@ -225,7 +225,7 @@ template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProdu
 // Calls f with the producer of x; `input` is the view of x.input. f is compiled for each type of producer.
 template <class StoredView, class F> void with_producer_of_view(const LazyTensor& x, StoredView input, F f) {
     const int64_t cols = x.input.cols;
-    if (x.op == LazyOp::Stored) f(LazyProducer<LazyOp::Stored, StoredView>{input, cols, x});
+    if (x.op == LazyOp::Load) f(LazyProducer<LazyOp::Load, StoredView>{input, cols, x});
     else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, StoredView>{input, cols, x});
     else if (x.op == LazyOp::Activation && x.gated)
         f(LazyProducer<LazyOp::Activation, StoredView, /*TWO_PLANES=*/true>{input, cols / 2, x});
@@ -236,7 +236,7 @@ template <class StoredView, class F> void with_producer_of_view(const LazyTensor
 }
 // Calls f with the producer of x, for quantizers. Their inputs are in BF16 or in groups, because FP8 goes
 // with the compute format BF16. An input in FP32 is an Error: so quantizers are not compiled for it.
-template <class F> void with_producer_for_quantizer(const LazyTensor& x, F f) {
+template <class F> void with_producer_of_bf16_or_groups(const LazyTensor& x, F f) {
     require(x.input.format.element_format != Format::FP32,
             "FP8 goes with the compute format BF16, not with FP32");
     if (x.input.format == E4M3_PER_1x16) with_producer_of_view(x, groups_view(x.input), f);
@@ -275,26 +275,26 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 // one, a thread loads the last row once more, and in place of a chunk past the last column, the last chunk.
 //
 // Rule: a kernel that writes over what it reads calls for_each_row() only in threads whose first element is
-// inside the tensor (TilePlace::inside()). There are two cases:
+// inside the tensor (ThreadTile::inside()). There are two cases:
 //   first element inside    The thread loads only elements of its own. In place of a row past the last one it
 //                           loads its own last row again, which it may have overwritten. Then the values are
 //                           wrong, but they are not live, so nobody uses them.
 //   first element outside   The thread would load elements of another thread, which may be writing them: a
 //                           race.
 template <class Producer, class Use>
-__device__ void for_each_row(const Producer& producer, const TilePlace& place, int64_t rows, Use use) {
+__device__ void for_each_row(const Producer& producer, const ThreadTile& thread_tile, int64_t rows, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
     // (With min() in place of these two conditions, some kernels would have 10% more instructions.)
-    const int64_t row = place.row < rows ? place.row : rows - 1;
-    const int64_t col = place.col < producer.width ? place.col : producer.width - CHUNK;
+    const int64_t row = thread_tile.row < rows ? thread_tile.row : rows - 1;
+    const int64_t col = thread_tile.col < producer.width ? thread_tile.col : producer.width - CHUNK_SIZE;
     const auto part = producer.thread_part(row, col);
-    const int rows_inside = place.rows_inside(rows);
+    const int rows_inside = thread_tile.rows_inside(rows);
     const int last_row = max(rows_inside - 1, 0);  // of the thread's rows 0 to 7
     // In how many rows the thread's chunk is live: in none if its columns lie past the last column.
-    const int live_rows = place.col < producer.width ? rows_inside : 0;
+    const int live_rows = thread_tile.col < producer.width ? rows_inside : 0;
 #pragma unroll
     for (int first = 0; first < THREAD_ROWS; first += IN_FLIGHT) {
-        typename Producer::Loaded loaded[IN_FLIGHT];
+        typename Producer::LoadedRow loaded[IN_FLIGHT];
         for (int i = 0; i < IN_FLIGHT; i++) loaded[i] = producer.load(part, min(first + i, last_row));
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {

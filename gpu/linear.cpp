@@ -58,7 +58,7 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
 
 // Whether a GEMM can read `source` as it is: in recipes without FP8, if it is stored in the compute format.
 bool LinearLayer::is_its_own_operand(OperandKind kind, const LazyTensor& source) const {
-    const bool is_stored_plain = source.op == LazyOp::Stored && !source.input.format.is_fp8();
+    const bool is_stored_plain = source.op == LazyOp::Load && !source.input.format.is_fp8();
     return is_stored_plain && !format_of(shared_.formats, kind).is_fp8();
 }
 
@@ -107,7 +107,7 @@ Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     const TensorRef w = shared_.parameter_state.weights[weight_index_];
     if (w.format.is_fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
     compute_w_amax_if_needed();                                 // only with delayed scaling
-    return make_operand(OperandKind::W, lazy_stored(w), gemm);
+    return make_operand(OperandKind::W, lazy_load(w), gemm);
 }
 
 // The operand of g. In coat, and without a bias, this is what happens here and in the functions below:
@@ -164,7 +164,7 @@ void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, float* amax
                                                 const Operand& g_operand) {
     if (!shared_.formats.g.is_fp8()) {
         write_elements_of_g(g, g_operand);
-        add_dbias(lazy_stored(g_operand.tensor), /*amax_to_compute=*/nullptr);
+        add_dbias(lazy_load(g_operand.tensor), /*amax_to_compute=*/nullptr);
     } else if (amax_to_compute) {
         add_dbias(g, amax_to_compute);
         write_elements_of_g(g, g_operand);
@@ -204,13 +204,13 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
 // amax is computed here.
 void LinearLayer::compute_w_amax_if_needed() const {
     if (shared_.scale_table.delayed() && shared_.needs_amax_before_codes())
-        compute_amax(lazy_stored(shared_.parameter_state.weights[weight_index_]), &w_tensor_scale_->amax,
+        compute_amax(lazy_load(shared_.parameter_state.weights[weight_index_]), &w_tensor_scale_->amax,
                      stream());
 }
 
 void LinearLayer::write_cached_w_operand() {
     compute_w_amax_if_needed();
-    write_operand(lazy_stored(shared_.parameter_state.weights[weight_index_]), cached_w_operand_,
+    write_operand(lazy_load(shared_.parameter_state.weights[weight_index_]), cached_w_operand_,
                   quant_stats_of(OperandKind::W), stream());
 }
 

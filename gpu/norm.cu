@@ -19,7 +19,7 @@ __device__ float amax_of_norm(const Norm& n, const ChunkValues (&x)[MAX_CHUNKS_P
         if (!live(c)) continue;
         ChunkValues weight, bias;
         load_weight_and_bias<Element>(n, first_column_of_thread(c), weight, bias);
-        for (int j = 0; j < CHUNK; j++)
+        for (int j = 0; j < CHUNK_SIZE; j++)
             largest = larger_magnitude(largest, norm_output(x[c][j], statistics, weight[j], bias[j]));
     }
     return largest;
@@ -69,11 +69,11 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
         if (b.data) {
             ChunkValues b_values;
             b.unpack(loaded_b[c], b_values);
-            for (int j = 0; j < CHUNK; j++) sum[c][j] = __fadd_rn(sum[c][j], b_values[j]);
+            for (int j = 0; j < CHUNK_SIZE; j++) sum[c][j] = __fadd_rn(sum[c][j], b_values[j]);
         }
         sum_out.store(i, sum[c], live(c) && sum_out.data != nullptr);
         // Rounds the sum to what the norm will read, in coat to groups.
-        norm_input.round_in_place_and_store(i, sum[c], live(c));
+        norm_input.round_and_store(i, sum[c], live(c));
     }
     const RowStatistics statistics = compute_row_statistics(sum, C, next_norm.rms, next_norm.eps);
     if (row < rows && threadIdx.x == 0) next_norm.row_statistics[row] = statistics;

@@ -17,11 +17,13 @@ constexpr int MAX_WARPS_PER_TEAM = 16;
 // (MAX_WARPS_PER_TEAM of them hold 2^14 columns; require_supported() in common/known_models.h allows no
 // more.) A block has four teams of one warp, or two of two warps, or one larger team.
 inline dim3 block_shape(int64_t C) {
-    const int64_t warps = ceil_div(C, 32 * CHUNK * MAX_CHUNKS_PER_THREAD);
+    const int64_t warps = ceil_div(C, 32 * CHUNK_SIZE * MAX_CHUNKS_PER_THREAD);
     return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
 }
 // The first column of chunk c (0, 1, 2 or 3) of this thread. Neighbouring threads have neighbouring chunks.
-inline __device__ uint32_t first_column_of_thread(int c) { return (c * blockDim.x + threadIdx.x) * CHUNK; }
+inline __device__ uint32_t first_column_of_thread(int c) {
+    return (c * blockDim.x + threadIdx.x) * CHUNK_SIZE;
+}
 
 // The sum over a row: x[i] becomes the sum of x[i] over all threads of the team. The order of additions is
 // fixed, and all threads get the same bits. All threads of the block call it, because it synchronizes them.
@@ -72,13 +74,13 @@ inline __device__ RowStatistics compute_row_statistics(const ChunkValues (&x)[MA
     float sum = 0;
     if (!rms) {
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
-            for (int j = 0; j < CHUNK; j++) sum += x[c][j];
+            for (int j = 0; j < CHUNK_SIZE; j++) sum += x[c][j];
         sum = sum_over_row(sum, /*buffer=*/0);
     }
     const float mean = __fdiv_rn(sum, static_cast<float>(C));
     float squares = 0;
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
-        for (int j = 0; j < CHUNK; j++) {
+        for (int j = 0; j < CHUNK_SIZE; j++) {
             const float deviation = first_column_of_thread(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             squares = __fmaf_rn(deviation, deviation, squares);
         }

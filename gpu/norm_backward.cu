@@ -24,8 +24,8 @@ namespace {
 //   entry      0        1         2         ...    C/8      C/8 + 1    C/8 + 2    ...
 //   columns    0 - 3    8 - 11    16 - 19          4 - 7    12 - 15    20 - 23
 __device__ void add_chunk_to_sums(float4* sums, uint32_t C, uint32_t col, const ChunkValues& v) {
-    float4& a = sums[col / CHUNK];
-    float4& b = sums[(C + col) / CHUNK];
+    float4& a = sums[col / CHUNK_SIZE];
+    float4& b = sums[(C + col) / CHUNK_SIZE];
     a = {a.x + v[0], a.y + v[1], a.z + v[2], a.w + v[3]};
     b = {b.x + v[4], b.y + v[5], b.z + v[6], b.w + v[7]};
 }
@@ -40,8 +40,8 @@ __device__ void write_partials(const float4* sums_of_teams, int C, float* partia
             total = {total.x + one.x, total.y + one.y, total.z + one.z, total.w + one.w};
         }
         // Entry i has four columns: half a chunk. `col` is the first of them.
-        const int half = i / (C / CHUNK), col = i % (C / CHUNK) * CHUNK + half * 4;
-        store_at_once(partials + static_cast<int64_t>(blockIdx.x) * C + col, total);
+        const int half = i / (C / CHUNK_SIZE), col = i % (C / CHUNK_SIZE) * CHUNK_SIZE + half * 4;
+        store_in_one_instruction(partials + static_cast<int64_t>(blockIdx.x) * C + col, total);
     }
 }
 
@@ -63,7 +63,7 @@ struct NormedRow {
 // Computes xhat of a row from x and the row's statistics.
 __device__ void compute_xhat(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], NormedRow& row) {
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
-        for (int j = 0; j < CHUNK; j++)
+        for (int j = 0; j < CHUNK_SIZE; j++)
             row.xhat[c][j] = (x[c][j] - row.statistics.mean) * row.statistics.rstd;
 }
 
@@ -106,7 +106,7 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
         ChunkValues weight;
         dnorm_output.unpack(loaded.dy[c], dy);
         plain_view<Element>(norm.weight).load_values(first_column_of_thread(c), weight);
-        for (int j = 0; j < CHUNK; j++) d[j] = dy[j] * weight[j];
+        for (int j = 0; j < CHUNK_SIZE; j++) d[j] = dy[j] * weight[j];
     }
 
     // All threads of the block call it, because it takes sums along rows. `buffer` is that of sum_over_row().
@@ -122,7 +122,7 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
             for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
                 if (!inside_row(c)) continue;
                 get_dy_and_d(loaded, c, dy, d);
-                for (int j = 0; j < CHUNK; j++) {
+                for (int j = 0; j < CHUNK_SIZE; j++) {
                     // sum[0] must have the bits of forward: the operation of compute_row_statistics().
                     sum[0] = __fmaf_rn(x[c][j], x[c][j], sum[0]);
                     sum[1] += d[j] * x[c][j];
@@ -141,7 +141,7 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
             for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
                 if (!inside_row(c)) continue;
                 get_dy_and_d(loaded, c, dy, d);
-                for (int j = 0; j < CHUNK; j++) {
+                for (int j = 0; j < CHUNK_SIZE; j++) {
                     sum[0] += d[j];
                     sum[1] += d[j] * row.xhat[c][j];
                 }
@@ -165,15 +165,14 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
             ChunkValues dy, d, dresidual, dweight_of_row;
             get_dy_and_d(loaded, c, dy, d);
             dresidual_in.unpack(loaded.dresidual[c], dresidual);
-            for (int j = 0; j < CHUNK; j++) {
+            for (int j = 0; j < CHUNK_SIZE; j++) {
                 dresidual[j] +=
                     normed.statistics.rstd * (d[j] - normed.mean_d - xhat[j] * normed.mean_d_xhat);
                 dweight_of_row[j] = dy[j] * xhat[j];
             }
             add_chunk_to_sums(dweight, C, first_column_of_thread(c), dweight_of_row);
             if (!RMS) add_chunk_to_sums(dbias, C, first_column_of_thread(c), dy);
-            dresidual_out.starting_at(row * C).round_in_place_and_store(first_column_of_thread(c), dresidual,
-                                                                        true);
+            dresidual_out.starting_at(row * C).round_and_store(first_column_of_thread(c), dresidual, true);
             largest = larger_magnitude(largest, dresidual);
         }
     }
@@ -242,7 +241,7 @@ void launch_norm_backward(const Norm& n, StoredView input, const NormBackwardTen
 template <class StoredView, bool RMS>
 void launch_for_width(const Norm& n, StoredView input, const NormBackwardTensors& tensors, float* workspace,
                       unsigned blocks, cudaStream_t stream) {
-    const int64_t C = n.input.cols, columns_per_round = block_shape(C).x * CHUNK;
+    const int64_t C = n.input.cols, columns_per_round = block_shape(C).x * CHUNK_SIZE;
     if (C == 3 * columns_per_round)
         launch_norm_backward<StoredView, RMS, /*CHUNKS_PER_THREAD=*/3>(n, input, tensors, workspace, blocks,
                                                                        stream);

@@ -19,11 +19,11 @@ static __device__ FactoredMoments load_moment(const MomentRef& m, float fmax, in
     }
     old.factor = scale_of(fmax, m.max[0]);
     if (m.format == Format::FP16) {
-        alignas(16) __half fp16[CHUNK];
-        *reinterpret_cast<uint4*>(fp16) = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK);
-        for (int j = 0; j < CHUNK; j++) old.multiples[j] = __half2float(fp16[j]);
+        alignas(16) __half fp16[CHUNK_SIZE];
+        *reinterpret_cast<uint4*>(fp16) = __ldca(static_cast<const uint4*>(m.data) + i / CHUNK_SIZE);
+        for (int j = 0; j < CHUNK_SIZE; j++) old.multiples[j] = __half2float(fp16[j]);
     } else {
-        decode(/*e5m2=*/m.format == Format::E5M2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK),
+        decode(/*e5m2=*/m.format == Format::E5M2, __ldca(static_cast<const uint2*>(m.data) + i / CHUNK_SIZE),
                /*scale=*/1.0f, old.multiples);
     }
     return old;
@@ -34,11 +34,11 @@ static __device__ void store_moment(const MomentRef& m, float fmax, int64_t i, C
     if (!is_scaled(m.format)) return Bf16OrFp32{m.data, m.format == Format::FP32}.store(i, x, true);
     const float inverse_scale = __frcp_rn(scale_of(fmax, m.max[1]));
     if (m.format != Format::FP16)
-        return store_at_once(static_cast<uint8_t*>(m.data) + i,
-                             encode(m.format == Format::E5M2, x, inverse_scale));
-    alignas(16) __half fp16[CHUNK];
-    for (int j = 0; j < CHUNK; j++) fp16[j] = __float2half_rn(x[j] * inverse_scale);
-    store_at_once(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(fp16));
+        return store_in_one_instruction(static_cast<uint8_t*>(m.data) + i,
+                                        encode(m.format == Format::E5M2, x, inverse_scale));
+    alignas(16) __half fp16[CHUNK_SIZE];
+    for (int j = 0; j < CHUNK_SIZE; j++) fp16[j] = __float2half_rn(x[j] * inverse_scale);
+    store_in_one_instruction(static_cast<uint16_t*>(m.data) + i, *reinterpret_cast<const uint4*>(fp16));
 }
 
 // One pass over the shards. blockIdx.y is the number of the shard. find_maxima: this is the first of two
@@ -54,15 +54,15 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     const float clip_factor = arguments.state->clip_factor;
     const float decay = shard.decays ? arguments.constants.weight_decay : 0.0f;
     uint32_t largest_bits_w = 0, largest_bits_m = 0, largest_bits_v = 0;
-    for (int64_t i = thread_of_grid() * CHUNK; i < shard.size;
-         i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK) {
+    for (int64_t i = thread_of_grid() * CHUNK_SIZE; i < shard.size;
+         i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK_SIZE) {
         ChunkValues w = {}, g;
         if (!find_maxima) weights.unpack(weights.load(i), w);
         arguments.gradients.load_values(shard.rank_offset - arguments.elements.first + i, g);
         const MAndV<FactoredMoments> old{.m = load_moment(shard.m, arguments.fmax_m, i),
                                          .v = load_moment(shard.v, arguments.fmax_v, i)};
         MAndV<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
-        for (int j = 0; j < CHUNK; j++) {
+        for (int j = 0; j < CHUNK_SIZE; j++) {
             largest_bits_m = max(largest_bits_m, magnitude_bits(moments.m[j]));
             largest_bits_v = max(largest_bits_v, magnitude_bits(moments.v[j]));
         }
@@ -97,7 +97,7 @@ static __global__ void use_new_maxima_kernel(const AdamWArguments arguments) {
 void update_other_shards(const AdamWArguments& arguments, cudaStream_t stream) {
     if (arguments.elements.count == 0) return;
     const unsigned shards = static_cast<unsigned>(arguments.shard_count);
-    const int64_t useful = ceil_div(arguments.elements.count, ADAMW_THREADS * CHUNK);
+    const int64_t useful = ceil_div(arguments.elements.count, ADAMW_THREADS * CHUNK_SIZE);
     // If adamw_kernel updates the matrices, the rest, norm weights and biases, needs few blocks each.
     const bool no_matrices = arguments.granularity == MomentGranularity::PerMomentGroup;
     const int64_t blocks_per_shard = std::min<int64_t>(useful, no_matrices ? 8 : 4 * multiprocessors());

@@ -20,7 +20,7 @@ namespace coat::gpu {
 // thread blocks.
 
 constexpr int LOG_128 = 7, ALL = 62;  // a shift by ALL makes 0 of every row or column
-static_assert(TILE == 1 << LOG_128);
+static_assert(TILE_SIDE == 1 << LOG_128);
 ScaleGrid scale_grid(const Operand& out, bool transposed) {
     const TensorRef& t = out.tensor;
     const Granularity& g = t.format.granularity;
@@ -59,28 +59,30 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     compute_block_amaxes_kernel(Producer producer, int64_t rows, ScaleGrid row_major_grid,
                                 ScaleGrid transposed_grid) {
     constexpr int PLANES = Producer::PLANES;
-    __shared__ uint32_t columns[SIDE_THREADS][TILE + 1];
-    const TilePlace place(blockIdx.y);
-    uint32_t largest_of_columns[PLANES][CHUNK] = {};
-    for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
+    __shared__ uint32_t columns[SIDE_THREADS][TILE_SIDE + 1];
+    const ThreadTile thread_tile(blockIdx.y);
+    uint32_t largest_of_columns[PLANES][CHUNK_SIZE] = {};
+    for_each_row(producer, thread_tile, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++) {
             uint32_t largest_bits = 0;
-            for (int j = 0; j < CHUNK; j++) {
+            for (int j = 0; j < CHUNK_SIZE; j++) {
                 // A row outside the tensor is a copy of one inside, so it changes no maximum.
                 const uint32_t bits = magnitude_bits(v[p][j]);
                 largest_bits = max(largest_bits, bits);
                 largest_of_columns[p][j] = max(largest_of_columns[p][j], bits);
             }
             if (row_major_grid.scales && live)
-                update_block_amax(row_major_grid.address(place.row + i, p * producer.width + place.col),
-                                  largest_bits);
+                update_block_amax(
+                    row_major_grid.address(thread_tile.row + i, p * producer.width + thread_tile.col),
+                    largest_bits);
         }
     });
     if (!transposed_grid.scales) return;
     combine_columns(
-        producer, place, largest_of_columns, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
+        producer, thread_tile, largest_of_columns, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
         [&](int64_t col, uint32_t largest_bits) {
-            update_amax(transposed_grid.address(static_cast<int64_t>(blockIdx.y) * TILE, col), largest_bits);
+            update_amax(transposed_grid.address(static_cast<int64_t>(blockIdx.y) * TILE_SIDE, col),
+                        largest_bits);
         });
 }
 
@@ -100,7 +102,7 @@ static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaSt
     const ScaleGrid grids[2] = {scale_grid(out, /*transposed=*/false), scale_grid(out, /*transposed=*/true)};
     for (const ScaleGrid& g : grids)
         if (g.scales) clear_async(g.scales, g.count * static_cast<int64_t>(sizeof(float)), stream);
-    with_producer_for_quantizer(x, [&](auto producer) {
+    with_producer_of_bf16_or_groups(x, [&](auto producer) {
         launch("compute_block_amaxes", compute_block_amaxes_kernel<decltype(producer)>,
                tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows,
                grids[0], grids[1]);
@@ -118,14 +120,14 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     quantize_in_blocks_kernel(Producer producer, int64_t rows, ScaleGrid row_major_grid,
                               ScaleGrid transposed_grid, bool e5m2, uint8_t* row_major, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
-    const TilePlace place(blockIdx.y);
+    const ThreadTile thread_tile(blockIdx.y);
     // For the transposed codes: 1 / scale of each of the thread's columns.
-    const int64_t first_row = static_cast<int64_t>(blockIdx.y) * TILE;
+    const int64_t first_row = static_cast<int64_t>(blockIdx.y) * TILE_SIDE;
     ChunkValues inverse_of_columns[PLANES] = {};
-    if (TRANSPOSED && place.inside(rows, producer.width))
+    if (TRANSPOSED && thread_tile.inside(rows, producer.width))
         for (int p = 0; p < PLANES; p++)
-            for (int j = 0; j < CHUNK; j++) {
-                const int64_t col = p * producer.width + place.col + j;
+            for (int j = 0; j < CHUNK_SIZE; j++) {
+                const int64_t col = p * producer.width + thread_tile.col + j;
                 inverse_of_columns[p][j] = __frcp_rn(*transposed_grid.address(first_row, col));
             }
     store_codes<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
@@ -133,12 +135,12 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
                                 ChunkCodes chunk{};
                                 if (live && row_major) {
                                     const float inverse_of_row = __frcp_rn(*row_major_grid.address(
-                                        place.row + row, plane * producer.width + place.col));
+                                        thread_tile.row + row, plane * producer.width + thread_tile.col));
                                     chunk.row_major = encode(e5m2, v, inverse_of_row);
                                 }
                                 if (TRANSPOSED) {
                                     ChunkValues scaled;
-                                    for (int j = 0; j < CHUNK; j++)
+                                    for (int j = 0; j < CHUNK_SIZE; j++)
                                         scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
                                     chunk.transposed = encode(e5m2, scaled, 1.0f);
                                 }
@@ -150,7 +152,7 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
                         cudaStream_t stream) {
     compute_block_scales(x, out, stream);
     measure_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
-    with_producer_for_quantizer(x, [&](auto producer) {
+    with_producer_of_bf16_or_groups(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_in_blocks_kernel<P, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_in_blocks_kernel<P, /*TRANSPOSED=*/true>;
@@ -188,7 +190,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
     const Format fp8 = out.tensor.format.element_format;
     measure_quant_errors(x, out, quant_stats, stream);  // before the codes, which may overwrite x
-    with_producer_for_quantizer(x, [&](auto producer) {
+    with_producer_of_bf16_or_groups(x, [&](auto producer) {
         using P = decltype(producer);
         auto kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/true>;

@@ -29,10 +29,10 @@ void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss,
 // because squares in FP32 could overflow or vanish.
 static __device__ double sum_of_squares(const ChunkValues& v) {
     float sum = 0;
-    for (int j = 0; j < CHUNK; j++) sum += v[j] * v[j];
+    for (int j = 0; j < CHUNK_SIZE; j++) sum += v[j] * v[j];
     if (sum > 0x1p-80f && sum < 0x1p+80f) return sum;
     double exact = 0;
-    for (int j = 0; j < CHUNK; j++) exact += static_cast<double>(v[j]) * v[j];
+    for (int j = 0; j < CHUNK_SIZE; j++) exact += static_cast<double>(v[j]) * v[j];
     return exact;
 }
 
@@ -41,9 +41,9 @@ static __device__ double sum_of_squares(const ChunkValues& v) {
 constexpr int NORM_UNROLL = 4;  // loads in flight
 static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t offset, int64_t begin,
                                          int64_t end) {
-    constexpr int WARP_ELEMENTS = 32 * CHUNK;
+    constexpr int WARP_ELEMENTS = 32 * CHUNK_SIZE;
     double sum = 0;
-    for (int64_t i = begin + threadIdx.x % 32 * CHUNK; i < end; i += WARP_ELEMENTS * NORM_UNROLL) {
+    for (int64_t i = begin + threadIdx.x % 32 * CHUNK_SIZE; i < end; i += WARP_ELEMENTS * NORM_UNROLL) {
         Bf16OrFp32::LoadedChunk loaded[NORM_UNROLL] = {};
         for (int u = 0; u < NORM_UNROLL; u++)
             if (i + u * WARP_ELEMENTS < end) loaded[u] = gradients.load(offset + i + u * WARP_ELEMENTS);

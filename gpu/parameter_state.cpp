@@ -115,7 +115,7 @@ void ParameterState::compute_weight_amax(size_t i) const {
     // FP32 weights are not quantized, so they need no amax
     if (format_of_weights.element_format == Format::FP32) return;
     for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
-        compute_amax(lazy_stored(slice), amax, stream_);
+        compute_amax(lazy_load(slice), amax, stream_);
 }
 
 uint8_t* ParameterState::owned_gradient_sum(size_t i) const {

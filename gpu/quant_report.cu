@@ -19,10 +19,10 @@ template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
     measure_quant_errors_kernel(Producer producer, int64_t rows, const TensorScale* tensor_scale,
                                 ScaleGrid block_scale_grid, bool e5m2, float fmax, QuantStats* quant_stats) {
-    const TilePlace place(blockIdx.y);
+    const ThreadTile thread_tile(blockIdx.y);
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
-    for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[Producer::PLANES], bool live) {
+    for_each_row(producer, thread_tile, rows, [&](int i, const ChunkValues(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             float scale = GroupsView::group_scale(v[p]);  // both threads of a group call it
             if (tensor_scale) {
@@ -30,10 +30,11 @@ static __global__ void __launch_bounds__(TILE_THREADS)
                 if (!(scale > 0)) scale = scale_of(fmax, tensor_scale->amax);
             }
 #pragma unroll 1
-            for (int j = 0; live && j < CHUNK; j++) {
+            for (int j = 0; live && j < CHUNK_SIZE; j++) {
                 const float value = v[p][j];
                 if (block_scale_grid.scales)
-                    scale = *block_scale_grid.address(place.row + i, p * producer.width + place.col + j);
+                    scale = *block_scale_grid.address(thread_tile.row + i,
+                                                      p * producer.width + thread_tile.col + j);
                 const uint32_t code = encode_two(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
                 const float back = decode_two(e5m2, code).x * scale;
                 const float half_step = e5m2 ? HALF_STEP_E5M2 : HALF_STEP_E4M3;
@@ -63,7 +64,7 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
     if (!quant_stats) return;
     const TensorFormat& format = out.tensor.format;
     auto launch_with = [&](const TensorScale* tensor_scale, const ScaleGrid& block_scale_grid) {
-        with_producer_for_quantizer(x, [&](auto producer) {
+        with_producer_of_bf16_or_groups(x, [&](auto producer) {
             launch("measure_quant_errors", measure_quant_errors_kernel<decltype(producer)>,
                    tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer,
                    x.rows, tensor_scale, block_scale_grid, format.element_format == Format::E5M2,

@@ -72,26 +72,27 @@ inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column
 // A piece is what stands between two bars. Pieces are where they are in rung 7: piece p is at place
 // p ^ (across / 2) among the eight of its column. read_piece() puts the four words back into order.
 struct TransposeTile {
-    static constexpr int WORDS = TILE / 4;  // of a column
+    static constexpr int WORDS = TILE_SIDE / 4;  // of a column
     static constexpr int PIECE_ROWS = 16;
-    static constexpr int PIECES = TILE / PIECE_ROWS;  // of a column
-    uint32_t words[TILE][WORDS];
+    static constexpr int PIECES = TILE_SIDE / PIECE_ROWS;  // of a column
+    uint32_t words[TILE_SIDE][WORDS];
 
     // A thread calls it twice: with the codes of its upper four rows, and with those of its lower four.
-    __device__ void write(const TilePlace& thread, int upper_or_lower, const uint2 (&codes)[4]) {
-        uint32_t columns[CHUNK / 4][4];  // a word of each of the eight columns
+    __device__ void write(const ThreadTile& thread_tile, int upper_or_lower, const uint2 (&codes)[4]) {
+        uint32_t columns[CHUNK_SIZE / 4][4];  // a word of each of the eight columns
         transpose_4x4({codes[0].x, codes[1].x, codes[2].x, codes[3].x}, columns[0]);
         transpose_4x4({codes[0].y, codes[1].y, codes[2].y, codes[3].y}, columns[1]);
-        const int word = 2 * thread.down + upper_or_lower;
-        const int word_place = word ^ (2 * thread.across) ^ (thread.down & 1);
-        for (int j = 0; j < CHUNK; j++) words[thread.across * CHUNK + j][word_place] = columns[j / 4][j % 4];
+        const int word = 2 * thread_tile.down + upper_or_lower;
+        const int word_slot = word ^ (2 * thread_tile.across) ^ (thread_tile.down & 1);
+        for (int j = 0; j < CHUNK_SIZE; j++)
+            words[thread_tile.across * CHUNK_SIZE + j][word_slot] = columns[j / 4][j % 4];
     }
     // Rows 16 * piece ... + 15 of a column. Where `across` is even, a piece has its words in the order 0, 1,
     // 3, 2 in memory; where it is odd, in the order 3, 2, 0, 1.
     __device__ uint4 read_piece(int col, int piece) const {
-        const int across = col / CHUNK;
-        const int piece_place = piece ^ (across / 2);
-        const uint4 four = *reinterpret_cast<const uint4*>(&words[col][4 * piece_place]);
+        const int across = col / CHUNK_SIZE;
+        const int piece_slot = piece ^ (across / 2);
+        const uint4 four = *reinterpret_cast<const uint4*>(&words[col][4 * piece_slot]);
         const uint4 of_even{four.x, four.y, four.w, four.z};
         const uint4 of_odd{four.z, four.w, four.y, four.x};
         return across % 2 == 0 ? of_even : of_odd;  // as a conditional expression it needs no branch
@@ -106,16 +107,17 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t t
                                  int64_t width, uint8_t* out) {
     __syncthreads();
     constexpr int PIECES = TransposeTile::PIECES;
-    const int64_t first_row = tile_down * TILE;
-    const int64_t first_col = static_cast<int64_t>(blockIdx.x) * TILE;
-    const int cols = static_cast<int>(min(static_cast<int64_t>(TILE), width - first_col));
+    const int64_t first_row = tile_down * TILE_SIDE;
+    const int64_t first_col = static_cast<int64_t>(blockIdx.x) * TILE_SIDE;
+    const int cols = static_cast<int>(min(static_cast<int64_t>(TILE_SIDE), width - first_col));
 #pragma unroll
     for (int p = 0; p < PLANES; p++) {
-        for (int i = threadIdx.x; i < TILE * PIECES; i += TILE_THREADS) {
+        for (int i = threadIdx.x; i < TILE_SIDE * PIECES; i += TILE_THREADS) {
             const int col = i / PIECES, piece = i % PIECES;
             const int64_t row = first_row + piece * TransposeTile::PIECE_ROWS;
             if (col >= cols || row >= rows) continue;
-            store_at_once(out + (p * width + first_col + col) * rows + row, tiles[p].read_piece(col, piece));
+            store_in_one_instruction(out + (p * width + first_col + col) * rows + row,
+                                     tiles[p].read_piece(col, piece));
         }
     }
 }
@@ -140,23 +142,24 @@ __device__ void store_codes(const Producer& producer, int64_t tile_down, int64_t
     constexpr int PLANES = Producer::PLANES;
     // Without TRANSPOSED nothing uses the tiles, and the compiler leaves them out.
     __shared__ __align__(16) TransposeTile tiles[PLANES];
-    const TilePlace place(tile_down);
+    const ThreadTile thread_tile(tile_down);
     uint8_t* codes_of_first_row[PLANES];  // row-major ones, of the thread; not used if row_major is null
     for (int p = 0; p < PLANES; p++)
-        codes_of_first_row[p] = row_major + element_index<PLANES>(place.row, place.col, p, producer.width);
+        codes_of_first_row[p] =
+            row_major + element_index<PLANES>(thread_tile.row, thread_tile.col, p, producer.width);
     uint2 four_rows[PLANES][4];
 
     // Codes may overwrite what is read, so a thread outside the tensor leaves out this loop (the rule at
     // for_each_row()). It must not return: store_transposed() synchronizes all threads of the block.
-    if (place.inside(rows, producer.width)) {
-        for_each_row(producer, place, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
+    if (thread_tile.inside(rows, producer.width)) {
+        for_each_row(producer, thread_tile, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++) {
                 const ChunkCodes chunk = make_codes(i, p, v[p], live);
                 if (live && row_major)
-                    store_at_once(codes_of_first_row[p] + row_offset(i, PLANES * producer.width),
-                                  chunk.row_major);
+                    store_in_one_instruction(codes_of_first_row[p] + row_offset(i, PLANES * producer.width),
+                                             chunk.row_major);
                 four_rows[p][i % 4] = chunk.transposed;
-                if (TRANSPOSED && i % 4 == 3) tiles[p].write(place, i / 4, four_rows[p]);
+                if (TRANSPOSED && i % 4 == 3) tiles[p].write(thread_tile, i / 4, four_rows[p]);
             }
         });
     }

@@ -184,7 +184,7 @@ private:
     void quantize_slices(const TensorRef& from, const TensorRef& to) const {
         const std::vector<TensorRef> values = slices_for_grids(from), codes = slices_for_grids(to);
         for (size_t i = 0; i < values.size(); i++)
-            quantize_operand(lazy_stored(values[i]), {.tensor = codes[i], .delayed = scale_table_.delayed()},
+            quantize_operand(lazy_load(values[i]), {.tensor = codes[i], .delayed = scale_table_.delayed()},
                              context_.quant_stats_of(MeasuredKind::Weight), comm_stream_);
     }
     // Gathers the matrices of a gather unit, unless they are in its buffer.

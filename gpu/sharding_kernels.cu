@@ -10,7 +10,7 @@ constexpr int THREADS = 256;  // threads of a block
 static __global__ void __launch_bounds__(THREADS)
     add_gradients_kernel(Bf16OrFp32 sum, bool overwrite, Bf16OrFp32 mine, Bf16OrFp32 received, int64_t n,
                          int64_t rank, int64_t ranks) {
-    const int64_t i = thread_of_grid() * CHUNK;
+    const int64_t i = thread_of_grid() * CHUNK_SIZE;
     if (i >= n) return;
     ChunkValues total = {};
     if (!overwrite) sum.load_values(i, total);
@@ -18,13 +18,13 @@ static __global__ void __launch_bounds__(THREADS)
         ChunkValues v;
         if (r == rank) mine.load_values(i, v);
         else received.load_values((r < rank ? r : r - 1) * n + i, v);
-        for (int j = 0; j < CHUNK; j++) total[j] += v[j];
+        for (int j = 0; j < CHUNK_SIZE; j++) total[j] += v[j];
     }
     sum.store(i, total, true);
 }
 
 void add_gradients(void* sum, bool overwrite, const GradientsOfRanks& g, cudaStream_t stream) {
-    launch("add_gradients", add_gradients_kernel, block_count(g.n / CHUNK, THREADS), THREADS,
+    launch("add_gradients", add_gradients_kernel, block_count(g.n / CHUNK_SIZE, THREADS), THREADS,
            /*shared_bytes=*/0, stream, bf16_or_fp32(sum, g.format), overwrite, bf16_or_fp32(g.mine, g.format),
            bf16_or_fp32(g.received, g.format), g.n, g.rank, g.ranks);
 }
@@ -53,13 +53,13 @@ void combine_amaxes(TensorScale* mine, const TensorScale* entries_of_ranks, int6
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     transpose_codes_kernel(const uint8_t* row_major, int64_t rows, int64_t cols, uint8_t* transposed) {
     __shared__ __align__(16) TransposeTile tiles[1];
-    const TilePlace place(blockIdx.y);
+    const ThreadTile thread_tile(blockIdx.y);
     uint2 loaded[THREAD_ROWS / 4][4] = {};
     for (int i = 0; i < THREAD_ROWS; i++)
-        if (place.row + i < rows && place.col < cols)
+        if (thread_tile.row + i < rows && thread_tile.col < cols)
             loaded[i / 4][i % 4] =
-                *reinterpret_cast<const uint2*>(row_major + (place.row + i) * cols + place.col);
-    for (int h = 0; h < THREAD_ROWS / 4; h++) tiles[0].write(place, h, loaded[h]);
+                *reinterpret_cast<const uint2*>(row_major + (thread_tile.row + i) * cols + thread_tile.col);
+    for (int h = 0; h < THREAD_ROWS / 4; h++) tiles[0].write(thread_tile, h, loaded[h]);
     store_transposed(tiles, blockIdx.y, rows, cols, transposed);
 }
 

@@ -120,7 +120,7 @@ struct Norm {
 //
 // A LazyTensor says what is to be computed; a LazyProducer (gpu/lazy_tensor.cuh) computes it. Stored tensors
 // are LazyTensors, too, so that an operator needs only one kind of argument.
-enum class LazyOp : uint8_t { Stored, Norm, Activation, ActivationBackward };
+enum class LazyOp : uint8_t { Load, Norm, Activation, ActivationBackward };
 
 struct LazyTensor {
     LazyOp op;
@@ -132,8 +132,8 @@ struct LazyTensor {
 };
 
 // A stored tensor (rows, cols), in the compute format or in groups.
-inline LazyTensor lazy_stored(const TensorRef& x) {
-    return {.op = LazyOp::Stored, .rows = x.rows, .cols = x.cols, .input = x};
+inline LazyTensor lazy_load(const TensorRef& x) {
+    return {.op = LazyOp::Load, .rows = x.rows, .cols = x.cols, .input = x};
 }
 // The output (N, C) of a norm, whose row statistics are known.
 inline LazyTensor lazy_norm(const Norm& n) {

@@ -34,18 +34,18 @@ static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = 
         gpu::quantize_groups(x, out.ref(), /*write_back=*/false, stats, 0);
         return;
     }
-    if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(x), out.amax_to_raise(), 0);
-    gpu::quantize_operand(gpu::lazy_stored(x), out.operand(), stats, 0);
+    if (out.per_tensor()) gpu::compute_amax(gpu::lazy_load(x), out.amax_to_raise(), 0);
+    gpu::quantize_operand(gpu::lazy_load(x), out.operand(), stats, 0);
 }
 
-// `groups` are x in 1x16 groups. The values that they hold must come back from store_values(), be written back by
-// quantize_groups(), and be what an operand is quantized from.
+// `groups` are x in 1x16 groups. The values that they hold must come back from write_values(), be written
+// back by quantize_groups(), and be what an operand is quantized from.
 static void check_groups(const Floats& x, const Tensor& groups) {
     const Floats values = groups.values();
     const Shape s{groups.rows, groups.cols};
     const Tensor fp32(s, PLAIN_FP32), bf16(s, PLAIN_BF16);
-    gpu::store_values(lazy_stored(groups.ref()), fp32.ref(), 0);
-    gpu::store_values(lazy_stored(groups.ref()), bf16.ref(), 0);
+    gpu::write_values(lazy_load(groups.ref()), fp32.ref(), 0);
+    gpu::write_values(lazy_load(groups.ref()), bf16.ref(), 0);
     CHECK(same_values(fp32.values(), values));
     CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
     const Tensor in(x, s, PLAIN_BF16), again(s, E4M3_PER_1x16);
@@ -127,19 +127,19 @@ GPU_TEST_CASE("quantize: codes and scales and statistics in every format") {
     check_all_formats(every, {1, int64_t(every.size())});
 }
 
-GPU_TEST_CASE("store_values: FP32 values to FP32 and BF16; quantize: FP32 values to FP8 are an error") {
+GPU_TEST_CASE("write_values: FP32 values to FP32 and BF16; quantize: FP32 values to FP8 are an error") {
     SEEDED_RANDOM(rng);
     for (Shape s : SHAPES) {
         const Floats x = heavy(rng, Format::FP32, s.n());
         const Tensor in(x, s, PLAIN_FP32);
         for (TensorFormat q : {PLAIN_FP32, PLAIN_BF16}) {
             const Tensor out(s, q);
-            gpu::store_values(gpu::lazy_stored(in.ref()), out.ref(), 0);
+            gpu::write_values(gpu::lazy_load(in.ref()), out.ref(), 0);
             check_quantized(out, x);
         }
         for (TensorFormat q : {E4M3_PER_TENSOR, E4M3_PER_ROW}) {
             const Tensor out(s, q);
-            CHECK_THROWS_AS(gpu::quantize_operand(gpu::lazy_stored(in.ref()), out.operand(), nullptr, 0),
+            CHECK_THROWS_AS(gpu::quantize_operand(gpu::lazy_load(in.ref()), out.operand(), nullptr, 0),
                             Error);
         }
         const Tensor groups(s, E4M3_PER_1x16);
@@ -163,7 +163,7 @@ GPU_TEST_CASE("quantize: statistics with a delayed scale that is too small") {
         const Tensor in(x, {rows, cols}, PLAIN_BF16);
         const Tensor out({rows, cols}, q, scale);
         const Buffer<QuantStats> stats({BEFORE});
-        gpu::quantize_operand(gpu::lazy_stored(in.ref()), out.operand(), stats.get(), 0);
+        gpu::quantize_operand(gpu::lazy_load(in.ref()), out.operand(), stats.get(), 0);
         check_quantized(out, x, scale);
         QuantStats wanted;
         reference::quantize(x.data(), rows, cols, q, {.stats = &wanted, .scale = scale});
@@ -182,8 +182,8 @@ GPU_TEST_CASE("quantize: rows of padding do not change the codes and scales of t
         const Tensor out({padded, cols}, q);
         Operand operand = out.operand();
         operand.transposed = nullptr;
-        if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_to_raise(), 0);
-        gpu::quantize_operand(gpu::lazy_stored(in.ref()), operand, nullptr, 0);
+        if (out.per_tensor()) gpu::compute_amax(gpu::lazy_load(in.ref()), out.amax_to_raise(), 0);
+        gpu::quantize_operand(gpu::lazy_load(in.ref()), operand, nullptr, 0);
         reference::StoredMatrix wanted = reference::quantize(x.data(), padded, cols, q);
         std::fill(wanted.elements.begin() + rows * cols, wanted.elements.end(), 0xFF);
         CHECK(out.codes.read() == wanted.elements);
@@ -256,10 +256,10 @@ GPU_TEST_CASE(
             const Tensor in(x, s, PLAIN_BF16), out(s, q), wanted_sums(before, Format::FP32),
                 sums(before, Format::FP32);
             const Buffer<float> workspace(gpu::COLUMN_PARTIALS * s.cols);
-            gpu::add_column_sums(gpu::lazy_stored(in.ref()), wanted_sums.ref(), workspace.get(), nullptr, 0);
-            if (out.per_tensor()) gpu::compute_amax(gpu::lazy_stored(in.ref()), out.amax_to_raise(), 0);
+            gpu::add_column_sums(gpu::lazy_load(in.ref()), wanted_sums.ref(), workspace.get(), nullptr, 0);
+            if (out.per_tensor()) gpu::compute_amax(gpu::lazy_load(in.ref()), out.amax_to_raise(), 0);
             const Buffer<QuantStats> stats({BEFORE});
-            gpu::write_operand_and_add_column_sums(gpu::lazy_stored(in.ref()), out.operand(), sums.ref(),
+            gpu::write_operand_and_add_column_sums(gpu::lazy_load(in.ref()), out.operand(), sums.ref(),
                                                    workspace.get(), stats.get(), 0);
             check_quantized(out, x);
             CHECK(same_bytes(sums.values(), wanted_sums.values()));
@@ -285,7 +285,7 @@ GPU_TEST_CASE("quantize: in place with a delayed scale; the amax is that of the 
         const Tensor in(gate_up, {rows, 2 * F}, E4M3_PER_1x16), gradient(dact, {rows, F}, PLAIN_BF16);
         const LazyTensor x = gpu::lazy_activation_backward(true, in.ref(), gradient.ref());
         const Tensor exact({rows, 2 * F}, PLAIN_FP32);
-        gpu::store_values(x, exact.ref(), 0);
+        gpu::write_values(x, exact.ref(), 0);
         const Floats values = exact.values();
         const float amax = reference::compute_amax(values.data(), rows * 2 * F);
         const float scale = reference::scale_of(E5M2_PER_TENSOR, amax);
@@ -349,17 +349,17 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
 // A dry run calls the same functions without a GPU, so that what is wrong is an error before a run starts.
 TEST_CASE("quantize: not to groups; quantize_groups: to groups") {
     const TensorRef x{nullptr, 16, 32, PLAIN_BF16}, groups{nullptr, 16, 32, E4M3_PER_1x16};
-    CHECK_THROWS_AS(gpu::quantize_operand(gpu::lazy_stored(x), {groups}, nullptr, gpu::DRY_RUN), Error);
+    CHECK_THROWS_AS(gpu::quantize_operand(gpu::lazy_load(x), {groups}, nullptr, gpu::DRY_RUN), Error);
     CHECK_NOTHROW(gpu::quantize_groups(x, groups, /*write_back=*/false, nullptr, gpu::DRY_RUN));
 }
 
-TEST_CASE("quantize: only to FP8; store_values: not to FP8; write_operand: to both") {
+TEST_CASE("quantize: only to FP8; write_values: not to FP8; write_operand: to both") {
     const TensorRef values{nullptr, 16, 32, PLAIN_BF16}, codes{nullptr, 16, 32, E4M3_PER_TENSOR};
-    const LazyTensor x = gpu::lazy_stored(values);
+    const LazyTensor x = gpu::lazy_load(values);
     CHECK_NOTHROW(gpu::quantize_operand(x, {codes}, nullptr, gpu::DRY_RUN));
     CHECK_THROWS_AS(gpu::quantize_operand(x, {values}, nullptr, gpu::DRY_RUN), Error);
-    CHECK_NOTHROW(gpu::store_values(x, values, gpu::DRY_RUN));
-    CHECK_THROWS_AS(gpu::store_values(x, codes, gpu::DRY_RUN), Error);
+    CHECK_NOTHROW(gpu::write_values(x, values, gpu::DRY_RUN));
+    CHECK_THROWS_AS(gpu::write_values(x, codes, gpu::DRY_RUN), Error);
     CHECK_NOTHROW(gpu::write_operand(x, {codes}, nullptr, gpu::DRY_RUN));
     CHECK_NOTHROW(gpu::write_operand(x, {values}, nullptr, gpu::DRY_RUN));
 }

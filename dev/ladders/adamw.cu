@@ -581,7 +581,7 @@ void launch_rung6(const State& s, const Constants& c) {
 // memory's 900 us. Against it: 16 warps on a multiprocessor, of the 64 that it can hold.
 //
 // Predict: the time. What does this rung win, and what does it lose?
-constexpr int CHUNK = 8;         // elements of a lane
+constexpr int CHUNK_SIZE = 8;    // elements of a lane
 constexpr unsigned ON_EACH = 2;  // blocks that a multiprocessor has at once
 
 __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) {
@@ -593,23 +593,23 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
     // After the last span a half reads that one again, and stores nothing.
     auto inside = [&](int64_t span) { return min(span, spans - 1); };
     auto load = [&](int64_t span) {
-        return Elements<CHUNK>::load(s, inside(span) * SPAN + lane_of_span * CHUNK);
+        return Elements<CHUNK_SIZE>::load(s, inside(span) * SPAN + lane_of_span * CHUNK_SIZE);
     };
     auto load_max_and_k = [&](int64_t span) -> MaxAndKOfBoth {
         return {s.m.max_and_k(inside(span)), s.v.max_and_k(inside(span))};
     };
 
     int64_t span = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 16;
-    Elements<CHUNK> next = load(span);
+    Elements<CHUNK_SIZE> next = load(span);
     MaxAndKOfBoth next_max_and_k = load_max_and_k(span);
     for (; span - half < spans; span += halves) {  // both halves of a warp, or none
-        Elements<CHUNK> e = next;
+        Elements<CHUNK_SIZE> e = next;
         const MaxAndKOfBoth old = next_max_and_k;
         next = load(span + halves);
         next_max_and_k = load_max_and_k(span + halves);
         const MaxAndKOfBoth now = update_elements(arithmetic, c, old, e);
         if (span >= spans) continue;
-        e.store(s, span * SPAN + lane_of_span * CHUNK);
+        e.store(s, span * SPAN + lane_of_span * CHUNK_SIZE);
         if (lane_of_span != 0) continue;
         s.m.set_max_and_k(span, now.m);
         s.v.set_max_and_k(span, now.v);
@@ -692,11 +692,11 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung8(State s, Constants c) 
     const int64_t spans_of_grid = static_cast<int64_t>(gridDim.x) * (THREADS / 32) * BUNDLE;
     auto inside = [&](int64_t span) { return min(span, spans - 1); };
     auto load = [&](int64_t span) {
-        return Elements<CHUNK>::load(s, inside(span) * SPAN + lane_of_span * CHUNK);
+        return Elements<CHUNK_SIZE>::load(s, inside(span) * SPAN + lane_of_span * CHUNK_SIZE);
     };
 
     int64_t bundle = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 32 * BUNDLE;  // first span
-    Elements<CHUNK> next = load(bundle + half);
+    Elements<CHUNK_SIZE> next = load(bundle + half);
     float next_kept = mine.in_memory[inside(bundle + mine.span)];
     for (; bundle < spans; bundle += spans_of_grid) {
         const int64_t next_bundle = bundle + spans_of_grid;
@@ -705,11 +705,11 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung8(State s, Constants c) 
         next_kept = mine.in_memory[inside(next_bundle + mine.span)];
         for (int pair = 0; pair < PAIRS && bundle + 2 * pair < spans; pair++) {
             const int64_t span = bundle + 2 * pair + half;
-            Elements<CHUNK> e = next;
+            Elements<CHUNK_SIZE> e = next;
             next = load(pair + 1 < PAIRS ? span + 2 : next_bundle + half);
             const MaxAndKOfBoth now = update_elements(arithmetic, c, max_and_k_of_pair(old_kept, pair), e);
             if (pair == mine.pair) new_kept = mine.among(now);
-            if (span < spans) e.store(s, span * SPAN + lane_of_span * CHUNK);
+            if (span < spans) e.store(s, span * SPAN + lane_of_span * CHUNK_SIZE);
         }
         if (bundle + mine.span < spans) mine.in_memory[bundle + mine.span] = new_kept;
     }

@@ -44,7 +44,7 @@ using namespace ladder;
 
 namespace {
 
-constexpr int CHUNK = 8;  // BF16 numbers that one instruction loads
+constexpr int CHUNK_SIZE = 8;  // BF16 numbers that one instruction loads
 constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 
 // A kernel is given a Shape s: s.B sequences of s.T tokens, s.heads heads of HEAD = 128 (attention_data.h).
@@ -191,37 +191,38 @@ constexpr int KEYS = 32;  // in shared memory
 
 template <int LANES, int THREADS = QUERIES* LANES>
 __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv, bf16* out) {
-    constexpr int CHUNKS = HEAD / LANES / CHUNK;  // of a lane
+    constexpr int CHUNKS = HEAD / LANES / CHUNK_SIZE;  // of a lane
     __shared__ __align__(16) bf16 k[KEYS][HEAD], v[KEYS][HEAD];
     const int bh = blockIdx.y;
     const int part = threadIdx.x % LANES;
     const int query = blockIdx.x * QUERIES + threadIdx.x / LANES;
     const int last = min(static_cast<int>(blockIdx.x + 1) * QUERIES, s.T) - 1;  // query of the block
-    auto first_of = [&](int chunk) { return (chunk * LANES + part) * CHUNK; };
+    auto first_of = [&](int chunk) { return (chunk * LANES + part) * CHUNK_SIZE; };
 
-    float q[CHUNKS][CHUNK], o[CHUNKS][CHUNK] = {}, max = -INFINITY, sum = 0;
+    float q[CHUNKS][CHUNK_SIZE], o[CHUNKS][CHUNK_SIZE] = {}, max = -INFINITY, sum = 0;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
         // A thread after the last query computes that one again, and stores nothing.
-        const auto x = Neighbours<bf16, CHUNK>::load(row(s, qkv, Q, bh, min(query, last)) + first_of(c));
-        for (int j = 0; j < CHUNK; j++) q[c][j] = __bfloat162float(x[j]) / sqrtf(static_cast<float>(HEAD));
+        const auto x = Neighbours<bf16, CHUNK_SIZE>::load(row(s, qkv, Q, bh, min(query, last)) + first_of(c));
+        for (int j = 0; j < CHUNK_SIZE; j++)
+            q[c][j] = __bfloat162float(x[j]) / sqrtf(static_cast<float>(HEAD));
     }
     for (int first = 0; first <= last; first += KEYS) {
         __syncthreads();  // the keys before are no longer needed
-        for (int i = threadIdx.x; i < KEYS * HEAD / CHUNK; i += THREADS) {
-            const int key = i / (HEAD / CHUNK);
-            const int column = i % (HEAD / CHUNK) * CHUNK;
+        for (int i = threadIdx.x; i < KEYS * HEAD / CHUNK_SIZE; i += THREADS) {
+            const int key = i / (HEAD / CHUNK_SIZE);
+            const int column = i % (HEAD / CHUNK_SIZE) * CHUNK_SIZE;
             const int t = min(first + key, s.T - 1);
-            Neighbours<bf16, CHUNK>::load(row(s, qkv, K, bh, t) + column).store(&k[key][column]);
-            Neighbours<bf16, CHUNK>::load(row(s, qkv, V, bh, t) + column).store(&v[key][column]);
+            Neighbours<bf16, CHUNK_SIZE>::load(row(s, qkv, K, bh, t) + column).store(&k[key][column]);
+            Neighbours<bf16, CHUNK_SIZE>::load(row(s, qkv, V, bh, t) + column).store(&v[key][column]);
         }
         __syncthreads();
         for (int key = 0; key < KEYS; key++) {
             float score = 0;
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
-                const auto x = Neighbours<bf16, CHUNK>::load(&k[key][first_of(c)]);
-                for (int j = 0; j < CHUNK; j++) score += q[c][j] * __bfloat162float(x[j]);
+                const auto x = Neighbours<bf16, CHUNK_SIZE>::load(&k[key][first_of(c)]);
+                for (int j = 0; j < CHUNK_SIZE; j++) score += q[c][j] * __bfloat162float(x[j]);
             }
             for (int lanes = 1; lanes < LANES; lanes *= 2) score += __shfl_xor_sync(ALL_LANES, score, lanes);
             if (first + key > query) score = -INFINITY;
@@ -232,16 +233,16 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
             sum = sum * shrink + p;
 #pragma unroll
             for (int c = 0; c < CHUNKS; c++) {
-                const auto x = Neighbours<bf16, CHUNK>::load(&v[key][first_of(c)]);
-                for (int j = 0; j < CHUNK; j++) o[c][j] = o[c][j] * shrink + p * __bfloat162float(x[j]);
+                const auto x = Neighbours<bf16, CHUNK_SIZE>::load(&v[key][first_of(c)]);
+                for (int j = 0; j < CHUNK_SIZE; j++) o[c][j] = o[c][j] * shrink + p * __bfloat162float(x[j]);
             }
         }
     }
     if (query > last) return;
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
-        Neighbours<bf16, CHUNK> x;
-        for (int j = 0; j < CHUNK; j++) x[j] = __float2bfloat16(o[c][j] / sum);
+        Neighbours<bf16, CHUNK_SIZE> x;
+        for (int j = 0; j < CHUNK_SIZE; j++) x[j] = __float2bfloat16(o[c][j] / sum);
         x.store(out_row(s, out, bh, query) + first_of(c));
     }
 }

@@ -77,11 +77,11 @@ def check_chunks(function, name, row_length, size, least):
             few_sectors(first_bytes, 8 * size, least, f"step {step} of warp {warp}")
 
 
-def check_swizzle(piece_place, upper_or_lower):
+def check_swizzle(piece_slot, upper_or_lower):
     for across in range(16):
-        places = {f"piece {piece}": number(f"piece_place({piece}, {across})", piece_place(piece, across), 8)
-                  for piece in range(8)}
-        once_each(places, lambda place: f"place {place} where across is {across}")
+        slots = {f"piece {piece}": number(f"piece_slot({piece}, {across})", piece_slot(piece, across), 8)
+                 for piece in range(8)}
+        once_each(slots, lambda slot: f"slot {slot} where across is {across}")
         turns = {f"turn {turn}": number(f"upper_or_lower({turn}, {across})", upper_or_lower(turn, across), 2)
                  for turn in range(2)}
         once_each(turns, lambda which: f"the {'lower' if which else 'upper'} word where across is {across}")
@@ -89,7 +89,7 @@ def check_swizzle(piece_place, upper_or_lower):
     def bank(thread, turn):
         across, down = thread % 16, thread // 16
         word = 2 * down + upper_or_lower(turn, across)
-        return 4 * piece_place(word // 4, across) + word % 4
+        return 4 * piece_slot(word // 4, across) + word % 4
 
     for warp in range(8):
         for turn in range(2):
@@ -144,7 +144,7 @@ CHECKS = {  # the functions that are checked together, and how
     ("tile_byte",): check_tile_byte,
     ("chunk_loaded",): lambda function: check_chunks(function, "chunk_loaded", 4096, 2, 16),
     ("chunk_stored",): lambda function: check_chunks(function, "chunk_stored", 16384, 1, 8),
-    ("piece_place", "upper_or_lower"): check_swizzle,
+    ("piece_slot", "upper_or_lower"): check_swizzle,
     ("first_element",): check_first_element,
     ("partner",): check_partner,
     ("field_of_lane",): check_field_of_lane,

@@ -34,11 +34,11 @@ def chunk_stored(thread, step):
     return None
 
 
-def piece_place(piece, across):
+def piece_slot(piece, across):
     """Rung 7. Write it after you have read rung 6, and before rung 7, whose text has the answer. The columns of a tile
     have 32 words, four rows each, in shared memory. Thread (across, down) of 16 x 16 has words 2 down (its upper word)
     and 2 down + 1 (its lower word) of eight columns. Four words that follow each other are a piece: words 0 to 3 are
-    piece 0. Return the place of a piece, 0 to 7, among those of a column whose threads have this `across`. Together
+    piece 0. Return the slot to which a piece goes, 0 to 7, in a column whose threads have this `across`. Together
     with the next function: each store of a warp is to take 1 clock."""
     return None
 

@@ -256,34 +256,34 @@ void launch_rung4(const Tensors& t) {
 // Counted: 43 instructions for an element. A thread has eight elements on their way.
 //
 // Predict: the time.
-constexpr int CHUNK = 8;
+constexpr int CHUNK_SIZE = 8;
 constexpr int CHUNKS = 2;  // of a thread: a block of 256 threads has a row of up to 4,096 elements
 
-__device__ void load8(const Tensors& t, int64_t i, float (&x)[CHUNK]) {
-    // Neighbours (ladder.h): CHUNK neighbouring elements in registers. load() and store() move them with one
-    // instruction.
-    const Neighbours<uint8_t, CHUNK> codes = Neighbours<uint8_t, CHUNK>::load(t.in + i);
+__device__ void load8(const Tensors& t, int64_t i, float (&x)[CHUNK_SIZE]) {
+    // Neighbours (ladder.h): CHUNK_SIZE neighbouring elements in registers. load() and store() move them with
+    // one instruction.
+    const Neighbours<uint8_t, CHUNK_SIZE> codes = Neighbours<uint8_t, CHUNK_SIZE>::load(t.in + i);
     const float scale = from_bf16(t.scales[i / 16]);
-    for (int j = 0; j < CHUNK; j++) x[j] = decode(codes[j]) * scale;
+    for (int j = 0; j < CHUNK_SIZE; j++) x[j] = decode(codes[j]) * scale;
 }
-__device__ void normalize8(const Tensors& t, int64_t col, float inverse, float (&x)[CHUNK]) {
-    const Neighbours<bf16, CHUNK> weight = Neighbours<bf16, CHUNK>::load(t.weight + col);
-    for (int j = 0; j < CHUNK; j++) x[j] = normalized(x[j], inverse, weight[j]);
+__device__ void normalize8(const Tensors& t, int64_t col, float inverse, float (&x)[CHUNK_SIZE]) {
+    const Neighbours<bf16, CHUNK_SIZE> weight = Neighbours<bf16, CHUNK_SIZE>::load(t.weight + col);
+    for (int j = 0; j < CHUNK_SIZE; j++) x[j] = normalized(x[j], inverse, weight[j]);
 }
 // Rungs 5 and 6. KEPT: x stays in registers from the sum of squares to the amax.
 template <bool KEPT> __global__ void __launch_bounds__(THREADS) first_pass8(Tensors t) {
     const int64_t first = blockIdx.x * t.cols;
-    float x[CHUNKS][CHUNK] = {};
+    float x[CHUNKS][CHUNK_SIZE] = {};
     float sum = 0;
     for (int c = 0; c < CHUNKS; c++) {
-        const int64_t col = (c * THREADS + threadIdx.x) * CHUNK;
+        const int64_t col = (c * THREADS + threadIdx.x) * CHUNK_SIZE;
         if (col < t.cols) load8(t, first + col, x[c]);
         for (float value : x[c]) sum += value * value;
     }
     const float inverse = inverse_rms(sum_of_block(sum), t.cols);
     float top = 0;
     for (int c = 0; c < CHUNKS; c++) {
-        const int64_t col = (c * THREADS + threadIdx.x) * CHUNK;
+        const int64_t col = (c * THREADS + threadIdx.x) * CHUNK_SIZE;
         if (col >= t.cols) continue;
         if (!KEPT) load8(t, first + col, x[c]);
         normalize8(t, col, inverse, x[c]);
@@ -293,18 +293,18 @@ template <bool KEPT> __global__ void __launch_bounds__(THREADS) first_pass8(Tens
     if (threadIdx.x == 0) t.inverse[blockIdx.x] = inverse;
 }
 __global__ void second_pass8(Tensors t) {  // grid (cols / 8 / 256, rows)
-    const int64_t col = thread_of_grid() * CHUNK;
+    const int64_t col = thread_of_grid() * CHUNK_SIZE;
     if (col >= t.cols) return;
     const int64_t i = blockIdx.y * t.cols + col;
-    float x[CHUNK];
+    float x[CHUNK_SIZE];
     load8(t, i, x);
     normalize8(t, col, t.inverse[blockIdx.y], x);
-    const Neighbours<uint8_t, CHUNK> codes{gpu::encode<Format::E4M3>(x, inverse_scale(t))};
+    const Neighbours<uint8_t, CHUNK_SIZE> codes{gpu::encode<Format::E4M3>(x, inverse_scale(t))};
     codes.store(t.codes + i);
 }
 void launch_rung5(const Tensors& t) {
     first_pass8<false><<<rows_of(t), THREADS>>>(t);
-    second_pass8<<<parts_of_rows(t, THREADS * CHUNK), THREADS>>>(t);
+    second_pass8<<<parts_of_rows(t, THREADS * CHUNK_SIZE), THREADS>>>(t);
 }
 
 // ===========================================================================================================
@@ -324,7 +324,7 @@ void launch_rung5(const Tensors& t) {
 // Predict: how much faster than rung 5?
 void launch_rung6(const Tensors& t) {
     first_pass8<true><<<rows_of(t), THREADS>>>(t);
-    second_pass8<<<parts_of_rows(t, THREADS * CHUNK), THREADS>>>(t);
+    second_pass8<<<parts_of_rows(t, THREADS * CHUNK_SIZE), THREADS>>>(t);
 }
 
 // ===========================================================================================================

@@ -117,8 +117,8 @@ __device__ uint8_t encode(bf16 x, float inverse) {
 // ===========================================================================================================
 // Rung 1: two kernels, a thread for an element
 //
-// The first kernel divides by the scale and writes codes. The second one copies each code to its transposed
-// place. Its reads are neighbours, but its writes are a column apart:
+// The first kernel divides by the scale and writes codes. The second one copies each code from (row, column)
+// to (column, row) of the result. Its reads are neighbours, but its writes are a column apart:
 //
 //   codes            row 0, column   0    1    2   ...  31      read by the lanes of a warp: one sector
 //   transposed       row    0   byte 0   lane 0                 written by them: 32 rows, 32 sectors of 32
@@ -166,8 +166,8 @@ constexpr int SIDE = 32;  // rows and columns of a tile
 constexpr int TALL = 8;   // a block has 32 x 8 threads
 
 // The grid is (cols / 32, rows / 32): blockIdx.x is the number of the tile in its row of tiles, blockIdx.y
-// that of the row. A thread of the block has the place (threadIdx.x, threadIdx.y), and of the tile every
-// eighth row from threadIdx.y on.
+// that of the row. Thread (threadIdx.x, threadIdx.y) of the block has column threadIdx.x of the tile, and
+// every eighth row from threadIdx.y on.
 __global__ void transpose_rung2(Matrix m) {
     __shared__ uint8_t tile[SIDE][SIDE];
     const int64_t row0 = static_cast<int64_t>(blockIdx.y) * SIDE;
@@ -287,37 +287,38 @@ void launch_rung4(const Matrix& m) { rungs3_and_4<1><<<tiles_of(m, SIDE), dim3(S
 // Counted: 19 instructions for an element. A thread still has one load on its way, but now of 16 bytes.
 //
 // Predict: the times of the four resources, and that of the rung.
-constexpr int CHUNK = 8;  // elements that a thread loads at once
+constexpr int CHUNK_SIZE = 8;  // elements that a thread loads at once
 
-__device__ Neighbours<uint8_t, CHUNK> encode8(const Neighbours<bf16, CHUNK>& x, float inverse) {
+__device__ Neighbours<uint8_t, CHUNK_SIZE> encode8(const Neighbours<bf16, CHUNK_SIZE>& x, float inverse) {
     gpu::ChunkValues values;
-    for (int j = 0; j < CHUNK; j++) values[j] = __bfloat162float(x[j]);
+    for (int j = 0; j < CHUNK_SIZE; j++) values[j] = __bfloat162float(x[j]);
     return {gpu::encode<Format::E5M2>(values, inverse)};
 }
 
 __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
-    constexpr int TILE = 64;
-    constexpr int CHUNKS = TILE / CHUNK;  // of a row or column of the tile
-    __shared__ uint8_t tile[TILE][TILE + 4];
+    constexpr int TILE_SIDE = 64;
+    constexpr int CHUNKS = TILE_SIDE / CHUNK_SIZE;  // of a row or column of the tile
+    __shared__ uint8_t tile[TILE_SIDE][TILE_SIDE + 4];
     const float inverse = inverse_scale(m);
-    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * TILE;
-    const int64_t col0 = static_cast<int64_t>(blockIdx.x) * TILE;
-    for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
+    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * TILE_SIDE;
+    const int64_t col0 = static_cast<int64_t>(blockIdx.x) * TILE_SIDE;
+    for (int i = threadIdx.x; i < TILE_SIDE * CHUNKS; i += THREADS) {
         const int y = i / CHUNKS;
-        const int x = i % CHUNKS * CHUNK;
+        const int x = i % CHUNKS * CHUNK_SIZE;
         if (row0 + y >= m.rows || col0 + x >= m.cols) continue;
         const int64_t at = (row0 + y) * m.cols + col0 + x;
-        const Neighbours<uint8_t, CHUNK> codes = encode8(Neighbours<bf16, CHUNK>::load(m.x + at), inverse);
+        const Neighbours<uint8_t, CHUNK_SIZE> codes =
+            encode8(Neighbours<bf16, CHUNK_SIZE>::load(m.x + at), inverse);
         codes.store(m.codes + at);
-        for (int j = 0; j < CHUNK; j++) tile[y][x + j] = codes[j];
+        for (int j = 0; j < CHUNK_SIZE; j++) tile[y][x + j] = codes[j];
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < TILE * CHUNKS; i += THREADS) {
+    for (int i = threadIdx.x; i < TILE_SIDE * CHUNKS; i += THREADS) {
         const int x = i / CHUNKS;
-        const int y = i % CHUNKS * CHUNK;
+        const int y = i % CHUNKS * CHUNK_SIZE;
         if (row0 + y >= m.rows || col0 + x >= m.cols) continue;
-        Neighbours<uint8_t, CHUNK> column;
-        for (int j = 0; j < CHUNK; j++) column[j] = tile[y + j][x];
+        Neighbours<uint8_t, CHUNK_SIZE> column;
+        for (int j = 0; j < CHUNK_SIZE; j++) column[j] = tile[y + j][x];
         column.store(m.transposed + (col0 + x) * m.rows + row0 + y);
     }
 }
@@ -380,7 +381,7 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 //   step                  thread 17: across 1, down 1               its warp: down 0 and 1
 //   load x                rows 8 - 15 of columns 8 - 15:            a load: two rows, 256 bytes of each,
 //                         8 loads of 16 bytes                       16 sectors
-//   store codes           the same places: 8 stores of 8 bytes      a store: two rows, 128 bytes of each,
+//   store codes           the same elements: 8 stores of 8 bytes    a store: two rows, 128 bytes of each,
 //                                                                   8 sectors
 //   transpose             in registers: 16 words                    no memory
 //   write the tile        words 2 and 3 of columns 8 - 15:          one word of 16 columns for each down:
@@ -399,10 +400,10 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 //
 // Predict: in how many banks are the words that the 16 threads of one `down` write at once? How long does
 // writing take, and how much of that shows in the time?
-constexpr int TILE = 128;             // rows and columns of a tile
-constexpr int ACROSS = TILE / CHUNK;  // a block has 16 x 16 threads
-constexpr int PIECE_ROWS = 16;        // four words of a column, which a thread reads and stores at once
-constexpr int PIECES = TILE / PIECE_ROWS;
+constexpr int TILE_SIDE = 128;                  // rows and columns of a tile
+constexpr int ACROSS = TILE_SIDE / CHUNK_SIZE;  // a block has 16 x 16 threads
+constexpr int PIECE_ROWS = 16;  // four words of a column, which a thread reads and stores at once
+constexpr int PIECES = TILE_SIDE / PIECE_ROWS;
 
 // Four rows of four bytes become four columns of four bytes. __byte_perm(a, b, 0x5140) takes, from the lowest
 // byte of the result on, bytes 0, 4, 1 and 5 of the eight of a and b: a0 b0 a1 b1. (gpu/quantize.cuh has the
@@ -418,12 +419,13 @@ __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column)[4]) {
     column[3] = __byte_perm(rows01_columns23, rows23_columns23, 0x7632);    // a3 b3 c3 d3
 }
 
-// Where the words of the tile are. Here both functions return what they are given; rung 7 replaces them.
+// Where the words of the tile are. A column has 32 slots for words, and 8 for pieces. Here both functions
+// return what they are given; rung 7 replaces them.
 struct Unswizzled {
     // Which word of a column a thread writes first (turn 0) and second (turn 1): 0 is the upper, 1 the lower.
     static __device__ int upper_or_lower(int turn, int) { return turn; }
-    // The place of a piece among the eight of its column, which belongs to the threads of this `across`.
-    static __device__ int piece_place(int piece, int) { return piece; }
+    // The slot of a piece, 0 to 7, in its column, which belongs to the threads of this `across`.
+    static __device__ int piece_slot(int piece, int) { return piece; }
 };
 
 // Rungs 6 and 7. The grid is (cols / 128, rows / 128). __launch_bounds__(256, 4) promises blocks of 256
@@ -431,20 +433,20 @@ struct Unswizzled {
 // 65,536 / 1,024 = 64 registers: a multiprocessor has 65,536.
 template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and_7(Matrix m) {
     // (column, word). It begins at a multiple of 16 bytes, as what is read 16 bytes at a time has to.
-    __shared__ __align__(16) uint32_t tile[TILE][TILE / 4];
+    __shared__ __align__(16) uint32_t tile[TILE_SIDE][TILE_SIDE / 4];
     const float inverse = inverse_scale(m);
-    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * TILE;
-    const int64_t col0 = static_cast<int64_t>(blockIdx.x) * TILE;
+    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * TILE_SIDE;
+    const int64_t col0 = static_cast<int64_t>(blockIdx.x) * TILE_SIDE;
     const int across = threadIdx.x % ACROSS;
     const int down = threadIdx.x / ACROSS;
     const int64_t row = row0 + down * 8;
-    const int64_t col = col0 + across * CHUNK;
+    const int64_t col = col0 + across * CHUNK_SIZE;
     if (row < m.rows && col < m.cols) {
-        Neighbours<bf16, CHUNK> x[8];
-        for (int i = 0; i < 8; i++) x[i] = Neighbours<bf16, CHUNK>::load(m.x + (row + i) * m.cols + col);
+        Neighbours<bf16, CHUNK_SIZE> x[8];
+        for (int i = 0; i < 8; i++) x[i] = Neighbours<bf16, CHUNK_SIZE>::load(m.x + (row + i) * m.cols + col);
         uint2 codes[8];  // of a row: .x is the word of columns 0 to 3, .y that of columns 4 to 7
         for (int i = 0; i < 8; i++) {
-            const Neighbours<uint8_t, CHUNK> eight = encode8(x[i], inverse);
+            const Neighbours<uint8_t, CHUNK_SIZE> eight = encode8(x[i], inverse);
             eight.store(m.codes + (row + i) * m.cols + col);
             codes[i] = eight.bits;
         }
@@ -457,27 +459,27 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
         for (int turn = 0; turn < 2; turn++) {
             const int which = Layout::upper_or_lower(turn, across);
             const int word = 2 * down + which;  // of each of the eight columns
-            // Its place in the column, 0 to 31, which is also its bank.
-            const int word_place = 4 * Layout::piece_place(word / 4, across) + word % 4;
-            for (int j = 0; j < CHUNK; j++) {
+            // Its slot in the column, 0 to 31, which is also its bank.
+            const int word_slot = 4 * Layout::piece_slot(word / 4, across) + word % 4;
+            for (int j = 0; j < CHUNK_SIZE; j++) {
                 const uint32_t upper = words[0][j / 4][j % 4];
                 const uint32_t lower = words[1][j / 4][j % 4];
-                tile[across * CHUNK + j][word_place] = which == 0 ? upper : lower;
+                tile[across * CHUNK_SIZE + j][word_slot] = which == 0 ? upper : lower;
             }
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < TILE * PIECES; i += THREADS) {
+    for (int i = threadIdx.x; i < TILE_SIDE * PIECES; i += THREADS) {
         const int x = i / PIECES;
         const int piece = i % PIECES;
         const int64_t piece_row = row0 + piece * PIECE_ROWS;
         if (piece_row >= m.rows || col0 + x >= m.cols) continue;
-        const uint32_t* words = &tile[x][4 * Layout::piece_place(piece, x / CHUNK)];
+        const uint32_t* words = &tile[x][4 * Layout::piece_slot(piece, x / CHUNK_SIZE)];
         uint8_t* to = m.transposed + (col0 + x) * m.rows + piece_row;
         *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(words);
     }
 }
-void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE), THREADS>>>(m); }
+void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE_SIDE), THREADS>>>(m); }
 
 // ===========================================================================================================
 // Rung 7: swizzled words
@@ -487,13 +489,13 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 // pieces are read 16 bytes at a time, from an address that is a multiple of 16. So a column could only grow
 // by a multiple of four words, eight columns by a multiple of 32, and the words would meet in one bank as
 // before. (Four words after every eight columns would help, and cost memory.) Instead the words change
-// places within their column, in another way for each `across`. This is called a *swizzle*.
+// slots within their column, in another way for each `across`. This is called a *swizzle*.
 //
 // How does one find such a layout? The words that a warp writes at once must be in different banks. Their
 // threads differ in `across`, four bits, and in the last bit of `down`. In rung 6 `across` does not count in
 // the bank at all, so its bits must be mixed in:
-//   - a piece is read as a whole, so its four words stay together, and only its place may change, three bits
-//     of the bank. These get the upper three bits of `across`: piece p is at place p ^ (across / 2);
+//   - a piece is read as a whole, so its four words stay together, and only its slot may change, three bits
+//     of the bank. These get the upper three bits of `across`: piece p is in slot p ^ (across / 2);
 //   - the last bit of `across` says which word is written first: the lower one where `across` is odd.
 //
 // Here is the tile, a line for the first column of each `across`: which word is in which bank. In the first
@@ -539,9 +541,9 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 // Predict: the time.
 struct Swizzled {
     static __device__ int upper_or_lower(int turn, int across) { return turn ^ (across % 2); }
-    static __device__ int piece_place(int piece, int across) { return piece ^ (across / 2); }
+    static __device__ int piece_slot(int piece, int across) { return piece ^ (across / 2); }
 };
-void launch_rung7(const Matrix& m) { rungs6_and_7<Swizzled><<<tiles_of(m, TILE), THREADS>>>(m); }
+void launch_rung7(const Matrix& m) { rungs6_and_7<Swizzled><<<tiles_of(m, TILE_SIDE), THREADS>>>(m); }
 
 // ===========================================================================================================
 // Your rung

@@ -28,7 +28,7 @@ public:
                                                          .codes = codes_.get(),
                                                          .transposed = transposed_.get()} {
         tensor_scale_.fill(0);
-        gpu::compute_amax(gpu::lazy_stored({x_.get(), rows, cols, PLAIN_BF16}), &tensor_scale_.get()->amax,
+        gpu::compute_amax(gpu::lazy_load({x_.get(), rows, cols, PLAIN_BF16}), &tensor_scale_.get()->amax,
                           nullptr);
     }
     void run(const Rung& rung) const {
@@ -70,7 +70,7 @@ private:
 
     void run_as_in_training() const {
         const gpu::TensorRef x{x_.get(), m.rows, m.cols, PLAIN_BF16};
-        gpu::quantize_operand(gpu::lazy_stored(x),
+        gpu::quantize_operand(gpu::lazy_load(x),
                               {{m.codes, m.rows, m.cols, E5M2_PER_TENSOR, m.tensor_scale}, m.transposed},
                               nullptr, nullptr);
     }

@@ -44,7 +44,7 @@ struct NormCase {
     // The statistics that a kernel has left: the norm that is computed with them.
     void check_statistics(const Tensor& read) const {
         const Tensor y({N, C}, PLAIN_FP32);
-        gpu::store_values(gpu::lazy_norm(norm(read.ref())), y.ref(), 0);
+        gpu::write_values(gpu::lazy_norm(norm(read.ref())), y.ref(), 0);
         check_as_float(y.values(), forward<double>(read), forward<float>(read), C);
     }
 };
@@ -93,7 +93,7 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                 check_quantized(c.in, sum);
                 const LazyTensor norm = gpu::lazy_norm(c.norm(c.in.ref()));
                 check_lazy(norm, f.compute, c.forward<double>(c.in), c.forward<float>(c.in));
-                gpu::store_values(norm, values.ref(), 0);
+                gpu::write_values(norm, values.ref(), 0);
                 CHECK(y.amax() == reference::compute_amax(values.values().data(), s.n()));
             }
 }

@@ -300,7 +300,7 @@ inline void check_column_sums(const LazyTensor& x, const Floats& values) {
 inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact, const Floats& in_float) {
     const Shape s{x.rows, x.cols};
     const Tensor fp32(s, PLAIN_FP32), bf16(s, PLAIN_BF16);
-    gpu::store_values(x, fp32.ref(), 0);
+    gpu::write_values(x, fp32.ref(), 0);
     const Floats values = fp32.values();
     check_as_float(values, exact, in_float, s.cols);
     check_column_sums(x, values);
@@ -308,7 +308,7 @@ inline void check_lazy(const LazyTensor& x, Format compute, const Doubles& exact
         CHECK_THROWS_AS(gpu::compute_amax(x, bf16.amax_to_raise(), 0), Error);
         return;
     }
-    gpu::store_values(x, bf16.ref(), 0);
+    gpu::write_values(x, bf16.ref(), 0);
     check_quantized(bf16, values);
     for (TensorFormat q : GEMM_FORMATS) {
         const bool per_tensor = q.granularity == PER_TENSOR;
