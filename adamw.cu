@@ -650,15 +650,15 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
     const AdamWArguments arguments{.constants = kernel_constants(options),
                                    .granularity = moment_granularity(optimizer),
-                                   .fmax_m = format_info(optimizer.m_format).fmax,
-                                   .fmax_v = format_info(optimizer.v_format).fmax,
                                    .shards = shards.shards,
                                    .shard_count = shards.count,
                                    .elements = shards.elements,
                                    .weights = weights,
                                    .rounding_key = rounding_key,
                                    .gradients = bf16_or_fp32(shards.gradients, shards.gradient_format),
-                                   .state = state};
+                                   .state = state,
+                                   .fmax_m = format_info(optimizer.m_format).fmax,
+                                   .fmax_v = format_info(optimizer.v_format).fmax};
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(shards.count, 128), 128,
            /*shared_bytes=*/0, stream, arguments);
     update_other_shards(arguments, stream);

@@ -35,13 +35,15 @@ struct MomentRef {
     Format format;
 };
 
-// BF16 weights, and beside them the int16 remainders of their FP32 masters, in the same order. Without
-// remainders there are no masters, and the optimizer rounds new weights stochastically. In the recipe fp32
-// the weights are the masters.
+// BF16 weights, and beside them the int16 remainders of their FP32 masters, in the same order: a weight and
+// its remainder together are the master.
+//
+// (This can wait: the remainders may be null. Then BF16 weights have no masters, and an update rounds them
+// stochastically. The FP32 weights of the recipe fp32 are their own masters.)
 struct Weights {
-    void* values;         // BF16 or FP32: all elements of the rank's order
-    int16_t* remainders;  // the same elements; null if the weights are FP32, or have no master
-    Format format;
+    void* values;         // all elements of the rank's order
+    int16_t* remainders;  // the same elements
+    Format format;        // of values: BF16 or FP32
 };
 
 // The kernel of adamw.cu gives a warp 1,024 consecutive elements of a shard, which are called a bundle. (The
@@ -54,8 +56,8 @@ struct Shard {
     int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
     MomentRef m, v;
     bool decays;
-    // The amax of the new weights, which adamw() clears first. Null for what is no weight of a linear layer.
-    // (With delayed scaling it is always null.)
+    // The amax of the new weights, which adamw() writes. It is null if the parameter is not the weight of a
+    // linear layer. (With delayed scaling it is always null.)
     float* weight_amax;
 
     // How many bundles all shards before this one have. It is also the number of the shard's first bundle.
@@ -73,7 +75,7 @@ struct Shard {
 
 // What a step knows of its gradients, on the device. It is cleared before the step.
 struct GradientState {
-    double sum_of_squares;  // of all buckets so far, before clipping
+    double sum_of_squares;  // of all gradients so far, before clipping
     double norm;            // the root of sum_of_squares
     float clip_factor;      // what clipping multiplies the gradients by: limit / norm, or 1
     // Not 0: the step is skipped (StepResult::skipped of common/step.h says when). Then nothing is updated,
@@ -94,8 +96,8 @@ struct ShardsToUpdate {
 };
 
 // Updates shards by AdamW, and finds the amaxes of the new weights. If state->skip is set, everything stays
-// as it was. The format of a shard's m is optimizer.m_format or FP32, and that of its v is optimizer.v_format
-// or FP32. rounding_key: that of this update, for weights without a master.
+// as it was. Matrices have their m in optimizer.m_format and their v in optimizer.v_format. Norm weights and
+// biases have FP32 moments. rounding_key: that of this update, for weights without a master.
 void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& shards,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 

@@ -80,8 +80,9 @@ inline __device__ MAndV<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& 
 // others can wait: Bf16Weights<false>, without masters, and Fp32Weights.) The template parameter WeightsKind
 // stands for one of them. All have these functions:
 //   constructor       `first` is a position in the rank's order, from which i counts below
-//   load(), unpack()  eight weights, from position first + i on; with a master, their masters
-//   store()           rounds eight weights and, if they are live, writes them. It raises largest_bits, the
+//   load()            eight weights from position first + i on, and what belongs to their masters
+//   unpack()          these as FP32 values: the masters, if there are any
+//   store()           rounds eight FP32 values to weights and, if they are live, writes them. It raises largest_bits, the
 //                     bits of the largest magnitude of rounded weights so far. Without masters it needs
 //                     random bits. They follow from `key`, the rounding_key() (common/random.h) of the
 //                     update, and from `element`, the number of the first of these weights in the flat order
@@ -187,7 +188,6 @@ enum class MomentGranularity : uint8_t {
 struct AdamWArguments {
     AdamWKernelConstants constants;
     MomentGranularity granularity;
-    float fmax_m, fmax_v;  // for other_optimizers.cu: FMAX of the formats of m and v, where they are scaled
     const Shard* shards;
     int shard_count;
     Range elements;  // of these shards, in the rank's order: whole moment groups
@@ -195,6 +195,7 @@ struct AdamWArguments {
     uint64_t rounding_key;
     Bf16OrFp32 gradients;  // the gradients of these shards, from elements.first on
     const GradientState* state;
+    float fmax_m, fmax_v;  // for other_optimizers.cu: FMAX of the formats of m and v, where they are scaled
 
     // Whether adamw.cu updates the shard. Only m is looked at: where m is in moment groups, v is, too
     // (OptimizerFormats::has_fp8_moment_groups()).
