@@ -82,10 +82,11 @@ inline __device__ MAndV<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& 
 //   constructor       `first` is a position in the rank's order, from which i counts below
 //   load()            eight weights from position first + i on, and what belongs to their masters
 //   unpack()          these as FP32 values: the masters, if there are any
-//   store()           rounds eight FP32 values to weights and, if they are live, writes them. It raises largest_bits, the
-//                     bits of the largest magnitude of rounded weights so far. Without masters it needs
-//                     random bits. They follow from `key`, the rounding_key() (common/random.h) of the
-//                     update, and from `element`, the number of the first of these weights in the flat order
+//   store()           rounds eight FP32 values to weights and, if they are live, writes them. It raises
+//                     largest_bits, the bits of the largest magnitude of rounded weights so far.
+//                     (This can wait: without masters it needs random bits. They follow from `key`, the
+//                     rounding_key() of the update, and from `element`, the number of the first of these
+//                     weights in the flat order. See common/random.h)
 
 // BF16 weights. Rounding adds a number to the bits of an FP32 value, and the upper half of the sum is the
 // weight:
