@@ -29,10 +29,10 @@ namespace coat::gpu {
 //                              new moment is found in max[1]
 //   FP32, BF16                 max is null
 struct MomentRef {
-    void* data;  // in `format`, padded to whole moment groups; padding stays zero
-    float* max;  // one for each moment group
-    float* k;    // one for each moment group; null without expansion
-    Format format;
+    void* data;     // all elements of the shard
+    float* max;     // one for each moment group
+    float* k;       // one for each moment group; null without expansion
+    Format format;  // of the elements
 };
 
 // BF16 weights, and beside them the int16 remainders of their FP32 masters, in the same order: a weight and
@@ -42,7 +42,7 @@ struct MomentRef {
 // stochastically. The FP32 weights of the recipe fp32 are their own masters.)
 struct Weights {
     void* values;         // all elements of the rank's order
-    int16_t* remainders;  // the same elements
+    int16_t* remainders;  // of the same elements
     Format format;        // of values: BF16 or FP32
 };
 
