@@ -269,20 +269,18 @@ __device__ int span_count(const Shard& shard) {
 // span s is 128 s elements on.
 template <class WeightsKind> struct ElementsOfThread {
     const AdamWArguments& arguments;
-    const int shard_spans;        // how many spans the shard has
-    const int in_span;            // the first of the eight, counted from the beginning of the span
-    const int64_t rank_position;  // of this element in the rank's order, in which gradients lie, too
-    const int64_t flat_position;  // of this element in the flat order, for random bits. (On one GPU the two
-                                  // positions are the same number)
-    const WeightsKind weights;
-    uint8_t *const codes_m, *const codes_v;
+    const Shard& shard;
 
-    __device__ ElementsOfThread(const AdamWArguments& arguments, const Shard& shard)
-        : arguments(arguments), shard_spans(span_count(shard)),
-          in_span(threadIdx.x % LANES_PER_SPAN * CHUNK_SIZE), rank_position(shard.rank_offset + in_span),
-          flat_position(shard.flat_offset + in_span), weights(arguments.weights, rank_position),
-          codes_m(static_cast<uint8_t*>(shard.m.data) + in_span),
-          codes_v(static_cast<uint8_t*>(shard.v.data) + in_span) {}
+    const int shard_spans = span_count(shard);
+    // The first of the eight elements, counted from the beginning of the span.
+    const int in_span = threadIdx.x % LANES_PER_SPAN * CHUNK_SIZE;
+    // Its position in the rank's order, in which gradients lie, too, and its position in the flat order, for
+    // random bits. (On one GPU they are the same number.)
+    const int64_t rank_position = shard.rank_offset + in_span;
+    const int64_t flat_position = shard.flat_offset + in_span;
+    const WeightsKind weights{arguments.weights, rank_position};
+    uint8_t* const codes_m = static_cast<uint8_t*>(shard.m.data) + in_span;
+    uint8_t* const codes_v = static_cast<uint8_t*>(shard.v.data) + in_span;
 
     // The distance, in elements, from the shard's first span to `span`. A span past the last one counts as
     // the last span.
@@ -384,20 +382,19 @@ constexpr int WARPS_PER_BLOCK = 8;
 // Which field of a bundle this lane has (the drawing of lanes, fields and spans above), and where that field
 // of each span is in memory. Bundles are counted from the beginning of the shard.
 struct FieldOfLane {
-    bool is_of_v, is_k;
-    int pair, span_in_bundle;  // counted from the beginning of the bundle
-    float* in_memory;          // one for each span of the shard; null if the moment has no k
-    int shard_spans;           // how many spans the shard has
+    const Shard& shard;
 
-    explicit __device__ FieldOfLane(const Shard& shard) : shard_spans(span_count(shard)) {
-        const int lane = threadIdx.x % 32;
-        is_of_v = lane % FIELDS_PER_SPAN >= 2;
-        is_k = lane % 2 == 1;
-        pair = lane % LANES_PER_SPAN / FIELDS_PER_SPAN;
-        span_in_bundle = pair * SPANS_PER_PAIR + lane / LANES_PER_SPAN;
-        const MomentRef moment = is_of_v ? shard.v : shard.m;
-        in_memory = is_k ? moment.k : moment.max;
-    }
+    const int lane = threadIdx.x % 32;
+    const bool is_of_v = lane % FIELDS_PER_SPAN >= 2;
+    const bool is_k = lane % 2 == 1;
+    // Counted from the beginning of the bundle:
+    const int pair = lane % LANES_PER_SPAN / FIELDS_PER_SPAN;
+    const int span_in_bundle = pair * SPANS_PER_PAIR + lane / LANES_PER_SPAN;
+    const MomentRef moment = is_of_v ? shard.v : shard.m;
+    // This field of each span of the shard. (Null if it is a k, and the moment has none.)
+    float* const in_memory = is_k ? moment.k : moment.max;
+    const int shard_spans = span_count(shard);
+
     // If the span is past the last one of the shard, load() reads the field of the last span, and store()
     // does nothing.
     __device__ float load(int bundle) const {
@@ -437,8 +434,8 @@ template <class WeightsKind, class MCodec, class VCodec>
 __device__ uint32_t update_bundles(const AdamWArguments& arguments, const Shard& shard, int first, int end,
                                    const MAndV<Table>& tables) {
     if (first >= end) return 0;
-    const ElementsOfThread<WeightsKind> elements(arguments, shard);
-    const FieldOfLane field_of_lane(shard);
+    const ElementsOfThread<WeightsKind> elements{arguments, shard};
+    const FieldOfLane field_of_lane{shard};
     const float clip_factor = arguments.state->clip_factor;
     const float decay = shard.decays ? arguments.constants.weight_decay : 0.0f;
     uint32_t largest_bits = 0;
