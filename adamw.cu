@@ -584,14 +584,15 @@ template <bool IS_V, Format FORMAT> struct CodecWithoutExpansion {
 // If a block has this many bundles, its start and its end take little of its time.
 constexpr int64_t MIN_BUNDLES_PER_BLOCK = 2048;
 
-// The number of blocks for an update. `bundles` is nearly the number of its bundles: as many as its elements
-// would fill, if no shard had a short last bundle.
+// The number of blocks for an update:
 //   - as many as the GPU runs at once;
 //   - several times as many, if each block still has MIN_BUNDLES_PER_BLOCK. Bundles that take the careful
 //     path (part 2) are slow, and they are neighbours: the embeddings of tokens that no longer occur. More
 //     blocks share out the slow bundles better;
 //   - fewer, about one for each bundle, if the update is small. A bundle is the work of one warp, so a block
 //     for each bundle spreads the bundles over all multiprocessors.
+// `bundles` is nearly the number of the update's bundles: as many as its elements would fill if no shard had a
+// short last bundle.
 unsigned adamw_blocks(int64_t bundles) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, bundles / (at_once * MIN_BUNDLES_PER_BLOCK));
@@ -623,13 +624,13 @@ AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
 template <class F> void with_codecs(const OptimizerFormats& o, F f) {
     constexpr Format E4M3 = Format::E4M3, E5M2 = Format::E5M2;
     const bool both_e4m3 = o.m_format == E4M3 && o.v_format == E4M3;
+    // The first argument of a codec is IS_V.
     if (both_e4m3 && o.expansion)
-        f.template operator()<ExpansionCodec</*IS_V=*/false, E4M3>, ExpansionCodec</*IS_V=*/true, E4M3>>();
+        f.template operator()<ExpansionCodec<false, E4M3>, ExpansionCodec<true, E4M3>>();
     else if (o.m_format == E4M3 && o.v_format == E5M2 && o.expansion)
-        f.template operator()<ExpansionCodec</*IS_V=*/false, E4M3>, ExpansionCodec</*IS_V=*/true, E5M2>>();
+        f.template operator()<ExpansionCodec<false, E4M3>, ExpansionCodec<true, E5M2>>();
     else if (both_e4m3)
-        f.template
-        operator()<CodecWithoutExpansion</*IS_V=*/false, E4M3>, CodecWithoutExpansion</*IS_V=*/true, E4M3>>();
+        f.template operator()<CodecWithoutExpansion<false, E4M3>, CodecWithoutExpansion<true, E4M3>>();
     else require(false, "adamw.cu has no kernel for moments in these formats");
 }
 
