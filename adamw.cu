@@ -591,8 +591,8 @@ constexpr int64_t MIN_BUNDLES_PER_BLOCK = 2048;
 //     blocks share out the slow bundles better;
 //   - fewer, about one for each bundle, if the update is small. A bundle is the work of one warp, so a block
 //     for each bundle spreads the bundles over all multiprocessors.
-// `bundles` is nearly the number of the update's bundles: as many as its elements would fill if no shard had a
-// short last bundle.
+// `bundles` is nearly the number of the update's bundles: as many as its elements would fill, if no shard had
+// a short last bundle.
 unsigned adamw_blocks(int64_t bundles) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, bundles / (at_once * MIN_BUNDLES_PER_BLOCK));
