@@ -42,9 +42,8 @@ struct MaxAndK {
 };
 
 // The format of a moment is known when a kernel is compiled. FORMAT is E4M3 or E5M2.
-template <Format FORMAT> constexpr float FMAX = format_info(FORMAT).fmax;  // 448 or 57,344
 template <Format FORMAT> constexpr float FMIN = format_info(FORMAT).fmin;  // 2^-9 or 2^-16
-// log2(FMAX), and log2(FMAX / FMIN)
+// log2(FMAX), and log2(FMAX / FMIN). FMAX is in gpu/device.cuh.
 template <Format FORMAT> constexpr float LOG2_FMAX = FORMAT == Format::E4M3 ? 8.80735492f : 15.80735492f;
 template <Format FORMAT> constexpr float LOG2_RANGE = FORMAT == Format::E4M3 ? 17.80735492f : 31.80735492f;
 

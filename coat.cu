@@ -7,20 +7,17 @@
 //   4. codes with one scale for the tensor, for GEMMs, and the choice between codes and values
 //
 // The simplest kernel comes first. Every kernel here goes through a tensor with for_each_row() of
-// gpu/lazy_tensor.cuh.
-//
-// Which bytes move. Every kernel reads each of its inputs once, and most are bound by memory bandwidth. An
-// element in BF16 has 2 bytes. In groups it has 9/8: its code, and a 16th of a scale of 2 bytes. An FP8 code
-// that is written has 1 byte.
+// gpu/lazy_tensor.cuh. It reads each of its inputs once, and most kernels are bound by memory bandwidth. An
+// element takes 2 bytes in BF16, 1 as the FP8 code of an operand, and 9/8 in groups: its code, and a 16th of
+// a scale of 2 bytes.
 //
 // Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //
-//   write_operand()                            part 4            chooses: codes, or values without codes
-//     quantize_operand()                       part 4            chooses: the function for this granularity,
-//                                                                and E4M3 or E5M2
-//       quantize_per_tensor()                  part 4            chooses: with or without transposed codes
-//         with_producer_of_bf16_or_groups()    lazy_tensor.cuh   chooses: the producer that computes x
-//           launch()                           device.cuh        starts quantize_operand_kernel()
+//   write_operand()                          part 4            chooses: codes, or values without codes
+//     quantize_operand()                     part 4            chooses: E4M3 or E5M2, and whether the
+//                                                              transposed codes are made
+//       with_producer_of_bf16_or_groups()    lazy_tensor.cuh   chooses: the producer that computes x
+//         launch()                           device.cuh        starts quantize_operand_kernel()
 //
 // And on the GPU:
 //
@@ -63,32 +60,36 @@ namespace coat::gpu {
 // The kernel below is for what no other kernel has at hand, for instance the gradient of gate and up. (Two
 // tables in model.cu, which can wait, say which kernel finds which amax.)
 
+// gpu/lazy_tensor.cuh begins with this kernel and its launch, as an example. A chunk that is not live is a
+// copy of one inside the tensor, so it does not change the maximum.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_to_raise) {
+    constexpr int PLANES = Producer::PLANES;
+    const ThreadTile thread_tile(blockIdx.y);
     float largest = 0;
-    // A thread outside the tensor sees copies of elements inside it, which do not change the maximum.
-    for_each_row(producer, ThreadTile(blockIdx.y), rows,
-                 [&](int /*row*/, const ChunkValues(&v)[Producer::PLANES], bool /*live*/) {
-                     for (int p = 0; p < Producer::PLANES; p++) largest = larger_magnitude(largest, v[p]);
-                 });
+    for_each_row(producer, thread_tile, rows, [&](int, const ChunkValues(&v)[PLANES], bool) {
+        for (int p = 0; p < PLANES; p++) largest = larger_magnitude(largest, v[p]);
+    });
     update_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
 }
 
-// x says which tensor is meant, and from what it is computed (gpu/tensors.h).
-// with_producer_of_bf16_or_groups() calls the function below with the producer that computes x.
 void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stream) {
     with_producer_of_bf16_or_groups(x, [&](auto producer) {
-        launch("compute_amax", compute_amax_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, x_amax_to_raise);
+        using P = decltype(producer);
+        launch("compute_amax", compute_amax_kernel<P>, tile_grid(x.rows, producer.width), TILE_THREADS,
+               /*shared_bytes=*/0, stream, producer, x.rows, x_amax_to_raise);
     });
 }
 
 // ===========================================================================================================
 // 2. Values without codes
+//
+// In coat the output of the final norm is such a tensor: the head reads it in BF16. (In recipes without FP8
+// all computed operands are.)
 
-// Stores the values of a tensor, rounded to BF16 or as FP32. (Two of these blocks share a
-// multiprocessor, not TILE_BLOCKS_PER_SM: FP32 values need more registers.)
+// Stores the values of a tensor, rounded to BF16 or as FP32. A multiprocessor has two of these thread blocks,
+// not TILE_BLOCKS_PER_SM, because FP32 values need more registers.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
     write_values_kernel(Producer producer, int64_t rows, Bf16OrFp32 out) {
@@ -209,14 +210,15 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 //
 //   scale   amax / FMAX (scale_of() in gpu/device.cuh)
 //   code    x / scale, rounded to FP8. As on the CPU, a kernel multiplies by 1 / scale in FP32
-//
-// store_codes() (gpu/quantize.cuh) computes x and stores the codes.
+
+// Computes x and stores its codes, with store_codes() of gpu/quantize.cuh. row_major is null if no row-major
+// codes are wanted.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_operand_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, float fmax,
-                            uint8_t* row_major, uint8_t* transposed) {
-    // Just in time: every thread derives the same scale from the amax. fmax: the largest value of FP8.
-    const float scale = scale_of(fmax, tensor_scale->amax);
+    quantize_operand_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, uint8_t* row_major,
+                            uint8_t* transposed) {
+    // Just in time: every thread computes the same scale from the amax.
+    const float scale = scale_of(FMAX<FP8>, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
     store_codes<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
                             [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool /*live*/) {
@@ -224,18 +226,6 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
                             });
     // The GEMM multiplies by the scale. It is stored last, so that it delays no load of x.
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
-}
-
-template <Format FP8>
-static void quantize_per_tensor(const LazyTensor& x, const Operand& out, cudaStream_t stream) {
-    with_producer_of_bf16_or_groups(x, [&](auto producer) {
-        using P = decltype(producer);
-        auto kernel = quantize_operand_kernel<P, FP8, /*TRANSPOSED=*/false>;
-        if (out.transposed) kernel = quantize_operand_kernel<P, FP8, /*TRANSPOSED=*/true>;
-        launch("quantize", kernel, tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0,
-               stream, producer, x.rows, out.tensor.tensor_scale, format_info(FP8).fmax,
-               static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
-    });
 }
 
 void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {
@@ -246,8 +236,17 @@ void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant
     if (format.granularity != PER_TENSOR) return quantize_in_blocks(x, out, quant_stats, stream);
     if (out.delayed) return quantize_delayed(x, out, quant_stats, stream);
     measure_quant_errors(x, out, quant_stats, stream);  // first, because the codes may overwrite x
-    if (format.element_format == Format::E5M2) quantize_per_tensor<Format::E5M2>(x, out, stream);
-    else quantize_per_tensor<Format::E4M3>(x, out, stream);
+    const bool e5m2 = format.element_format == Format::E5M2;
+    with_producer_of_bf16_or_groups(x, [&](auto producer) {
+        using P = decltype(producer);
+        auto kernel = quantize_operand_kernel<P, Format::E4M3, /*TRANSPOSED=*/false>;
+        if (e5m2) kernel = quantize_operand_kernel<P, Format::E5M2, /*TRANSPOSED=*/false>;
+        if (out.transposed) kernel = quantize_operand_kernel<P, Format::E4M3, /*TRANSPOSED=*/true>;
+        if (out.transposed && e5m2) kernel = quantize_operand_kernel<P, Format::E5M2, /*TRANSPOSED=*/true>;
+        launch("quantize_operand", kernel, tile_grid(x.rows, producer.width), TILE_THREADS,
+               /*shared_bytes=*/0, stream, producer, x.rows, out.tensor.tensor_scale,
+               static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
+    });
 }
 
 void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_stats, cudaStream_t stream) {

@@ -91,10 +91,9 @@ void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* work
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     write_operand_and_add_column_sums_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale,
-                                             float fmax, uint8_t* row_major, uint8_t* transposed,
-                                             float* partials) {
+                                             uint8_t* row_major, uint8_t* transposed, float* partials) {
     __shared__ ColumnSums columns;
-    const float scale = scale_of(fmax, tensor_scale->amax);
+    const float scale = scale_of(FMAX<FP8>, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
     ChunkValues sum[Producer::PLANES] = {};
     for (int64_t tile = blockIdx.y; tile * TILE_SIDE < rows; tile += COLUMN_PARTIALS) {
@@ -130,8 +129,7 @@ void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, 
         kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;
     launch("write_operand_and_add_column_sums", kernel, column_grid(x.cols), TILE_THREADS, /*shared_bytes=*/0,
            stream, P{plain_view<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.tensor_scale,
-           format_info(format.element_format).fmax, static_cast<uint8_t*>(out.tensor.data),
-           static_cast<uint8_t*>(out.transposed), workspace);
+           static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }
 

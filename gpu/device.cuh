@@ -93,9 +93,8 @@ constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;  // of a warp, for instructions that
 // (nvcc unrolls loops over a chunk by itself; a pragma stands where it would not.)
 
 // The largest magnitude so far is kept in one of two forms:
-//   largest        an FP32 value: in loops over values
-//   largest_bits   the bits of this value: for instructions that take the maximum of integers, as atomicMax()
-//                  below, and where only bits are at hand, as of rounded weights (gpu/adamw.cuh)
+//   largest        an FP32 value: faster in loops over values
+//   largest_bits   the bits of this value: for atomicMax() and __reduce_max_sync(), which compare integers
 // Both give the same result: the bits of |x|, read as an integer, have the same order as |x|, with NaN above
 // infinity.
 
@@ -132,6 +131,9 @@ template <class Real> __device__ Real sum_of_warp(Real x) {
 // -----------------------------------------------------------------------------------------------------------
 // FP8 codes and scales (the paper's preliminaries):
 //   s = amax / FMAX,  code = encode(x / s),  x' = s * decode(code)
+
+// For kernels whose format is known when they are compiled: 448 for E4M3, 57,344 for E5M2.
+template <Format FP8> constexpr float FMAX = format_info(FP8).fmax;
 
 inline __device__ uint32_t encode_two(bool e5m2, float lo, float hi) {  // two codes; saturates
     return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
@@ -212,20 +214,21 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 //   GroupsView         E4M3 codes, with one BF16 scale for 16 elements
 //
 // A kernel is compiled for each type of view that it reads. StoredView is the template parameter that stands
-// for this type. Whatever it is, it has two types and four functions:
+// for this type. (Bf16OrFp32, at the end, is for a tensor whose format a kernel learns at run time.) Whatever
+// it is, a StoredView has two types and four functions:
 //
 //   ComputeElement                a type: the compute format that goes with the view. What is read together
 //                                 with the tensor, such as a norm's weight, is in it
 //   LoadedChunk                   a type: a chunk in registers, as it is stored
 //   starting_at(i)                the same tensor, counted from element i on
 //   load(i)                       returns the LoadedChunk at element i. It only loads, so several loads can
-//                                 be in flight
-//   unpack(loaded, v)             converts a LoadedChunk to FP32
-//   round_and_store(i, v, live)
-//                                 rounds v, in the caller's registers, and stores it at element i, if live
+//                                 be on their way at once
+//   unpack(loaded, v)             converts a LoadedChunk to FP32: v
+//   round_and_store(i, v, live)   rounds v itself to what can be stored, and stores it at element i if live
 //
-// A PlainView has two more: load_values(i, v), which is load() and unpack(), and store(i, v, live), which
-// stores v rounded but leaves v as it is.
+// A PlainView has two functions more:
+//   load_values(i, v)             load() and unpack()
+//   store(i, v, live)             stores v rounded, but leaves v as it is
 
 inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in 32 bits
     const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
@@ -297,8 +300,8 @@ template <class Element, int N = CHUNK_SIZE> struct PlainView {
 //   - A group with NaN or infinity gets the scale NaN, because its codes would hide what is not finite.
 //
 // The number of columns is a multiple of the group size, so the group of element i is i / GROUP_SIZE. Two
-// neighbouring lanes have one group: both must call round_and_store(), and the lane with the even
-// number writes the scale.
+// neighbouring lanes have one group: both must call round_and_store(), and the lane with the even number
+// writes the scale.
 constexpr int GROUP_SIZE = PER_1x16.cols;
 static_assert(GROUP_SIZE == 2 * CHUNK_SIZE);
 struct GroupsView {

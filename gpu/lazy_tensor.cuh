@@ -6,26 +6,35 @@
 //   3. producers: how a thread loads or computes eight neighbouring elements
 //   4. rows: a thread's loop over its eight rows
 //
-// For example, this is how coat.cu finds the largest magnitude of a tensor. All kernels there have this form:
+// For example, this is the first kernel of coat.cu, which finds the largest magnitude of a tensor, and its
+// launch. All kernels there have this form:
 //
 //   template <class Producer>
-//   __global__ void compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_to_raise) {
-//       constexpr int PLANES = Producer::PLANES;       // 2 for [gate | up], else 1
-//       const ThreadTile thread_tile(blockIdx.y);      // part 1: where the thread's 8 x 8 elements are
+//   static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
+//       compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_to_raise) {
+//       constexpr int PLANES = Producer::PLANES;
+//       const ThreadTile thread_tile(blockIdx.y);
 //       float largest = 0;
-//       for_each_row(producer, thread_tile, rows,      // part 4: calls the lambda for each of its 8 rows
-//                    [&](int row, const ChunkValues(&v)[PLANES], bool live) {
-//                        for (int p = 0; p < PLANES; p++) largest = larger_magnitude(largest, v[p]);
-//                    });
+//       for_each_row(producer, thread_tile, rows, [&](int, const ChunkValues(&v)[PLANES], bool) {
+//           for (int p = 0; p < PLANES; p++) largest = larger_magnitude(largest, v[p]);
+//       });
 //       update_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
 //   }
 //
 //   void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stream) {
-//       with_producer_of_bf16_or_groups(x, [&](auto producer) {        // part 3: what loads or computes x
-//           launch("compute_amax", compute_amax_kernel<decltype(producer)>, ..., producer, x.rows,
-//                  x_amax_to_raise);
+//       with_producer_of_bf16_or_groups(x, [&](auto producer) {
+//           using P = decltype(producer);
+//           launch("compute_amax", compute_amax_kernel<P>, tile_grid(x.rows, producer.width), TILE_THREADS,
+//                  /*shared_bytes=*/0, stream, producer, x.rows, x_amax_to_raise);
 //       });
 //   }
+//
+// What it uses of this file:
+//   ThreadTile       where the thread's 8 x 8 elements of x are (part 1)
+//   Producer         loads or computes the values of x (part 3). The host chooses it. PLANES is 2 for
+//                    [gate | up], else 1
+//   for_each_row()   calls the lambda for each of the thread's 8 rows (part 4). The lambda is given the
+//                    number of the row, its values v, and whether they are live. Here it needs only v
 #pragma once
 #include "device.cuh"
 
@@ -47,8 +56,8 @@ namespace coat::gpu {
 // touches, however little of it is used.)
 //
 // Planes. [gate | up] has two planes side by side, gate and up, each `width` columns wide. A thread block has
-// a tile of both, at the same place, and a thread the same 8 x 8 elements of both. Any other tensor has one
-// plane.
+// a tile of both, with the same rows and columns, and a thread the same 8 x 8 elements of both. Any other
+// tensor has one plane.
 
 constexpr int TILE_SIDE = 128;                        // rows and columns of a tile
 constexpr int THREAD_ROWS = 8;                        // rows of a tile that a thread has
@@ -58,9 +67,9 @@ constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
 // three, or with five, the kernels were slower.)
 constexpr int TILE_BLOCKS_PER_SM = 4;
 
-// Where the 8 x 8 elements of a thread are. The thread is number (across, down) among those of its tile. Its
-// first element has this row and this column in the tensor (in each plane, if there are two). tile_down is
-// the number of the tile, counted down the tensor. It is blockIdx.y where a thread block has a single tile.
+// Where the 8 x 8 elements of a thread are. (across, down) says which of the 16 x 16 threads of the tile it
+// is; row and col are those of its first element, in the tensor (in each plane, if there are two). tile_down
+// is the number of the tile, counted down the tensor: blockIdx.y, where a thread block has a single tile.
 // (Only in gpu/column_sums.cu a thread block has several.)
 struct ThreadTile {
     int across, down;
@@ -141,9 +150,9 @@ inline __device__ float gelu_backward(float u, float d) {
 // A thread, whose first element is at (row, col), calls three functions:
 //   thread_part(row, col)           returns the ThreadPart, which all rows of the thread need: views of what
 //                                   is stored, starting at (row, col), and the weight and bias of a norm
-//   load(part, i)                   only loads what row + i needs. So the loads of several rows can be on
-//                                   their way at once
-//   compute(loaded, part, values)   computes the FP32 values of a row from what was loaded: 8 columns of each
+//   load(part, i)                   returns a LoadedRow: what row + i needs. It only loads, so the loads of
+//                                   several rows can be on their way at once
+//   compute(loaded, part, values)   computes the FP32 values of a row from its LoadedRow: 8 columns of each
 //                                   plane
 
 // The distance, in elements, from a thread's first row to its row i of a tensor with `width` columns. It has
@@ -222,7 +231,13 @@ template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProdu
     }
 };
 
-// Calls f with the producer of x; `input` is the view of x.input. f is compiled for each type of producer.
+// The host chooses a producer by one of two functions. They call f with the producer of x, and differ in what
+// x.input may be:
+//   with_producer()                      in FP32, in BF16, or in groups
+//   with_producer_of_bf16_or_groups()    in BF16 or in groups. Quantizers use it, because FP8 goes with the
+//                                        compute format BF16. So they are not compiled for FP32
+
+// Both find the view of x.input, and then call this function. f is compiled for each type of producer.
 template <class StoredView, class F> void with_producer_of_view(const LazyTensor& x, StoredView input, F f) {
     const int64_t cols = x.input.cols;
     if (x.op == LazyOp::Load) f(LazyProducer<LazyOp::Load, StoredView>{input, cols, x});
@@ -234,15 +249,12 @@ template <class StoredView, class F> void with_producer_of_view(const LazyTensor
         f(LazyProducer<LazyOp::ActivationBackward, StoredView, /*TWO_PLANES=*/true>{input, cols / 2, x});
     else f(LazyProducer<LazyOp::ActivationBackward, StoredView>{input, cols, x});
 }
-// Calls f with the producer of x, for quantizers. Their inputs are in BF16 or in groups, because FP8 goes
-// with the compute format BF16. An input in FP32 is an Error: so quantizers are not compiled for it.
 template <class F> void with_producer_of_bf16_or_groups(const LazyTensor& x, F f) {
     require(x.input.format.element_format != Format::FP32,
             "FP8 goes with the compute format BF16, not with FP32");
     if (x.input.format == E4M3_PER_1x16) with_producer_of_view(x, groups_view(x.input), f);
     else with_producer_of_view(x, plain_view<bf16>(x.input.data), f);
 }
-// The same for tensors that may also be in FP32.
 template <class F> void with_producer(const LazyTensor& x, F f) {
     with_view(x.input, [&](auto input) { with_producer_of_view(x, input, f); });
 }

@@ -34,50 +34,52 @@ inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column
     column[3] = __byte_perm(rows01_columns23, rows23_columns23, 0x7632);    // a3 b3 c3 d3
 }
 
-// The codes of a tile in shared memory. Threads write them as they have them, and read them column by column.
-// dev/ladders/quantize_transpose.cu explains such a tile step by step: rung 6 its words and pieces, rung 7
-// why the words change places (a swizzle). In short:
+// The codes of a tile in shared memory. Its words:
 //
-//   word    Four rows of one column: 4 bytes. Thread (across, down) has two words of each of its eight
-//           columns: the upper word has its rows 0 to 3, the lower word its rows 4 to 7
-//   piece   Four neighbouring words of a column: 16 rows, which one thread reads at once
-//   place   Where a word is in its column, 0 to 31. Shared memory has 32 banks, so the place is also the
-//           bank. It depends on `across`: if it were simply the word's number, the 16 threads with the same
-//           `down` would write to one bank
+//   word    Four rows of one column: 4 bytes. A column has words 0 to 31. Thread (across, down) has two words
+//           of each of its eight columns: word 2 * down, the upper one, is its rows 0 to 3, and word
+//           2 * down + 1, the lower one, its rows 4 to 7
+//   slot    Where a word is in its column, 0 to 31. Shared memory has 32 banks of 4 bytes, and so has a
+//           column slots: the slot is also the bank
+//   piece   Four words of a column, in four neighbouring slots: 16 rows, which one thread reads at once
 //
-// What is different from rung 7. There a thread first has all its words, and writes an upper or a lower word
-// first, as the last bit of `across` says. Here it writes its upper words as soon as it has the codes of four
-// rows, because this takes fewer registers. So all threads write upper words at the same time, and the last
-// bit of `across` cannot choose between upper and lower. Instead the four words inside a piece change places,
-// too:
+// The slot of a word depends on the thread that writes it (`^` is exclusive or):
 //
-//   word = 2 * down + upper_or_lower              upper_or_lower: 0 is the upper word, 1 the lower
-//   place = word ^ (2 * across) ^ (down & 1)
+//   slot = word ^ (2 * across) ^ (down & 1)
 //
-// A warp is two rows of 16 threads: two values of `down`. With one instruction each thread writes a word, all
-// the upper or all the lower. Bits 1 to 4 of the place are down ^ across: different for the 16 threads of a
-// row. Bit 0 is upper_or_lower ^ (down & 1): it tells the two rows apart. So the 32 words go to 32 different
-// banks.
+// This is the tile, a line for the columns of each `across`: which word is in which slot. A piece is what
+// stands between two bars. When a warp with down 0 and 1 writes its upper words, its threads of down 0 write
+// the words in [ ], and those of down 1 the words in ( ):
 //
-// This is the tile, a line for the columns of each `across`: which word is at which place. When all threads
-// write their upper words, those of down 0 write the words in [ ], and those of down 1 the words in ( ):
-//
-//   place         0    1    2    3  |  4    5    6    7  |  8    9   10   11  |  12   ...  31
+//   slot          0    1    2    3  |  4    5    6    7  |  8    9   10   11  |  12   ...  31
 //   across 0     [0]   1    3   (2) |  4    5    7    6  |  8    9   11   10  |  12        30
 //   across 1      3   (2)  [0]   1  |  7    6    4    5  | 11   10    8    9  |  15        29
 //   across 2      4    5    7    6  | [0]   1    3   (2) | 12   13   15   14  |   8        26
 //   across 3      7    6    4    5  |  3   (2)  [0]   1  | 15   14   12   13  |  11        25
 //   ...
 //
-// A piece is what stands between two bars. Pieces are where they are in rung 7: piece p is at place
-// p ^ (across / 2) among the eight of its column. read_piece() puts the four words back into order.
+// No two lanes of a warp need the same bank at once:
+//   write        A warp has two values of `down`, an even and an odd one, each with 16 of `across`. With one
+//                instruction its lanes all write upper words or all lower ones. Bits 1 to 4 of the slot are
+//                down ^ across: different for the 16 lanes with the same `down`. Bit 0 is down & 1, inverted
+//                for lower words: different for the two values of `down`. So the 32 slots are different.
+//                (With slot = word, the 16 lanes with the same `down` would write to one bank.)
+//   read_piece   Eight lanes read the eight pieces of a column: all of its slots. Piece p is in the four
+//                slots from 4 * (p ^ (across / 2)) on. Where `across` is even, its words are there in the
+//                order 0, 1, 3, 2; where it is odd, in the order 3, 2, 0, 1.
+//
+// dev/ladders/quantize_transpose.cu leads to such a tile step by step. The words of its rung 7 have other
+// slots, because its threads have all their words before they write the first. Here a thread writes its upper
+// words as soon as it has the codes of four rows, which takes fewer registers.
 struct TransposeTile {
     static constexpr int WORDS = TILE_SIDE / 4;  // of a column
     static constexpr int PIECE_ROWS = 16;
     static constexpr int PIECES = TILE_SIDE / PIECE_ROWS;  // of a column
-    uint32_t words[TILE_SIDE][WORDS];
+    static_assert(THREAD_ROWS == 8 && CHUNK_SIZE == 8, "a thread has two words of each of eight columns");
+    uint32_t words[TILE_SIDE][WORDS];  // (column, slot)
 
-    // A thread calls it twice: with the codes of its upper four rows, and with those of its lower four.
+    // A thread calls it twice: with the codes of its upper four rows (upper_or_lower is 0), and with those of
+    // its lower four (1).
     __device__ void write(const ThreadTile& thread_tile, int upper_or_lower, const uint2 (&codes)[4]) {
         uint32_t columns[CHUNK_SIZE / 4][4];  // a word of each of the eight columns
         transpose_4x4({codes[0].x, codes[1].x, codes[2].x, codes[3].x}, columns[0]);
@@ -87,15 +89,14 @@ struct TransposeTile {
         for (int j = 0; j < CHUNK_SIZE; j++)
             words[thread_tile.across * CHUNK_SIZE + j][word_slot] = columns[j / 4][j % 4];
     }
-    // Rows 16 * piece ... + 15 of a column. Where `across` is even, a piece has its words in the order 0, 1,
-    // 3, 2 in memory; where it is odd, in the order 3, 2, 0, 1.
+    // The codes of rows 16 * piece to 16 * piece + 15 of a column.
     __device__ uint4 read_piece(int col, int piece) const {
         const int across = col / CHUNK_SIZE;
         const int piece_slot = piece ^ (across / 2);
         const uint4 four = *reinterpret_cast<const uint4*>(&words[col][4 * piece_slot]);
-        const uint4 of_even{four.x, four.y, four.w, four.z};
-        const uint4 of_odd{four.z, four.w, four.y, four.x};
-        return across % 2 == 0 ? of_even : of_odd;  // as a conditional expression it needs no branch
+        const uint4 if_even{four.x, four.y, four.w, four.z};  // the order of the words, if `across` is even
+        const uint4 if_odd{four.z, four.w, four.y, four.x};
+        return across % 2 == 0 ? if_even : if_odd;  // as a conditional expression it needs no branch
     }
 };
 
