@@ -31,28 +31,31 @@
 //         adamw()                         new moments and weights, and the amaxes of the new weights
 //     fetch_outcome()                     the loss and the norm of the gradients
 //
-// For example, these are the operators of mlp_half_forward() in coat. Each launches a kernel. (fprop() of a
-// linear layer calls two quantizers and a GEMM.) There are N tokens; C is the hidden size, and F the width of
-// gate and of up. The residual sum in the attention half has found the row statistics of norm 2, such as
-// 1 / rms of each row, and the amax of its output. The last update has found the amaxes of the weights (in
-// the first step, the initialization has).
+// For example, these are the operators that run in mlp_half_forward() in coat. Each launches a kernel. The
+// first three are those of a linear layer: its function fprop() (gpu/linear.cpp) makes the codes of its input
+// and of its weight, and calls the GEMM. So are the three before the last one.
+//
+// There are N tokens; C is the hidden size, and F the width of gate and of up. The residual sum in the
+// attention half has found the row statistics of norm 2, such as 1 / rms of each row, and the amax of its
+// output. The last update has found the amaxes of the weights (in the first step, the initialization has).
 //
 //   operator                      reads                          writes
-//   quantize_operand()            norm 2's input (N, C), groups; codes of norm 2's output
-//                                 its row statistics
+//   quantize_operand()            input of norm 2 (N, C), in     codes of the output of norm 2
+//                                 groups; its row statistics;
+//                                 the weight of norm 2
 //   quantize_operand()            weight of gate and up, BF16    its codes
 //   GEMM                          both codes                     gate and up (N, 2F), BF16
 //   quantize_activation_input()   gate and up                    groups of gate and up, which are saved; the
 //                                                                amax of the activation's output
-//   quantize_operand()            gate and up, groups            codes of the activation's output (N, F)
+//   quantize_operand()            gate and up, in groups         codes of the activation's output (N, F)
 //   quantize_operand()            weight of down, BF16           its codes
 //   GEMM                          both codes                     branch (N, C), BF16
 //   residual_add()                residual stream, branch        their sum, in BF16 for the next sum, and in
 //                                                                groups for the next norm; that norm's row
 //                                                                statistics, and the amax of its output
 //
-// The quantizers are in coat.cu, residual_add() is in gpu/norm.cu, and a GEMM is a call of cuBLASLt
-// (gpu/gemm.cpp). A linear layer, gpu/linear.cpp, calls the quantizers and the GEMM.
+// The quantizers are in coat.cu, residual_add() is in gpu/norm.cu, and the GEMM is a call of cuBLASLt
+// (gpu/gemm.cpp). A linear layer calls quantize_operand() by way of write_operand(), also in coat.cu.
 //
 // Here the overview ends: come back to this file when you have read the files above it in the table of
 // README.md.
@@ -143,8 +146,7 @@ struct ResidualStream {
 
     // Where a residual sum is stored that the norm `next` is to read.
     ResidualSumOutputs outputs_for(const ResidualNorm& next) const {
-        return {.sum_out = next.saves_groups() ? buffer : TensorRef{},
-                .next_norm = next.args,
+        return {.plain_sum = next.saves_groups() ? buffer : TensorRef{},
                 .norm_output_amax_to_raise = next.output_amax_to_raise()};
     }
     // To be called after such a sum.
@@ -432,7 +434,7 @@ public:
     void embed_and_save(ResidualStream& residual, const ResidualNorm& first_norm) {
         sharding_.gather_weights(Sharding::EMBEDDING_GATHER_UNIT, Direction::Forward);
         const TensorRef positions = rotary_ ? TensorRef{} : weight(parameter_state_.param_index("positions"));
-        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T,
+        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T, first_norm.args,
               residual.outputs_for(first_norm), stream_);
         residual.advance_to(first_norm);
         if (context_.quant_stats) measure_norm_input_errors(residual, first_norm);
@@ -532,7 +534,7 @@ public:
     // The residual sum at the end of half a layer: adds `branch` to the residual stream, and saves the sum as
     // the input of the norm `next`. Also computes the amax of this norm's output.
     void add_branch_and_save(ResidualStream& residual, const TensorRef& branch, const ResidualNorm& next) {
-        residual_add(residual.current, branch, residual.outputs_for(next), stream_);
+        residual_add(residual.current, branch, next.args, residual.outputs_for(next), stream_);
         residual.advance_to(next);
         if (context_.quant_stats) measure_norm_input_errors(residual, next);
     }

@@ -42,13 +42,11 @@ __device__ SourceRows find_source_rows(int64_t row, int64_t rows, const int32_t*
 }
 
 // The kernel of residual_add() and of embed() (gpu/norm.h). It adds the SourceRows of a and b; b may be no
-// tensor. It writes the sum (N, C) to sum_out, if that is a tensor, and to norm_input, a view of
-// next_norm.input. For this norm it computes the row statistics and, if norm_output_amax_to_raise is not
-// null, the amax of the norm's output.
+// tensor. norm_input is the view of next_norm.input.
 template <class StoredView, class Element = typename StoredView::ComputeElement>
 __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     residual_add_kernel(PlainView<Element> a, PlainView<Element> b, const int32_t* tokens, int64_t T,
-                        PlainView<Element> sum_out, StoredView norm_input, const Norm next_norm,
+                        PlainView<Element> plain_sum, StoredView norm_input, const Norm next_norm,
                         float* norm_output_amax_to_raise) {
     using LoadedChunk = typename PlainView<Element>::LoadedChunk;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
@@ -71,7 +69,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
             b.unpack(loaded_b[c], b_values);
             for (int j = 0; j < CHUNK_SIZE; j++) sum[c][j] = __fadd_rn(sum[c][j], b_values[j]);
         }
-        sum_out.store(i, sum[c], live(c) && sum_out.data != nullptr);
+        plain_sum.store(i, sum[c], live(c) && plain_sum.data != nullptr);
         // Rounds the sum to what the norm will read, in coat to groups.
         norm_input.round_and_store(i, sum[c], live(c));
     }
@@ -84,27 +82,27 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
 
 // Launches residual_add_kernel(); the two operators below say what it does.
 void launch_residual_add(const char* what, const TensorRef& a, const TensorRef& b, const int32_t* tokens,
-                         int64_t T, const ResidualSumOutputs& out, cudaStream_t stream) {
-    const Norm& next_norm = out.next_norm;
+                         int64_t T, const Norm& next_norm, const ResidualSumOutputs& out,
+                         cudaStream_t stream) {
     const dim3 block = block_shape(next_norm.input.cols);
     with_view(next_norm.input, [&](auto input) {
         using Element = typename decltype(input)::ComputeElement;
         launch(what, residual_add_kernel<decltype(input)>, block_count(next_norm.input.rows, block.y), block,
                /*shared_bytes=*/0, stream, plain_view<Element>(a.data), plain_view<Element>(b.data), tokens,
-               T, plain_view<Element>(out.sum_out.data), input, next_norm, out.norm_output_amax_to_raise);
+               T, plain_view<Element>(out.plain_sum.data), input, next_norm, out.norm_output_amax_to_raise);
     });
 }
 
 }  // namespace
 
-void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSumOutputs& out,
-                  cudaStream_t stream) {
-    launch_residual_add("residual_add", x, branch, /*tokens=*/nullptr, /*T=*/1, out, stream);
+void residual_add(const TensorRef& x, const TensorRef& branch, const Norm& next_norm,
+                  const ResidualSumOutputs& out, cudaStream_t stream) {
+    launch_residual_add("residual_add", x, branch, /*tokens=*/nullptr, /*T=*/1, next_norm, out, stream);
 }
 
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
-           const ResidualSumOutputs& out, cudaStream_t stream) {
-    launch_residual_add("embed", embedding, positions, tokens, T, out, stream);
+           const Norm& next_norm, const ResidualSumOutputs& out, cudaStream_t stream) {
+    launch_residual_add("embed", embedding, positions, tokens, T, next_norm, out, stream);
 }
 
 }  // namespace coat::gpu

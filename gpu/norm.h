@@ -10,32 +10,33 @@ namespace coat::gpu {
 
 // --- Forward ---
 
-// residual_add() and embed() make a sum in FP32: the new residual stream. ResidualSumOutputs says where they
-// store the sum, and which norm reads it next. The norm will read the stored, rounded sum: next_norm.input.
-// So its row statistics, and the amax of its output, are computed from the rounded values. What is written:
+// residual_add() and embed() make a sum in FP32: the new residual stream. A norm reads it, next_norm, and so
+// does the next sum. In coat it is therefore stored twice: in groups for the norm, and in BF16 for the next
+// sum. The last sum, which only the final norm reads, is stored once, in BF16. (In other recipes every sum is
+// stored once, in the compute format.)
 //
-//   field                       norms 1 and 2 in coat           final norm
-//   sum_out                     the sum, in BF16                no tensor: next_norm.input is the same
+// This is what the two functions write:
+//
+//                               norms 1 and 2 in coat           final norm
 //   next_norm.input             the sum, in groups              the sum, in BF16
-//   next_norm.row_statistics    written                         written
+//   next_norm.row_statistics    those of next_norm.input        those of next_norm.input
+//   plain_sum                   the sum, in BF16                no tensor: nothing is written
 //   norm_output_amax_to_raise   the amax of the norm's output   null: the output is not quantized
 //
-// In other recipes all norms are like the final norm: their input is in the compute format, and sum_out is no
-// tensor. In all recipes norm_output_amax_to_raise is null if the quantizer of the norm's output needs no
-// amax.
+// The norm will read the rounded sum. So its row statistics, and the amax of its output, are computed from
+// next_norm.input as it is stored. The other members of next_norm are read.
 struct ResidualSumOutputs {
-    TensorRef sum_out;  // (N, C) the sum, rounded. It may be the memory of an operand of the sum
-    Norm next_norm;     // the norm that reads the sum
+    TensorRef plain_sum;  // (N, C). It may be the memory of an operand of the sum
     float* norm_output_amax_to_raise;
 };
 // Adds a branch to the residual stream: x + branch, both (N, C).
-void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSumOutputs& out,
-                  cudaStream_t stream);
+void residual_add(const TensorRef& x, const TensorRef& branch, const Norm& next_norm,
+                  const ResidualSumOutputs& out, cudaStream_t stream);
 // The embedding, where the residual stream begins: row r is embedding[tokens[r]] + positions[r % T].
 //   tokens      (N)
 //   positions   the learned positions (max_T, C), or no tensor
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
-           const ResidualSumOutputs& out, cudaStream_t stream);
+           const Norm& next_norm, const ResidualSumOutputs& out, cudaStream_t stream);
 
 // --- Backward ---
 

@@ -20,16 +20,12 @@ namespace coat::gpu {
 // 1. Tensors as they are stored
 
 // The amax of a tensor, on the device, and the scale that follows from it if the tensor has a single scale.
-// Which function writes a field:
+// First a kernel finds the amax. Then the kernel that makes the codes writes the scale, for the GEMM that
+// reads the codes.
 //
-//   amax    an earlier kernel, or compute_amax()
-//   scale   the function that writes the codes, as amax / FMAX: quantize_operand(). (Others that do so can
-//           wait: write_operand_and_add_column_sums() for biases, and combine_amaxes() for several GPUs)
-//
-// `scale` is the first member, and the struct has 16 bytes, because a GEMM reads `scale` and wants it aligned
-// to 16 bytes.
+// A GEMM wants `scale` aligned to 16 bytes. Therefore it is the first member, and the struct has 16 bytes.
 struct alignas(16) TensorScale {
-    float scale;  // codes are multiplied by it
+    float scale;  // amax / FMAX; codes are multiplied by it
     // The largest |x| so far. atomicMax raises it. It compares the bits of |x| as integers, which have the
     // order of |x|, with NaN above infinity. So amax is NaN if an x is NaN.
     float amax;
@@ -98,9 +94,8 @@ struct alignas(8) RowStatistics {
 };
 
 // A norm layer. Its output is not stored: a kernel that needs the output computes it from `input` and the row
-// statistics, which forward writes for the next kernels. Backward needs the output for wgrad. Unlike
-// layer_backward() of the reference, the GPU runs this wgrad after norm_backward() (gpu/norm.h), which writes
-// the row statistics again. So all norms of a model can share the memory of their row statistics.
+// statistics. The row statistics are temporary. Forward writes them for the kernels that come next, and
+// norm_backward() (gpu/norm.h) writes them again. So all norms of a model can share their memory.
 struct Norm {
     TensorRef input;                // (N, C) in the compute format, or in groups
     const void* weight;             // (C) compute format
