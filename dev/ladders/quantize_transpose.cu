@@ -15,37 +15,34 @@
 // the gradient of the weight reads them transposed (lesson 5 of the course; the next part says why). The
 // amax, the largest magnitude of the matrix, is already known.
 //
-// What limits a rung. It uses four resources at the same time, and that which takes longest decides. Here is
-// how long each takes for these 67 million elements. An H200 has 132 multiprocessors at about 1.8 GHz
-// (README.md, "What the machine has"); "a clock" is one cycle of these:
+// What limits a rung. It uses four resources at the same time, and that which takes longest decides. The
+// matrix has 16384 x 4096 = 67.1e6 elements. An H200 has 132 multiprocessors at about 1.8e9 clocks a second
+// (README.md, "What the machine has"). So the resources take this long:
 //
-//   memory           2 bytes of BF16 in, 1 + 1 out, at about 4.27 TB/s, the rate of a copy         63 us
-//   instructions     a multiprocessor starts (issues) 4 a clock, each for the 32 lanes of a warp:  2.2 us
-//                    for each that every element takes. Within 63 us there is room for 28
-//   shared memory    32 banks of 4 bytes a clock: 8.8 us for each access that every element takes, if the
-//                    lanes of a warp use different banks or the same word; twice that if two lanes need
-//                    different words of a bank, and so on
-//   latency          what a load asks for arrives about 0.8 us later. Half of the bytes are loaded, at
-//                    2.1 TB/s. So what arrives in the next 0.8 us must have been asked for already:
-//                    2.1e12 x 0.8e-6 = 1.7 MB. With only a third on its way, it takes three times as long
+//   resource        time         if                                      because
+//   memory          n x 15.7 us  an element has n bytes, in and out      67.1e6 / 4.27e12
+//   instructions    n x 2.2 us   an element takes n instructions         67.1e6 / (132 x 4 x 32 x 1.8e9)
+//   shared memory   n x 8.8 us   an element takes n accesses             67.1e6 / (132 x 32 x 1.8e9)
+//   latency         200 us / n   a thread loads n elements at a time     67.1e6 / (132 x 2,048) x 0.8e-6
 //
-// To do the sums again. There are 16384 x 4096 = 67.1e6 elements:
+//   memory          4.27e12 bytes a second are the rate of a copy.
+//   instructions    In a clock a multiprocessor starts (issues) 4, each for the 32 lanes of a warp.
+//   shared memory   In a clock 32 lanes are answered, if they need words of different banks, or the same
+//                   word. If two lanes need different words of a bank, it takes two clocks, and so on.
+//   latency         What a load asks for arrives 0.8 us later. 132 x 2,048 threads run at once. With an
+//                   element each they have to wait 67.1e6 / (132 x 2,048) = 250 times.
 //
-//   memory           67.1e6 x 4 bytes / 4.27e12 bytes a second                              =  63 us
-//   instructions     67.1e6 / (132 multiprocessors x 4 x 32 lanes x 1.8e9 clocks a second)  = 2.2 us
-//   shared memory    67.1e6 / (132 multiprocessors x 32 banks x 1.8e9 clocks a second)      = 8.8 us
-//   latency          each of 132 x 2,048 threads has one element on its way, and waits 0.8 us for it:
-//                    67.1e6 / (132 x 2,048) = 250 times, 250 x 0.8 us                       = 200 us
+// For example, no rung can do with less than 2 bytes of BF16 in and 1 + 1 out: 4 x 15.7 = 63 us of memory.
+// Within this time there is room for 63 / 2.2 = 28 instructions for each element.
 //
-// So these four numbers are all that an answer below needs besides what a rung counts: n instructions for
-// each element are n x 2.2 us, n accesses to shared memory n x 8.8 us, n bytes n x 67.1e6 / 4.27e12 = n x
-// 15.7 us, and loads of n elements at a time make the latency 200 / n us.
+// Latency can also be said in bytes. Half of the bytes are loaded, at 2.1e12 a second, and arrive 0.8 us
+// later. So if memory is never to wait, 2.1e12 x 0.8e-6 = 1.7 MB have been asked for at any moment.
 //
 // How many instructions a rung has was counted in its machine code, which cuobjdump -sass
-// build/ladder_quantize_transpose prints (that of nvcc 12.9; the measured program was built by 13.0): one
-// follows a thread from the first line of a kernel to EXIT, along the branches that nearly every thread
-// takes, counts a loop as often as it runs, and divides by the elements of the thread. On this path the two
-// kernels of rung 1 have 47 and 56 instructions, for one element: 103.
+// build/ladder_quantize_transpose prints. One follows a thread from the first line of a kernel to EXIT, along
+// the branches that nearly every thread takes, and counts a loop as often as it runs. Then one divides by the
+// elements of the thread. On this path the two kernels of rung 1 have 47 and 56 instructions, for one
+// element: 103. (This is machine code of nvcc 12.9. The measured program was built by 13.0.)
 #include "quantize_transpose_data.h"
 
 using namespace ladder;
