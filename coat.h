@@ -15,17 +15,15 @@
 //
 // Each of these functions reads a tensor x:
 //
-//   function                      what x is                        what the function writes
-//   compute_amax()                a LazyTensor of BF16 or groups   the amax of x
-//   quantize_operand()            a LazyTensor of BF16 or groups   FP8 codes
-//   write_values()                any LazyTensor                   values in BF16 or FP32
-//   write_operand()               as for the function that it      what quantize_operand() or write_values()
-//                                 calls                            writes
-//   quantize_activation_input()   gate and up, in BF16             groups, and the amax of the activation's
-//                                                                  output
-//   quantize_groups()             a tensor in BF16                 groups; with write_back also x
+//   function                      what x is                   what the function writes
+//   compute_amax()                a LazyTensor without FP32   the amax of x
+//   quantize_operand()            a LazyTensor without FP32   FP8 codes
+//   write_values()                a LazyTensor                values in BF16 or FP32
+//   write_operand()               a LazyTensor                codes or values: it calls one of these two
+//   quantize_activation_input()   gate and up, in BF16        groups, and the amax of the activation's output
+//   quantize_groups()             a tensor in BF16            groups; with write_back also x
 //
-// "Of BF16 or groups" means that x is computed from tensors in BF16 or in groups, not in FP32.
+// A LazyTensor without FP32 is computed from tensors in BF16 or in groups.
 //
 // Three rules hold for those that write a tensor:
 //   - Row-major output may overwrite x.input, the stored tensor from which x is computed, if both have the
@@ -34,8 +32,8 @@
 //   - Row-major output may have more rows than x, as for a prompt of any length (gpu/linear.cpp): an FP8 GEMM
 //     wants a multiple of 16. The other rows keep what they hold. (Transposed output has one column for each
 //     row of x, and no more.)
-//   - If they are given quant_stats, what quantizing loses is added to *quant_stats, for the report
-//     (gpu/quant_report.h). The pointer may be null.
+//   - What quantizing loses is added to *quant_stats, for the report (gpu/quant_report.h). Without a report
+//     quant_stats is null.
 #pragma once
 #include "common/quant_errors.h"
 #include "gpu/tensors.h"

@@ -110,13 +110,14 @@ template <int N> __device__ float larger_magnitude(float largest, const float (&
     return largest;
 }
 
-// *amax = max(*amax, the value with these bits). Mostly *amax is large enough already: no atomic then.
+// *amax = max(*amax, the value with these bits). Mostly *amax is large enough already, and no atomicMax() is
+// needed.
 inline __device__ void update_amax(float* amax, uint32_t bits) {
     uint32_t* word = reinterpret_cast<uint32_t*>(amax);
     if (bits > *static_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
 }
-// The same with the largest bits of all lanes of a warp. All lanes that have not exited must call it, and
-// lane 0, which updates *amax, must not have exited.
+// The same with the largest bits of all lanes of a warp. All lanes call it that have not exited. Lane 0 must
+// be one of them: it updates *amax.
 inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
     bits = __reduce_max_sync(ALL_LANES, bits);
     if (threadIdx.x % 32 == 0) update_amax(amax, bits);
@@ -369,12 +370,9 @@ template <class F> void with_view(const TensorRef& t, F f) {
 }
 
 // A tensor in BF16 or FP32. The kernel learns at run time which of the two it is. All threads take the same
-// branch, so this costs little.
-//
-// When to use which: a PlainView is for a tensor in the compute format. The kernel is compiled for each of
-// the two. Bf16OrFp32 is for a tensor whose format does not follow from the compute format, above all a
-// gradient of parameters (gradient_format() in common/model.h). With a PlainView the kernel would be compiled
-// for each pair of formats.
+// branch, so this costs little. Bf16OrFp32 is for a tensor whose format does not follow from the compute
+// format, above all a gradient of parameters (gradient_format() in common/model.h). With a PlainView of it, a
+// kernel would be compiled for each pair of formats.
 struct Bf16OrFp32 {
     void* data;
     bool is_fp32;

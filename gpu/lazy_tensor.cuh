@@ -43,9 +43,10 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. Tiles
 //
-// A thread block works on a tile of 128 rows x 128 columns, and a thread on 8 rows x 8 columns of it:
+// A thread block works on a tile of 128 rows x 128 columns. A thread works on 8 rows x 8 columns of it, its
+// thread tile:
 //
-//   tensor, tiles side by side        tile, 16 x 16 threads           thread, 8 rows x 1 chunk
+//   tensor, tiles side by side        tile, 16 x 16 threads           thread tile, 8 rows x 1 chunk
 //   +-------+-------+-------+         t0   t1   t2  ... t15           row 0  x x x x x x x x
 //   |  128  |       |       |         t16  t17  t18 ... t31           row 1  x x x x x x x x
 //   | x 128 |       |       |         ...                             ...
@@ -56,31 +57,29 @@ namespace coat::gpu {
 // touches, however little of it is used.)
 //
 // Planes. [gate | up] has two planes side by side, gate and up, each `width` columns wide. A thread block has
-// a tile of both, with the same rows and columns, and a thread the same 8 x 8 elements of both. Any other
-// tensor has one plane.
+// a tile of both, with the same rows and columns, and a thread a thread tile of both. Any other tensor has
+// one plane.
 
 constexpr int TILE_SIDE = 128;                        // rows and columns of a tile
-constexpr int THREAD_ROWS = 8;                        // rows of a tile that a thread has
-constexpr int SIDE_THREADS = TILE_SIDE / CHUNK_SIZE;  // across a tile, as well as down
+constexpr int THREAD_ROWS = 8;                        // rows of a thread tile
+constexpr int SIDE_THREADS = TILE_SIDE / CHUNK_SIZE;  // threads across a tile, and as many down
 constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
 // Thread blocks that a multiprocessor (SM) has at once. Four leave 64 registers for each thread. (With
 // three, or with five, the kernels were slower.)
 constexpr int TILE_BLOCKS_PER_SM = 4;
 
-// Where the 8 x 8 elements of a thread are. (across, down) says which of the 16 x 16 threads of the tile it
-// is; row and col are those of its first element, in the tensor (in each plane, if there are two). tile_down
-// is the number of the tile, counted down the tensor: blockIdx.y, where a thread block has a single tile.
-// (Only in gpu/column_sums.cu a thread block has several.)
+// Where the thread tile of this thread is. tile_down is the number of the tile, counted down the tensor:
+// blockIdx.y where a thread block has a single tile. (Only in gpu/column_sums.cu it has several.)
 struct ThreadTile {
-    int across, down;
-    int64_t row, col;
+    int across, down;  // the thread's number across and down the 16 x 16 threads of its tile
+    int64_t row, col;  // of the first element, in the tensor (in each plane, if there are two)
     __device__ explicit ThreadTile(int64_t tile_down)
         : across(threadIdx.x % SIDE_THREADS), down(threadIdx.x / SIDE_THREADS),
           row(tile_down * TILE_SIDE + down * THREAD_ROWS),
           col(static_cast<int64_t>(blockIdx.x) * TILE_SIDE + across * CHUNK_SIZE) {}
-    // Whether the thread's first element is inside a tensor of this size.
+    // Whether the first element is inside a tensor of this size.
     __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
-    // How many of the thread's 8 rows are inside it.
+    // How many of the 8 rows are inside it.
     __device__ int rows_inside(int64_t rows) const {
         const int64_t rows_left = max(rows - row, static_cast<int64_t>(0));
         return static_cast<int>(min(rows_left, static_cast<int64_t>(THREAD_ROWS)));
@@ -148,12 +147,11 @@ inline __device__ float gelu_backward(float u, float d) {
 //
 // A producer gives a kernel the values of a LazyTensor: it loads them, or computes them from what is stored.
 // A thread, whose first element is at (row, col), calls three functions:
-//   thread_part(row, col)           returns the ThreadPart, which all rows of the thread need: views of what
-//                                   is stored, starting at (row, col), and the weight and bias of a norm
-//   load(part, i)                   returns a LoadedRow: what row + i needs. It only loads, so the loads of
-//                                   several rows can be on their way at once
-//   compute(loaded, part, values)   computes the FP32 values of a row from its LoadedRow: 8 columns of each
-//                                   plane
+//   thread_inputs(row, col)     returns the ThreadInputs, which all rows of the thread need: views of what is
+//                               stored, starting at (row, col), and the weight and bias of a norm
+//   load(inputs, i)             returns a LoadedRow: what row + i needs. It only loads, so the loads of
+//                               several rows can be on their way at once
+//   compute(loaded, inputs, v)  computes the FP32 values of a row from its LoadedRow: 8 columns of each plane
 
 // The distance, in elements, from a thread's first row to its row i of a tensor with `width` columns. It has
 // 32 bits, so that a single instruction computes an address.
@@ -169,8 +167,8 @@ template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProdu
     static constexpr int INPUT_PLANES = TWO_PLANES ? 2 : 1;
     static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // how many planes the result has
     using ComputeElement = typename StoredView::ComputeElement;
-    struct ThreadPart {
-        StoredView input[INPUT_PLANES];
+    struct ThreadInputs {
+        StoredView views[INPUT_PLANES];
         PlainView<ComputeElement> dact;
         const RowStatistics* statistics;
         ChunkValues weight, bias;
@@ -188,33 +186,34 @@ template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProdu
     int64_t width;      // the columns of a plane
     LazyTensor tensor;  // what is computed
 
-    __device__ ThreadPart thread_part(int64_t row, int64_t col) const {
-        ThreadPart part;
+    __device__ ThreadInputs thread_inputs(int64_t row, int64_t col) const {
+        ThreadInputs inputs;
         for (int p = 0; p < INPUT_PLANES; p++)
-            part.input[p] = input.starting_at(element_index<INPUT_PLANES>(row, col, p, width));
+            inputs.views[p] = input.starting_at(element_index<INPUT_PLANES>(row, col, p, width));
         if (ACTIVATION_BACKWARD)
-            part.dact = plain_view<ComputeElement>(tensor.dact.data).starting_at(row * width + col);
+            inputs.dact = plain_view<ComputeElement>(tensor.dact.data).starting_at(row * width + col);
         if (NORM) {
-            part.statistics = tensor.norm.row_statistics + row;
-            load_weight_and_bias<ComputeElement>(tensor.norm, col, part.weight, part.bias);
+            inputs.statistics = tensor.norm.row_statistics + row;
+            load_weight_and_bias<ComputeElement>(tensor.norm, col, inputs.weight, inputs.bias);
         }
-        return part;
+        return inputs;
     }
-    __device__ LoadedRow load(const ThreadPart& part, int i) const {
+    __device__ LoadedRow load(const ThreadInputs& inputs, int i) const {
         LoadedRow loaded;
         for (int p = 0; p < INPUT_PLANES; p++)
-            loaded.input[p] = part.input[p].load(row_offset(i, INPUT_PLANES * width));
-        if (ACTIVATION_BACKWARD) loaded.dact = part.dact.load(row_offset(i, width));
-        if (NORM) loaded.statistics = part.statistics[i];
+            loaded.input[p] = inputs.views[p].load(row_offset(i, INPUT_PLANES * width));
+        if (ACTIVATION_BACKWARD) loaded.dact = inputs.dact.load(row_offset(i, width));
+        if (NORM) loaded.statistics = inputs.statistics[i];
         return loaded;
     }
-    __device__ void compute(const LoadedRow& loaded, const ThreadPart& part, ChunkValues (&v)[PLANES]) const {
+    __device__ void compute(const LoadedRow& loaded, const ThreadInputs& inputs,
+                            ChunkValues (&v)[PLANES]) const {
         ChunkValues x[INPUT_PLANES], d;  // d: of dact
         for (int p = 0; p < INPUT_PLANES; p++) input.unpack(loaded.input[p], x[p]);
-        if (ACTIVATION_BACKWARD) part.dact.unpack(loaded.dact, d);
+        if (ACTIVATION_BACKWARD) inputs.dact.unpack(loaded.dact, d);
         for (int j = 0; j < CHUNK_SIZE; j++) {
             if constexpr (NORM) {
-                v[0][j] = norm_output(x[0][j], loaded.statistics, part.weight[j], part.bias[j]);
+                v[0][j] = norm_output(x[0][j], loaded.statistics, inputs.weight[j], inputs.bias[j]);
             } else if constexpr (ACTIVATION && TWO_PLANES) {
                 v[0][j] = gated_silu(x[0][j], x[1][j]);
             } else if constexpr (ACTIVATION) {
@@ -231,13 +230,12 @@ template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProdu
     }
 };
 
-// The host chooses a producer by one of two functions. They call f with the producer of x, and differ in what
-// x.input may be:
-//   with_producer()                      in FP32, in BF16, or in groups
-//   with_producer_of_bf16_or_groups()    in BF16 or in groups. Quantizers use it, because FP8 goes with the
-//                                        compute format BF16. So they are not compiled for FP32
-
-// Both find the view of x.input, and then call this function. f is compiled for each type of producer.
+// The host chooses the producer of x with one of two functions. They differ in what x.input may be:
+//   with_producer()                     in FP32, in BF16, or in groups
+//   with_producer_of_bf16_or_groups()   in BF16 or in groups. Quantizers use it, because FP8 goes with the
+//                                       compute format BF16. So they are not compiled for FP32
+// Both call this function with the view of x.input. It calls f with the producer, and f is compiled for each
+// type of producer.
 template <class StoredView, class F> void with_producer_of_view(const LazyTensor& x, StoredView input, F f) {
     const int64_t cols = x.input.cols;
     if (x.op == LazyOp::Load) f(LazyProducer<LazyOp::Load, StoredView>{input, cols, x});
@@ -299,7 +297,7 @@ __device__ void for_each_row(const Producer& producer, const ThreadTile& thread_
     // (With min() in place of these two conditions, some kernels would have 10% more instructions.)
     const int64_t row = thread_tile.row < rows ? thread_tile.row : rows - 1;
     const int64_t col = thread_tile.col < producer.width ? thread_tile.col : producer.width - CHUNK_SIZE;
-    const auto part = producer.thread_part(row, col);
+    const auto inputs = producer.thread_inputs(row, col);
     const int rows_inside = thread_tile.rows_inside(rows);
     const int last_row = max(rows_inside - 1, 0);  // of the thread's rows 0 to 7
     // In how many rows the thread's chunk is live: in none if its columns lie past the last column.
@@ -307,11 +305,11 @@ __device__ void for_each_row(const Producer& producer, const ThreadTile& thread_
 #pragma unroll
     for (int first = 0; first < THREAD_ROWS; first += IN_FLIGHT) {
         typename Producer::LoadedRow loaded[IN_FLIGHT];
-        for (int i = 0; i < IN_FLIGHT; i++) loaded[i] = producer.load(part, min(first + i, last_row));
+        for (int i = 0; i < IN_FLIGHT; i++) loaded[i] = producer.load(inputs, min(first + i, last_row));
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
             ChunkValues v[Producer::PLANES];
-            producer.compute(loaded[i], part, v);
+            producer.compute(loaded[i], inputs, v);
             use(first + i, v, first + i < live_rows);
         }
     }

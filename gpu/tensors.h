@@ -113,8 +113,8 @@ struct Norm {
 //   quantize_operand(x, operand, nullptr, stream);   // launches a kernel. It loads the norm's input,
 //                                                    // computes x in registers, and stores the codes of x
 //
-// A LazyTensor says what is to be computed; a LazyProducer (gpu/lazy_tensor.cuh) computes it. Stored tensors
-// are LazyTensors, too, so that an operator needs only one kind of argument.
+// A LazyTensor says what is to be computed; a LazyProducer (gpu/lazy_tensor.cuh) computes it. A stored tensor
+// can be a LazyTensor, too, whose elements are loaded. So an operator needs only one kind of argument.
 enum class LazyOp : uint8_t { Load, Norm, Activation, ActivationBackward };
 
 struct LazyTensor {
@@ -126,7 +126,7 @@ struct LazyTensor {
     Norm norm{};         // LazyOp::Norm; norm.input is the same tensor as `input`
 };
 
-// A stored tensor (rows, cols), in the compute format or in groups.
+// The elements of x, as they are stored: (rows, cols), in the compute format or in groups.
 inline LazyTensor lazy_load(const TensorRef& x) {
     return {.op = LazyOp::Load, .rows = x.rows, .cols = x.cols, .input = x};
 }
