@@ -188,8 +188,9 @@ static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
 
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
                      cudaStream_t stream) {
-    if (write_back) launch_quantize_groups<ExtraTask::WriteBack>(x, groups, nullptr, quant_stats, stream);
-    else launch_quantize_groups<ExtraTask::Nothing>(x, groups, nullptr, quant_stats, stream);
+    auto* launch_variant = launch_quantize_groups<ExtraTask::Nothing>;
+    if (write_back) launch_variant = launch_quantize_groups<ExtraTask::WriteBack>;
+    launch_variant(x, groups, /*activation_amax_to_raise=*/nullptr, quant_stats, stream);
 }
 
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,

@@ -201,7 +201,7 @@ void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant
     });
 }
 
-// A thread has the history of one tensor. It moves each amax up by one place, beginning at the end.
+// A thread has the history of one tensor. It moves each amax on by one entry, beginning at the end.
 constexpr int HISTORY_THREADS = 32;
 static __global__ void update_delayed_scales_kernel(TensorScale* scales, int64_t n, float* histories,
                                                     int length, float fmax, const uint32_t* skipped,

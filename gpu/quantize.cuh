@@ -34,7 +34,7 @@ inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column
     column[3] = __byte_perm(rows01_columns23, rows23_columns23, 0x7632);    // a3 b3 c3 d3
 }
 
-// The codes of a tile in shared memory. Its words:
+// The codes of a tile in shared memory. These terms describe it:
 //
 //   word    Four rows of one column: 4 bytes. A column has words 0 to 31. Thread (across, down) has two words
 //           of each of its eight columns: word 2 * down, the upper one, is its rows 0 to 3, and word
@@ -101,8 +101,7 @@ struct TransposeTile {
 };
 
 // Stores the transposed codes of a thread block's tiles, one for each plane, in out (columns, rows). `rows`
-// is a multiple of 16. All threads call the function. tile_down: the number of the tile, counted down the
-// tensor.
+// is a multiple of 16. tile_down is that of ThreadTile. All threads call the function.
 template <int PLANES>
 __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t tile_down, int64_t rows,
                                  int64_t width, uint8_t* out) {
@@ -144,10 +143,11 @@ __device__ void store_codes(const Producer& producer, int64_t tile_down, int64_t
     // Without TRANSPOSED nothing uses the tiles, and the compiler leaves them out.
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const ThreadTile thread_tile(tile_down);
-    uint8_t* codes_of_first_row[PLANES];  // row-major ones, of the thread; not used if row_major is null
+    uint8_t* codes_of_first_row[PLANES];  // row-major ones, of the thread tile; unused if row_major is null
     for (int p = 0; p < PLANES; p++)
         codes_of_first_row[p] =
             row_major + element_index<PLANES>(thread_tile.row, thread_tile.col, p, producer.width);
+    // Codes on their way to `tiles`: first those of the thread's upper four rows, then of its lower four.
     uint2 four_rows[PLANES][4];
 
     // Codes may overwrite what is read, so a thread outside the tensor leaves out this loop (the rule at
@@ -155,11 +155,11 @@ __device__ void store_codes(const Producer& producer, int64_t tile_down, int64_t
     if (thread_tile.inside(rows, producer.width)) {
         for_each_row(producer, thread_tile, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++) {
-                const ChunkCodes chunk = make_codes(i, p, v[p], live);
+                const ChunkCodes codes = make_codes(i, p, v[p], live);
                 if (live && row_major)
                     store_in_one_instruction(codes_of_first_row[p] + row_offset(i, PLANES * producer.width),
-                                             chunk.row_major);
-                four_rows[p][i % 4] = chunk.transposed;
+                                             codes.row_major);
+                four_rows[p][i % 4] = codes.transposed;
                 if (TRANSPOSED && i % 4 == 3) tiles[p].write(thread_tile, i / 4, four_rows[p]);
             }
         });

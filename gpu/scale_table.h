@@ -57,7 +57,7 @@ private:
     const int64_t entry_count_;  // of the entries
     float* const histories_;
 
-    // The place of an operand in the table. All w come first, then all x, then all g.
+    // The index of an operand in the table. All w come first, then all x, then all g.
     int64_t index_of(OperandKind o, int64_t linear_layer) const {
         constexpr int64_t KINDS_BEFORE[] = {1, 0, 2};  // before X, before W, before G
         return KINDS_BEFORE[int(o)] * linear_layer_count + linear_layer;
