@@ -68,9 +68,10 @@ inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column
 //                slots from 4 * (p ^ (across / 2)) on. Where `across` is even, its words are there in the
 //                order 0, 1, 3, 2; where it is odd, in the order 3, 2, 0, 1.
 //
-// dev/ladders/quantize_transpose.cu leads to such a tile step by step. The words of its rung 7 have other
-// slots, because its threads have all their words before they write the first. Here a thread writes its upper
-// words as soon as it has the codes of four rows, which takes fewer registers.
+// (dev/ladders/quantize_transpose.cu leads to such a tile step by step. In its rung 7 the words of a piece
+// stay in order. There a thread has all of its words before it writes the first, so `across` can choose which
+// it writes first. Here it writes its upper words as soon as it has the codes of four rows. This takes fewer
+// registers.)
 struct TransposeTile {
     static constexpr int WORDS = TILE_SIDE / 4;  // of a column
     static constexpr int PIECE_ROWS = 16;

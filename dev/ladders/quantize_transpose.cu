@@ -416,8 +416,8 @@ __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column)[4]) {
     column[3] = __byte_perm(rows01_columns23, rows23_columns23, 0x7632);    // a3 b3 c3 d3
 }
 
-// Where the words of the tile are. A column has 32 slots for words, and 8 for pieces. Here both functions
-// return what they are given; rung 7 replaces them.
+// Where the words of the tile are. A column has 32 slots for words, and 8 for pieces: slot s is where word s,
+// or piece s, is here. Both functions return what they are given; rung 7 replaces them.
 struct Unswizzled {
     // Which word of a column a thread writes first (turn 0) and second (turn 1): 0 is the upper, 1 the lower.
     static __device__ int upper_or_lower(int turn, int) { return turn; }
@@ -481,19 +481,22 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 // ===========================================================================================================
 // Rung 7: swizzled words
 //
-// What changes: where the words of a column are. In rung 6 the words that the threads of one `down` write at
+// What changes: where the pieces of a column are. In rung 6 the words that the threads of one `down` write at
 // once are in one bank, whatever their `across`. Padding after each column, as in rung 4, does not help:
 // pieces are read 16 bytes at a time, from an address that is a multiple of 16. So a column could only grow
 // by a multiple of four words, eight columns by a multiple of 32, and the words would meet in one bank as
-// before. (Four words after every eight columns would help, and cost memory.) Instead the words change
-// slots within their column, in another way for each `across`. This is called a *swizzle*.
+// before. (Four words after every eight columns would help, and cost memory.)
+//
+// A column has 32 slots for words, one in each bank, and so eight slots for pieces. In rung 6 piece p is in
+// slot p. Now the pieces of a column change slots, in another way for each `across`. This is called a
+// *swizzle*.
 //
 // How does one find such a layout? The words that a warp writes at once must be in different banks. Their
 // threads differ in `across`, four bits, and in the last bit of `down`. In rung 6 `across` does not count in
-// the bank at all, so its bits must be mixed in:
-//   - a piece is read as a whole, so its four words stay together, and only its slot may change, three bits
-//     of the bank. These get the upper three bits of `across`: piece p is in slot p ^ (across / 2);
-//   - the last bit of `across` says which word is written first: the lower one where `across` is odd.
+// the bank at all. So its bits must be mixed in:
+//   - A piece is read as a whole, so its four words stay together. But its slot may change: three bits of the
+//     bank. These get the upper three bits of `across`: piece p is in slot p ^ (across / 2).
+//   - The last bit of `across` says which word is written first: the lower one where `across` is odd.
 //
 // Here is the tile, a line for the first column of each `across`: which word is in which bank. In the first
 // turn the threads of down 0 write the words in [ ], and those of down 1 the words in ( ):
@@ -532,8 +535,8 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 // Counted: as rung 6. Of its 37 us of shared memory, 4 are left.
 //
 // Row 8 of the table that the program prints is coat.cu, which does the same for any format and for tensors
-// that are computed on the fly. Its tile has one difference, which the comment at TransposeTile in
-// gpu/quantize.cuh explains.
+// that are computed on the fly. In its tile the words of a piece change slots, too: the comment at
+// TransposeTile in gpu/quantize.cuh says why.
 //
 // Predict: the time.
 struct Swizzled {
