@@ -44,7 +44,7 @@ TESTS     := $(wildcard test/*.cpp test/*/*.cpp)
 JUDGE     := $(wildcard dev/exercises/judge_*.cpp) dev/exercises/capstone.cpp
 EXERCISES := $(wildcard dev/exercises/[0-9]*.cpp dev/exercises/[0-9]*.cu)
 ifeq ($(NVCC),)
-GPU       := gpu/no_cuda.cpp gpu/recipe_on_gpu.cpp gpu/memory_layout.cpp
+GPU       := gpu/no_cuda.cpp gpu/recipe_on_gpu.cpp gpu/memory_layout.cpp gpu/extra_buffers.cpp
 else
 GPU       := $(wildcard *.cu gpu/*.cu) $(filter-out gpu/no_cuda.cpp,$(wildcard gpu/*.cpp))
 TESTS     += $(wildcard test/*.cu test/*/*.cu)

@@ -263,7 +263,7 @@ public:
     Network(GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table,
             ParameterState& parameter_state, Sharding& sharding, bool cache_weights)
         : context_(context), memory_(memory), scale_table_(scale_table), parameter_state_(parameter_state),
-          sharding_(sharding), linear_layer_context_{.context = context,
+          sharding_(sharding), linear_layer_context_{.gpu_context = context,
                                                      .parameter_state = parameter_state,
                                                      .scale_table = scale_table,
                                                      .sharding = sharding,
@@ -298,7 +298,7 @@ public:
 
     // Layer l: the indices of its parameters, its linear layers, and the places of what it saves.
     Layer make_layer(int64_t l) {
-        const int64_t N = padded_tokens(settings_);
+        const int64_t N = settings_.B * settings_.T;
         auto index = [&](const char* param) {
             return parameter_state_.param_index(concat("layers.", l, ".", param));
         };
@@ -563,7 +563,7 @@ public:
         for (size_t i = range.first_param; i < range.end_param; i++) {
             const Param& p = parameter_state_.params[i];
             if (!p.is_linear_weight() && i != head_index_)
-                clear_async(gradient(i).data, p.padded_size() * parameter_state_.gradient_bytes, stream_);
+                clear_async(gradient(i).data, p.padded_size() * parameter_state_.bytes_per_gradient, stream_);
         }
     }
 
@@ -863,7 +863,7 @@ public:
         sharding_.all_gather(loss_and_squares, row_size * static_cast<int64_t>(sizeof(double)));
         update_gradient_state(loss_and_squares, shard_units.count, settings_.ranks, options.clip,
                               gradient_state, stream_);
-        adamw(options, settings_.optimizer, shards, memory_.weights,
+        adamw(options, settings_.optimizer, shards, memory_.owned_weights,
               rounding_key(settings_.seed, options.update_number), gradient_state, stream_);
     }
 

@@ -76,7 +76,8 @@ double copy_rate(Clock& clock) {
 double gemm_rate(Clock& clock, const std::string& name) {
     constexpr int64_t SIDE = 8192;
     Memory memory;
-    CublasGemms gemms(memory.take(CublasGemms::SCRATCH), {true, false, false});  // fast sums in fprop alone
+    CublasGemms gemms(memory.take(CublasGemms::SCRATCH_BYTES),
+                      {true, false, false});  // fast sums in fprop alone
     const Format compute = name == "fp32 GEMM" ? Format::FP32 : Format::BF16;
     const TensorFormat a = name == FAST    ? E4M3_PER_TENSOR
                            : name == EXACT ? E5M2_PER_TENSOR
@@ -103,7 +104,7 @@ ordered_json measure_sizes(Clock& clock) {
     ordered_json rows;
     for (const int64_t side : {1024, 2048, 3072, 4096, 8192, 12288}) {
         Memory memory;
-        CublasGemms gemms(memory.take(CublasGemms::SCRATCH), {true, true, true});
+        CublasGemms gemms(memory.take(CublasGemms::SCRATCH_BYTES), {true, true, true});
         const TensorRef x = memory.random(side, side, Format::BF16),
                         w = memory.random(side, side, Format::BF16),
                         out = memory.random(side, side, Format::BF16);

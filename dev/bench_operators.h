@@ -165,7 +165,7 @@ private:
         fp8_ && r_.x.granularity == PER_TENSOR && r_.scale_source == ScaleSource::JustInTime;
     float* const amax_to_raise_ = needs_amax_ ? amax_place_ : nullptr;
     Memory scratch_{stream_}, memory_{stream_};
-    CublasGemms gemms_{scratch_.take(CublasGemms::SCRATCH), r_.fast_accumulation};
+    CublasGemms gemms_{scratch_.take(CublasGemms::SCRATCH_BYTES), r_.fast_accumulation};
 
     bool wanted(const char* group, const std::string& name) const {
         return (group + (": " + name)).find(only_) != std::string::npos;

@@ -16,11 +16,11 @@ namespace coat::gpu {
 
 // The partial sums are added up in a fixed order. A thread block has 32 columns. Thread (x, y) adds the rows
 // y, y + 16, y + 32, ... of column x of the partial sums. Then the 16 sums of a column are added. blockIdx.y
-// is 0 for `gradient`, and 1 for `second`.
+// is 0 for `gradient`, and 1 for `second_gradient`.
 constexpr int REDUCE_ROWS = 16;
 static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
     reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFp32 gradient,
-                           Bf16OrFp32 second) {
+                           Bf16OrFp32 second_gradient) {
     __shared__ float sums[REDUCE_ROWS][32];
     const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
     const float* const column = partials + blockIdx.y * rows * cols + col;
@@ -34,18 +34,18 @@ static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
     if (threadIdx.y != 0 || col >= cols) return;
     float total = 0;
     for (int i = 0; i < REDUCE_ROWS; i++) total += sums[i][threadIdx.x];
-    (blockIdx.y == 0 ? gradient : second).with([&](auto view) {
+    (blockIdx.y == 0 ? gradient : second_gradient).with([&](auto view) {
         const float old_value = view.data[col];
         view.data[col] = static_cast<typename decltype(view)::ComputeElement>(old_value + total);
     });
 }
 
 void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
-                     const TensorRef& second) {
+                     const TensorRef& second_gradient) {
     const int64_t n = gradient.rows * gradient.cols;
-    launch("reduce_partials", reduce_partials_kernel, dim3(block_count(n, 32), second.data ? 2 : 1),
+    launch("reduce_partials", reduce_partials_kernel, dim3(block_count(n, 32), second_gradient.data ? 2 : 1),
            dim3(32, REDUCE_ROWS), /*shared_bytes=*/0, stream, partials, rows, n, bf16_or_fp32(gradient),
-           bf16_or_fp32(second));
+           bf16_or_fp32(second_gradient));
 }
 
 // ===========================================================================================================

@@ -9,10 +9,10 @@
 
 namespace coat::gpu {
 
-// The second stage. gradient (n) += the sum of the rows of partials (rows, n). `second` is optional: another
-// gradient (n), whose partials (rows, n) lie after those of the first.
+// The second stage. gradient (n) += the sum of the rows of partials (rows, n). second_gradient (n) may be no
+// tensor. If it is one, its partials (rows, n) lie after those of the first.
 void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
-                     const TensorRef& second = {});
+                     const TensorRef& second_gradient = {});
 
 // --- For linear layers with a bias (this can wait) ---
 

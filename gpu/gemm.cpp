@@ -188,7 +188,7 @@ std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t handle, 
     auto prefer = [&](cublasLtMatmulPreferenceAttributes_t name, auto value) {
         check_description(cublasLtMatmulPreferenceSetAttribute(&preference, name, &value, sizeof value));
     };
-    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{CublasGemms::SCRATCH});
+    prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{CublasGemms::SCRATCH_BYTES});
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
            uint32_t(prefer_tiles ? CUBLASLT_REDUCTION_SCHEME_NONE : CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
     for (auto name : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
@@ -230,9 +230,10 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
     // Returns the status
     const auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
         const float one = 1, beta = options.overwrite ? 0 : 1;
-        const cublasStatus_t status = cublasLtMatmul(
-            handle_, &description.operation, &one, a.data, &description.a, b.data, &description.b, &beta,
-            out.data, &description.out, out.data, &description.out, &algorithm, scratch, SCRATCH, stream);
+        const cublasStatus_t status =
+            cublasLtMatmul(handle_, &description.operation, &one, a.data, &description.a, b.data,
+                           &description.b, &beta, out.data, &description.out, out.data, &description.out,
+                           &algorithm, scratch, SCRATCH_BYTES, stream);
         if (status != CUBLAS_STATUS_SUCCESS)
             cudaGetLastError();  // or the next launch would report this error
         return status;

@@ -15,6 +15,9 @@ namespace coat::gpu {
 // Which of the three GEMMs of a linear layer. (FastAccumulation of common/recipes.h has the same order.)
 enum class GemmKind : uint8_t { Fprop, Dgrad, Wgrad };
 
+// An FP8 GEMM has a multiple of 16 rows.
+inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;
+
 struct GemmOptions {
     bool overwrite = true;       // out = the product; otherwise out += the product
     const void* bias = nullptr;  // (out features), in the format of out; added to each row of out
@@ -22,8 +25,8 @@ struct GemmOptions {
 
 class CublasGemms {
 public:
-    static constexpr size_t SCRATCH = 32 << 20;  // bytes that cuBLAS recommends on Hopper
-    void* const scratch;                         // SCRATCH bytes; between GEMMs other kernels may use them
+    static constexpr size_t SCRATCH_BYTES = 32 << 20;  // as cuBLAS recommends on Hopper
+    void* const scratch;  // SCRATCH_BYTES bytes; between GEMMs other kernels may use them
 
     // fast_accumulation says for each GemmKind whether it sums in fewer bits (common/recipes.h,
     // FastAccumulation).

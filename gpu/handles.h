@@ -1,13 +1,12 @@
-// gpu/handles.h - objects of CUDA that the host makes and destroys: allocations, streams, recorded graphs and
-// events.
+// gpu/handles.h - objects of CUDA that the host makes and destroys: allocations, streams and recorded graphs.
 #pragma once
 #include "cuda.h"
 
 namespace coat::gpu {
 
 // What CUDA gives for an object that it has made, such as a pointer to an allocation. The destructor calls
-// `destroy`, if the handle is not null. (For streams, graphs and events destroying null is an error, which
-// CUDA keeps until the next launch of a kernel reports it.)
+// `destroy`, if the handle is not null. (For most objects destroying null is an error, which CUDA
+// keeps until the next launch of a kernel reports it.)
 template <class Handle, cudaError_t (*destroy)(Handle)> struct UniqueHandle {
     Handle handle = nullptr;
 
@@ -45,26 +44,6 @@ public:
             check(cudaGraphInstantiate(&handle, graph.handle, 0), RECORDING);
         }
         check(cudaGraphLaunch(handle, stream), "Launching a CUDA graph failed");
-    }
-};
-
-// -----------------------------------------------------------------------------------------------------------
-// The rest can wait: it is for several GPUs.
-
-// A point in a stream that another stream can wait for.
-class Event : UniqueHandle<cudaEvent_t, cudaEventDestroy> {
-public:
-    void record(cudaStream_t stream) {
-        enqueue(stream, "record an event", [&] {
-            if (!handle)
-                check(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming),
-                      "Creating a CUDA event failed");
-            check(cudaEventRecord(handle, stream), "Recording a CUDA event failed");
-        });
-    }
-    // What is put on the stream from now on waits for the point. If none has been recorded, nothing waits.
-    void make_wait(cudaStream_t stream) const {
-        if (handle) check(cudaStreamWaitEvent(stream, handle, 0), "Waiting for a CUDA event failed");
     }
 };
 

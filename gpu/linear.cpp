@@ -56,7 +56,6 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
 // -----------------------------------------------------------------------------------------------------------
 // Operands
 
-// Whether a GEMM can read `source` as it is: in recipes without FP8, if it is stored in the compute format.
 bool LinearLayer::is_its_own_operand(OperandKind kind, const LazyTensor& source) const {
     const bool is_stored_plain = source.op == LazyOp::Load && !source.input.format.is_fp8();
     return is_stored_plain && !format_of(shared_.formats, kind).is_fp8();
@@ -90,7 +89,7 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
 // The operand of x or of w in the form that `gemm` reads (Operand in gpu/tensors.h): row-major for fprop,
 // else transposed.
 Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const {
-    if (is_its_own_operand(kind, source)) return {source.input};
+    if (is_its_own_operand(kind, source)) return {source.input};  // not in FP8
     const bool fp8 = format_of(shared_.formats, kind).is_fp8();
     const Form form = fp8 && gemm != GemmKind::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = allocate_operand(kind, source.rows, form);
@@ -110,14 +109,12 @@ Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     return make_operand(OperandKind::W, lazy_load(w), gemm);
 }
 
-// The operand of g. In coat, and without a bias, this is what happens here and in the functions below:
-//   1. allocate_g_operand()   memory for both forms of the codes
-//   2. compute_amax()         a pass over g, if no earlier kernel has found its amax
-//   3. write_operand()        the codes, in one pass over g
 Operand LinearLayer::make_g_operand(const LazyTensor& g, AmaxFrom g_amax_from) {
-    const Operand g_operand = is_its_own_operand(OperandKind::G, g)
-                                  ? Operand{g.input}
-                                  : allocate_g_operand(g.rows, /*row_major=*/nullptr);
+    if (is_its_own_operand(OperandKind::G, g)) {  // not in FP8
+        if (bias_index_) add_dbias(g, /*amax_to_compute=*/nullptr);
+        return {g.input};
+    }
+    const Operand g_operand = allocate_g_operand(g.rows, /*row_major=*/nullptr);
     write_g_operand(g, g_amax_from, g_operand);
     return g_operand;
 }
@@ -131,11 +128,6 @@ void LinearLayer::write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, con
     float* const amax_to_compute = g_amax_from == AmaxFrom::ExtraPass ? g_amax_to_raise() : nullptr;
     if (bias_index_) return write_g_operand_and_add_dbias(g, amax_to_compute, g_operand);  // this can wait
     if (amax_to_compute) compute_amax(g, amax_to_compute, stream());
-    write_elements_of_g(g, g_operand);
-}
-
-void LinearLayer::write_elements_of_g(const LazyTensor& g, const Operand& g_operand) const {
-    if (is_its_own_operand(OperandKind::G, g)) return;  // there is nothing to write
     write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
 }
 
@@ -162,17 +154,18 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 // amax_to_compute: where the amax of g goes, if it is to be computed; else null.
 void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, float* amax_to_compute,
                                                 const Operand& g_operand) {
+    QuantStats* const quant_stats = quant_stats_of(OperandKind::G);
     if (!shared_.formats.g.is_fp8()) {
-        write_elements_of_g(g, g_operand);
+        write_operand(g, g_operand, quant_stats, stream());
         add_dbias(lazy_load(g_operand.tensor), /*amax_to_compute=*/nullptr);
     } else if (amax_to_compute) {
         add_dbias(g, amax_to_compute);
-        write_elements_of_g(g, g_operand);
+        write_operand(g, g_operand, quant_stats, stream());
     } else {
         const Arena::Scope scope(arena());
         float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
         write_operand_and_add_column_sums(g, g_operand, shared_.parameter_state.gradients[*bias_index_],
-                                          workspace, quant_stats_of(OperandKind::G), stream());
+                                          workspace, quant_stats, stream());
     }
 }
 

@@ -15,31 +15,19 @@
 //   g_operand   made once in backward, for dgrad and wgrad. The caller makes it, and decides when its memory
 //               is given back
 //
-// Memory comes from the Arena (gpu/arena.h), which is a stack. A function whose name begins with allocate_
-// takes memory, one with write_ writes the codes there, and one with make_ does both. An operand lives as
-// long as the Arena::Scope in which its memory was taken.
+// A function whose name begins with allocate_ takes memory from the Arena, one with write_ writes codes to
+// it, and one with make_ does both. An operand lives as long as the Arena::Scope in which its memory was
+// taken.
 //
 // Amaxes. In coat a tensor has one scale, so its amax must be known before its codes are made. Usually an
-// earlier kernel has the values in registers. It is given x_amax_to_raise() or g_amax_to_raise() of the
-// linear layer that will read the tensor, and stores the amax there. For example, the residual sum
+// earlier kernel has the values in registers, and stores their amax: at x_amax_to_raise() of the linear
+// layer whose x they are, or at g_amax_to_raise() of the one whose g they are. For example, the residual sum
 // (gpu/norm.h) computes the output of the next norm, which is x of the linear layer after this norm; so it
 // stores the amax of x. If no earlier kernel has the values, an extra pass over the tensor computes the amax
-// just before the codes are made: compute_x_amax_if_needed(), or AmaxFrom::ExtraPass. (Two tables in model.cu
-// list who computes each amax: at the head of its sections on forward and on backward.)
+// just before the codes are made: compute_x_amax_if_needed(), or AmaxFrom::ExtraPass.
 //
-// What a linear layer uses of other files, besides the kernels of coat.h:
-//
-//   GpuContext               the settings of the run, the stream, and the arena (gpu/context.h)
-//     quant_stats_of()       null, unless quantization is measured
-//   ParameterState           (gpu/parameter_state.h)
-//     params                 the list of all parameters; a weight is known by its index in it
-//     bias_index()           the index of the bias that belongs to a weight, if there is one
-//     linear_layer_index()   the number of a linear layer in the order of forward
-//     weights, gradients     where they are, by parameter
-//   ScaleTable               an amax and a scale for each operand (gpu/scale_table.h)
-//   Sharding                 gather_weights() does nothing with one GPU (gpu/sharding.h)
-//   FP8_GEMM_MULTIPLE        16 rows (gpu/memory_layout.h)
-//   operand_bytes()          the bytes of an operand (gpu/tensors.h)
+// (Several GPUs: gather_weights() waits for the weight. It is in gpu/sharding.h, with Direction and
+// gather_unit_of(), and with one GPU it does nothing.)
 #pragma once
 #include <optional>
 
@@ -50,7 +38,7 @@ namespace coat::gpu {
 
 // What the linear layers of a model share.
 struct LinearLayerContext {
-    GpuContext& context;
+    GpuContext& gpu_context;
     const ParameterState& parameter_state;
     const ScaleTable& scale_table;
     Sharding& sharding;
@@ -58,11 +46,11 @@ struct LinearLayerContext {
     // Whether the FP8 codes of all weights are made once per step, in both forms: on one GPU, if a step has
     // several micro-batches and there is enough memory.
     const bool caches_weights;
-    const LinearFormats formats = linear_formats(context.settings);
+    const LinearFormats formats = linear_formats(gpu_context.settings);
 
     // Whether the amax of an operand must be known before its codes are made: if operands are in FP8 and have
-    // one scale, as in coat. In every recipe the answer is the same for x, w and g. (This can wait: with
-    // delayed scaling the answer is yes only as long as some history of amaxes is empty.)
+    // one scale. So in coat it must. In every recipe the answer is the same for x, w and g. (This can wait:
+    // with delayed scaling the answer is yes only as long as some history of amaxes is empty.)
     bool needs_amax_before_codes() const {
         const bool per_tensor = formats.x.is_fp8() && formats.x.granularity == PER_TENSOR;
         return per_tensor && (!scale_table.delayed() || scale_table.any_empty_history);
@@ -87,9 +75,8 @@ public:
     //   EarlierKernel   an earlier kernel has left it in *g_amax_to_raise()
     //   ExtraPass       an extra pass over g computes it first
     enum class AmaxFrom : uint8_t { EarlierKernel, ExtraPass };
-    // Makes the operand of g. If the layer has a bias, which those of Llama have not, the function also adds
-    // the column sums of g to dbias, the gradient of the bias. (In recipes without FP8 a stored g is its own
-    // operand: no memory is allocated.)
+    // Makes the operand of g. (If the layer has a bias, which those of Llama have not, this also adds the
+    // column sums of g to dbias, the gradient of the bias.)
     Operand make_g_operand(const LazyTensor& g, AmaxFrom g_amax_from);
     // The two parts of make_g_operand(), for a caller that computes g from a temporary tensor
     // (mlp_half_backward() in model.cu). g_operand lives longer than this tensor, and the arena is a stack,
@@ -132,20 +119,21 @@ private:
     TensorScale* const g_tensor_scale_;
     Operand cached_w_operand_{};  // null data if weights are not cached
 
-    Arena& arena() const { return shared_.context.arena; }
-    cudaStream_t stream() const { return shared_.context.stream; }
+    Arena& arena() const { return shared_.gpu_context.arena; }
+    cudaStream_t stream() const { return shared_.gpu_context.stream; }
 
     // Where the errors of quantizing an operand are added up; null if they are not measured.
     QuantStats* quant_stats_of(OperandKind kind) const {
-        return shared_.context.quant_stats_of(measured_kind(kind));
+        return shared_.gpu_context.quant_stats_of(measured_kind(kind));
     }
 
+    // Whether a GEMM can read `source` as it is: in recipes without FP8, if it is stored in the compute
+    // format.
     bool is_its_own_operand(OperandKind kind, const LazyTensor& source) const;
     Operand allocate_operand(OperandKind kind, int64_t needed_rows, Form form,
                              void* row_major = nullptr) const;
     Operand make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const;
     Operand get_or_make_w_operand(GemmKind gemm) const;
-    void write_elements_of_g(const LazyTensor& g, const Operand& g_operand) const;
 
     // These serve layers with a bias, delayed scaling, and several ranks (they can wait).
     void write_g_operand_and_add_dbias(const LazyTensor& g, float* amax_to_compute, const Operand& g_operand);

@@ -3,8 +3,8 @@
 #include <cstdlib>
 
 #include "cuda.h"
+#include "extra_buffers.h"
 #include "gpu_model.h"
-#include "memory_layout.h"
 #include "transport.h"
 
 namespace coat {

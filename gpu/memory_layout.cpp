@@ -28,14 +28,10 @@ std::vector<BucketRange> bucket_ranges(const std::vector<Param>& params) {
     return table;
 }
 
-int64_t count_linear_layers(const std::vector<Param>& params) {
-    return std::count_if(params.begin(), params.end(), [](const Param& p) { return p.is_linear_weight(); });
-}
-
 std::vector<int64_t> saved_tensor_offsets(const RunSettings& s) {
     std::vector<int64_t> offsets{0};
     for (const SavedFormat& t : saved_per_layer(s.config, s.recipe))
-        offsets.push_back(offsets.back() + round_up(t.bytes(padded_tokens(s)), GPU_ALIGNMENT));
+        offsets.push_back(offsets.back() + round_up(t.bytes(s.B * s.T), GPU_ALIGNMENT));
     return offsets;
 }
 int64_t saved_layer_bytes(const RunSettings& s) { return saved_tensor_offsets(s).back(); }
@@ -58,43 +54,14 @@ int64_t gradients_offset(const RunSettings& s) {
     if (s.micro_batches_per_rank > 1) return config.L * layer_bytes;
     const std::vector<Param> params = parameters(config);
     const std::vector<ShardPlace> places = shard_places(s);
-    const int64_t gradient_bytes = format_info(gradient_format(s)).bytes;
+    const int64_t bytes_per_gradient = format_info(gradient_format(s)).bytes;
     int64_t offset = 0;
     for (size_t i = 0; i < params.size(); i++) {
-        // Gradient i begins at offset + rank_offset * gradient_bytes. This must be at least needed_bytes
+        // Gradient i begins at offset + rank_offset * bytes_per_gradient: after needed_bytes, or right there
         const int64_t needed_bytes = layers_alive(config, params[i]) * layer_bytes;
-        offset = std::max(offset, needed_bytes - places[i].rank_offset * gradient_bytes);
+        offset = std::max(offset, needed_bytes - places[i].rank_offset * bytes_per_gradient);
     }
     return round_up(offset, GPU_ALIGNMENT);
-}
-
-GradientBufferSizes gradient_buffer_sizes(const RunSettings& s) {
-    GradientBufferSizes sizes;
-    for (const BucketRange& bucket : bucket_ranges(parameters(s.config)))
-        if (bucket.first_param == 0 && s.config.tied) sizes.embedding = bucket.elements;
-        else sizes.largest = std::max(sizes.largest, bucket.elements);
-    return sizes;
-}
-
-ReceivedBytes received_bytes(const RunSettings& s) {
-    ReceivedBytes most;
-    if (s.ranks == 1) return most;
-    const std::vector<Param> params = parameters(s.config);
-    for (const BucketRange& b : bucket_ranges(params)) {
-        int64_t elements = 0;  // the most that a rank owns of the bucket
-        // A gather unit's matrices are in one bucket. The vectors of the bucket count here, too, but they are
-        // small
-        int64_t gathered = 0;
-        for (size_t i = b.first_param; i < b.end_param; i++) {
-            const int64_t most_units = ceil_div(ceil_div(params[i].size(), SHARD_UNIT), s.ranks);
-            elements += params[i].is_vector() ? params[i].padded_size() : most_units * SHARD_UNIT;
-            gathered += gathered_bytes(s, params[i]);
-        }
-        most.gradients =
-            std::max(most.gradients, (s.ranks - 1) * elements * format_info(gradient_format(s)).bytes);
-        most.weights = std::max(most.weights, gathered);
-    }
-    return most;
 }
 
 }  // namespace coat

@@ -2,10 +2,14 @@
 #include "memory_map.h"
 
 #include "gemm.h"
-#include "layers.h"
 #include "norm.h"
 
 namespace coat::gpu {
+
+// Runs on several GPUs and with --gradients none need these. They are at the end of this file, and can wait.
+static void allocate_places_of_received(MemoryMap& map, GpuContext& context);
+static void allocate_activations_and_one_buffer(MemoryMap& map, GpuContext& context);
+static std::vector<uint8_t*> allocate_gradient_buffers(GpuContext& context, bool two);
 
 // Allocates the moments of what this rank owns. (If a moment has one scale per tensor, there is room for two:
 // while the update encodes with the new scale, the old one still decodes.)
@@ -32,23 +36,70 @@ static void allocate_moments(MemoryMap& map, GpuContext& context, const std::vec
     map.moments_bytes = arena.allocate(0) - static_cast<uint8_t*>(map.moments_begin);
 }
 
-// Buffers of gradients, for --gradients none and for several ranks: one that all buckets use in turn, or two,
-// for even and odd buckets; and one for the bucket of a tied embedding. Returns the buffer of each bucket.
-static std::vector<uint8_t*> allocate_gradient_buffers(const RunSettings& s, Arena& arena, size_t buckets,
-                                                       bool two) {
-    const GradientBufferSizes elements = gradient_buffer_sizes(s);
-    const int64_t element_bytes = format_info(gradient_format(s)).bytes;
-    uint8_t* const even = arena.allocate(elements.largest * element_bytes);
-    uint8_t* const odd = two ? arena.allocate(elements.largest * element_bytes) : even;
-    std::vector<uint8_t*> by_bucket(buckets);
-    for (size_t b = 0; b < buckets; b++) by_bucket[b] = b % 2 ? odd : even;
-    if (s.config.tied) by_bucket[0] = arena.allocate(elements.embedding * element_bytes);
-    return by_bucket;
+// Allocates the saved activations and the gradients, as in the drawing of gpu/memory_map.h.
+static void allocate_activations_and_gradients(MemoryMap& map, GpuContext& context,
+                                               const std::vector<ShardPlace>& places) {
+    const RunSettings& s = context.settings;
+    if (!s.keep_gradients) return allocate_activations_and_one_buffer(map, context);
+    const int64_t activation_bytes = s.config.L * saved_layer_bytes(s);
+    const int64_t bytes_per_gradient = format_info(gradient_format(s)).bytes;
+    const int64_t offset = gradients_offset(s);
+    const int64_t end_of_gradients = offset + places.back().rank_offset * bytes_per_gradient;
+    map.saved_activations = context.arena.allocate(std::max(activation_bytes, end_of_gradients));
+    for (const BucketRange& bucket : bucket_ranges(context.params))
+        map.owned_gradient_sums.push_back(map.saved_activations + offset +
+                                          places[bucket.first_param].rank_offset * bytes_per_gradient);
+    map.gradients_to_write =
+        s.ranks == 1 ? map.owned_gradient_sums : allocate_gradient_buffers(context, /*two=*/true);
 }
 
-// Allocates the saved activations and the gradients, as in the drawing of gpu/memory_map.h.
+MemoryMap allocate_memory(GpuContext& context) {
+    const RunSettings& s = context.settings;
+    Arena& arena = context.arena;
+    const ModelConfig& config = s.config;
+    const std::vector<ShardPlace> places = shard_places(s);
+    const int64_t owned_elements = places.back().rank_offset;
+    const int64_t bytes_per_value = format_info(s.recipe.compute_format).bytes;
+    const int64_t param_count = int64_t(context.params.size());
+    const int64_t linear_layers = std::count_if(context.params.begin(), context.params.end(),
+                                                [](const Param& p) { return p.is_linear_weight(); });
+    const bool delayed = s.recipe.scale_source == ScaleSource::Delayed;
+
+    // The order of these statements is the order in memory
+    MemoryMap map{};
+    map.scale_entry_count = OPERAND_COUNT * linear_layers;
+    map.step_exchange = arena.allocate<StepExchange>(1);
+    map.gemm_scratch = arena.allocate(CublasGemms::SCRATCH_BYTES);
+    map.loss_and_squares = arena.allocate<double>(s.ranks * (1 + places.back().shard_units_before_parameter));
+    if (s.ranks > 1) allocate_places_of_received(map, context);
+
+    map.owned_weights.values = arena.allocate(owned_elements * bytes_per_value);
+    map.owned_weights.format = s.recipe.compute_format;
+    if (s.keep_masters && s.recipe.compute_format != Format::FP32)
+        map.owned_weights.remainders = arena.allocate<int16_t>(owned_elements);
+    map.shards = arena.allocate<Shard>(param_count);
+    map.scale_entries = arena.allocate<TensorScale>(map.scale_entry_count);
+    map.histories = arena.allocate<float>(delayed ? map.scale_entry_count * s.recipe.history_steps : 0);
+    allocate_moments(map, context, places);
+    allocate_activations_and_gradients(map, context, places);
+
+    const int64_t tokens = s.B * s.T;
+    map.tokens = arena.allocate<int32_t>(tokens);
+    map.targets = arena.allocate<int32_t>(tokens);
+    map.row_order = arena.allocate<int32_t>(tokens);
+    map.token_rows = arena.allocate<TokenRows>(tokens);
+    map.final_norm_input_or_dresidual = arena.allocate(tokens * config.C * bytes_per_value);
+    map.norm_backward_workspace = arena.allocate<float>(norm_backward_workspace_floats(config.C));
+    map.row_statistics = arena.allocate<RowStatistics>(tokens);
+    map.losses = arena.allocate<float>(tokens);
+    map.rope_table = arena.allocate<float2>(config.arch.rope ? s.T * config.HS() / 2 : 0);
+    return map;
+}
+
+// -----------------------------------------------------------------------------------------------------------
+// Several GPUs, and --gradients none (this can wait)
 //
-// Where gradients lie in other runs (this can wait):
+// Where gradients lie in other runs than that of the drawing:
 //   several micro-batches a rank   all gradients lie after the activations, because their sums outlive the
 //                                  next forward
 //   a tied embedding               all gradients lie after the activations: the gradient of the embedding is
@@ -59,80 +110,38 @@ static std::vector<uint8_t*> allocate_gradient_buffers(const RunSettings& s, Are
 //                                  rank's part of the sums of the step. Backward writes to two buffers, one
 //                                  for even and one for odd buckets: while one bucket travels, the next is
 //                                  computed
-//
-// If there are buffers, the gradient of a tied embedding has one of its own, because the head writes it
-// before all others.
-static void allocate_activations_and_gradients(MemoryMap& map, GpuContext& context,
-                                               const std::vector<ShardPlace>& places) {
+
+// Returns the buffer of each bucket: one that all buckets use in turn, or `two`, for even and for odd
+// buckets. The bucket of a tied embedding has one of its own.
+static std::vector<uint8_t*> allocate_gradient_buffers(GpuContext& context, bool two) {
     const RunSettings& s = context.settings;
-    Arena& arena = context.arena;
-    const std::vector<BucketRange> buckets = bucket_ranges(context.params);
-    const int64_t activation_bytes = s.config.L * saved_layer_bytes(s);
-    if (!s.keep_gradients) {
-        // --gradients none: the update reads a bucket where backward has written it
-        map.saved_activations = arena.allocate(activation_bytes);
-        map.gradients_to_write = allocate_gradient_buffers(s, arena, buckets.size(), /*two=*/false);
-        map.owned_gradient_sums = map.gradients_to_write;
-        return;
-    }
-    // The sums of a step lie over the activations or after them, as gradients_offset() says
-    const int64_t offset = gradients_offset(s);
-    const int64_t element_bytes = format_info(gradient_format(s)).bytes;
-    map.saved_activations =
-        arena.allocate(std::max(activation_bytes, offset + places.back().rank_offset * element_bytes));
-    for (const BucketRange& bucket : buckets)
-        map.owned_gradient_sums.push_back(map.saved_activations + offset +
-                                          places[bucket.first_param].rank_offset * element_bytes);
-    if (s.ranks == 1) map.gradients_to_write = map.owned_gradient_sums;
-    else map.gradients_to_write = allocate_gradient_buffers(s, arena, buckets.size(), /*two=*/true);
+    const GradientBufferSizes elements = gradient_buffer_sizes(s);
+    const int64_t bytes_per_gradient = format_info(gradient_format(s)).bytes;
+    auto allocate = [&](int64_t n) { return context.arena.allocate(n * bytes_per_gradient); };
+    uint8_t* const even = allocate(elements.largest);
+    uint8_t* const odd = two ? allocate(elements.largest) : even;
+    std::vector<uint8_t*> by_bucket(bucket_ranges(context.params).size());
+    for (size_t b = 0; b < by_bucket.size(); b++) by_bucket[b] = b % 2 ? odd : even;
+    if (s.config.tied) by_bucket[0] = allocate(elements.embedding);
+    return by_bucket;
 }
 
-MemoryMap allocate_memory(GpuContext& context) {
+// --gradients none: the update reads a bucket where backward has written it.
+static void allocate_activations_and_one_buffer(MemoryMap& map, GpuContext& context) {
     const RunSettings& s = context.settings;
+    map.saved_activations = context.arena.allocate(s.config.L * saved_layer_bytes(s));
+    map.gradients_to_write = allocate_gradient_buffers(context, /*two=*/false);
+    map.owned_gradient_sums = map.gradients_to_write;
+}
+
+static void allocate_places_of_received(MemoryMap& map, GpuContext& context) {
     Arena& arena = context.arena;
-    const ModelConfig& config = s.config;
-    const std::vector<ShardPlace> places = shard_places(s);
-    const int64_t owned_elements = places.back().rank_offset;
-    const int64_t compute_bytes = format_info(s.recipe.compute_format).bytes;
-    const int64_t param_count = int64_t(context.params.size());
-    const int64_t linear_layers = count_linear_layers(context.params);
-    const bool delayed = s.recipe.scale_source == ScaleSource::Delayed;
-    const bool several = s.ranks > 1;
-
-    // The order of these statements is the order in memory
-    MemoryMap map{};
-    map.scale_table_size = OPERAND_COUNT * linear_layers;
-    map.step_exchange = arena.allocate<StepExchange>(1);
-    map.gemm_scratch = arena.allocate(CublasGemms::SCRATCH);
-
-    const ReceivedBytes received = received_bytes(s);
-    map.loss_and_squares = arena.allocate<double>(s.ranks * (1 + places.back().shard_units_before_parameter));
-    map.received.flags = arena.allocate<uint32_t>(several ? 2 * s.ranks : 0);
-    map.received.gradients = arena.allocate(received.gradients);
-    for (uint8_t*& buffer : map.received.weights) buffer = arena.allocate(received.weights);
-    map.received.scale_tables = arena.allocate<TensorScale>(several ? s.ranks * map.scale_table_size : 0);
-
-    map.weights.values = arena.allocate(owned_elements * compute_bytes);
-    map.weights.format = s.recipe.compute_format;
-    if (s.keep_masters && s.recipe.compute_format != Format::FP32)
-        map.weights.remainders = arena.allocate<int16_t>(owned_elements);
-    map.shards = arena.allocate<Shard>(param_count);
-    map.scale_table = arena.allocate<TensorScale>(map.scale_table_size);
-    map.histories = arena.allocate<float>(delayed ? map.scale_table_size * s.recipe.history_steps : 0);
-    allocate_moments(map, context, places);
-    allocate_activations_and_gradients(map, context, places);
-
-    const int64_t tokens = s.B * s.T;
-    map.tokens = arena.allocate<int32_t>(tokens);
-    map.targets = arena.allocate<int32_t>(tokens);
-    map.row_order = arena.allocate<int32_t>(tokens);
-    map.token_rows = arena.allocate<TokenRows>(tokens);
-    map.final_norm_input_or_dresidual = arena.allocate(padded_tokens(s) * config.C * compute_bytes);
-    map.norm_backward_workspace = arena.allocate<float>(norm_backward_workspace_floats(config.C));
-    map.row_statistics = arena.allocate<RowStatistics>(padded_tokens(s));
-    map.losses = arena.allocate<float>(tokens);
-    map.rope_table = arena.allocate<float2>(config.arch.rope ? s.T * config.HS() / 2 : 0);
-    return map;
+    const int64_t ranks = context.settings.ranks;
+    const ReceivedBytes bytes = received_bytes(context.settings);
+    map.received.flags = arena.allocate<uint32_t>(2 * ranks);
+    map.received.gradients = arena.allocate(bytes.gradients);
+    for (uint8_t*& buffer : map.received.matrices) buffer = arena.allocate(bytes.matrices);
+    map.received.scale_tables = arena.allocate<TensorScale>(ranks * map.scale_entry_count);
 }
 
 }  // namespace coat::gpu

@@ -1,21 +1,14 @@
 // gpu/memory_map.h - where everything lies in the memory of a GPU, and what the host and the GPU exchange in
 // a step. How large the parts are follows from the settings of the run: gpu/memory_layout.h.
 //
-// N is the number of tokens that are computed at a time: those of a micro-batch, B * T, or of a prompt. What
-// the map uses of other files:
-//
-//   gpu/tensors.h     what is in the memory: TensorScale and RowStatistics
-//   adamw.h           Weights, Shard, MomentRef and GradientState
-//
-// Buckets are explained at the head of gpu/memory_layout.h.
+// N is the number of tokens that are computed at a time: those of a micro-batch, B * T, or of a prompt.
 #pragma once
 #include "../adamw.h"
 #include "context.h"
-#include "memory_layout.h"
+#include "extra_buffers.h"
+#include "layers.h"
 
 namespace coat::gpu {
-
-struct TokenRows;  // for the gradient of the embedding: the rows in which a token occurs (gpu/layers.h)
 
 // What a step finds out, on the device. The host clears it before the step and fetches it at the end.
 struct StepOutcome {
@@ -55,10 +48,11 @@ struct StepExchange {
 //                                        ^ gradients_offset()         ^ the end of all activations, where
 //                                                                       the gradients of layer 31 begin
 //
-// The gradients begin as far left as possible. There are two conditions:
+// The gradients begin as far left as possible. There are these conditions:
 //   - The gradients of layer l begin after the activations of the layers 0 to l, or later. Backward still
 //     needs these activations when it writes the gradients.
 //   - The gradients of the final norm and of the head begin after all activations, or later.
+//   - The gradient of the embedding may begin anywhere, because backward writes it last.
 // In the drawing layer 31 decides. Its gradients cannot begin before the end of all activations, and the
 // gradients of all earlier layers lie before its own.
 //
@@ -67,25 +61,18 @@ struct StepExchange {
 struct MemoryMap {
     StepExchange* step_exchange;
     StepOutcome* outcome() const { return &step_exchange->outcome; }  // on the device
-    void* gemm_scratch;                                               // CublasGemms::SCRATCH bytes
+    void* gemm_scratch;                                               // CublasGemms::SCRATCH_BYTES
     // What decides whether a step is skipped, (ranks, 1 + shard units). A row has loss_or_nan, and then sums
     // of squares of gradients, each over SHARD_UNIT elements of a parameter. With one GPU there is one row.
     double* loss_and_squares;
-    // What other ranks write here (this can wait). A rank finds these places and loss_and_squares on another
-    // rank, because they are equally far from the beginning of the allocation on all ranks.
-    struct Received {
-        uint32_t* flags;            // two for each rank (gpu/transport.h)
-        uint8_t* gradients;         // the other ranks' gradients of the part of a bucket that this rank owns
-        uint8_t* weights[2];        // the matrices that are computed with, and those that come next
-        TensorScale* scale_tables;  // (ranks, scale_table_size): the tables of all ranks
-    } received;
+    PlacesOfReceived received;  // several GPUs
 
     // What this rank owns, in the rank's order
-    Weights weights;
-    Shard* shards;             // AdamW's table of parameters
-    TensorScale* scale_table;  // (scale_table_size): gpu/scale_table.h
-    int64_t scale_table_size;
-    float* histories;       // with delayed scaling: (scale_table_size, Recipe::history_steps)
+    Weights owned_weights;
+    Shard* shards;               // AdamW's table of parameters
+    TensorScale* scale_entries;  // (scale_entry_count): gpu/scale_table.h
+    int64_t scale_entry_count;
+    float* histories;       // with delayed scaling: (scale_entry_count, Recipe::history_steps)
     void* moments_begin;    // where all moments begin, with their max and k
     int64_t moments_bytes;  // how many bytes they take together
     std::vector<MomentRef> first_moments, second_moments;  // by parameter, whose m and v lie together

@@ -24,7 +24,7 @@ void NamedMemory::list_tensors(const MemoryMap& memory) {
         const ShardPlace& place = parameter_state_.shard_places[i];
         const int64_t count = place.owned.count;
         int16_t* const remainder =
-            memory.weights.remainders ? memory.weights.remainders + place.rank_offset : nullptr;
+            memory.owned_weights.remainders ? memory.owned_weights.remainders + place.rank_offset : nullptr;
         entries_[p.name] = {.param_index = i,
                             .data = parameter_state_.owned_weight_data(i),
                             .bytes = count * HALF_BYTES,
@@ -113,7 +113,7 @@ void NamedMemory::write_half_of_masters(const Entry& entry, const uint16_t* in) 
 // Reads the gradients of this rank's part as FP32. A BF16 value is the upper half of an FP32 one.
 void NamedMemory::read_gradient(size_t i, float* out) const {
     const int64_t count = parameter_state_.shard_places[i].owned.count,
-                  bytes = parameter_state_.gradient_bytes;
+                  bytes = parameter_state_.bytes_per_gradient;
     std::vector<uint8_t> raw(count * bytes);
     context_.copy_to_host(raw.data(), parameter_state_.owned_gradient_sum(i), count * bytes);
     std::fill_n(out, count, 0.0f);

@@ -13,8 +13,8 @@ ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memor
     : settings(context.settings), params(context.params), buckets(bucket_ranges(params)),
       shard_places(coat::shard_places(settings)), format_of_weights{settings.recipe.compute_format},
       format_of_gradients(TensorFormat{gradient_format(settings)}),
-      weight_bytes(format_info(format_of_weights.element_format).bytes),
-      gradient_bytes(format_info(format_of_gradients.element_format).bytes), context_(context),
+      bytes_per_weight(format_info(format_of_weights.element_format).bytes),
+      bytes_per_gradient(format_info(format_of_gradients.element_format).bytes), context_(context),
       memory_(memory), scale_table_(scale_table), stream_(context.stream) {
     int64_t linear_layers = 0;
     for (size_t i = 0; i < params.size(); i++) {
@@ -47,10 +47,11 @@ void ParameterState::list_weights_and_gradients() {
                            .cols = p.cols,
                            .format = format_of_weights});
         const int64_t elements_before = p.flat_offset - buckets[p.bucket].flat_offset;
-        gradients.push_back({.data = memory_.gradients_to_write[p.bucket] + elements_before * gradient_bytes,
-                             .rows = p.rows,
-                             .cols = p.cols,
-                             .format = format_of_gradients});
+        gradients.push_back(
+            {.data = memory_.gradients_to_write[p.bucket] + elements_before * bytes_per_gradient,
+             .rows = p.rows,
+             .cols = p.cols,
+             .format = format_of_gradients});
     }
 }
 
@@ -94,7 +95,7 @@ void ParameterState::initialize_state() {
                                             .param_index = i,
                                             .used = used_elements(settings.config, params[i]),
                                             .seed = settings.seed};
-        initialize(memory_.weights, shard_places[i].rank_offset, params[i], arguments, stream_);
+        initialize(memory_.owned_weights, shard_places[i].rank_offset, params[i], arguments, stream_);
         compute_weight_amax(i);
         for (float* const k : {memory_.first_moments[i].k, memory_.second_moments[i].k})
             if (k) copy_async(k, ones.data(), moment_groups(i) * FLOAT_BYTES, stream_);
@@ -114,15 +115,22 @@ void ParameterState::compute_weight_amax(size_t i) const {
     clear_async(amax, sizeof(float), stream_);
     // FP32 weights are not quantized, so they need no amax
     if (format_of_weights.element_format == Format::FP32) return;
-    for (const TensorRef& slice : slices_for_grids(owned_weight(i)))
-        compute_amax(lazy_load(slice), amax, stream_);
+    compute_amax(lazy_load(owned_weight(i)), amax, stream_);
+}
+
+TensorRef ParameterState::owned_weight(size_t i) const {
+    if (settings.ranks == 1) return weights[i];
+    return {.data = owned_weight_data(i),
+            .rows = shard_places[i].owned.count / MOMENT_GROUP_SIZE,
+            .cols = MOMENT_GROUP_SIZE,
+            .format = format_of_weights};
 }
 
 uint8_t* ParameterState::owned_gradient_sum(size_t i) const {
     const int64_t bucket = params[i].bucket;
     const int64_t in_bucket =
         shard_places[i].rank_offset - shard_places[buckets[bucket].first_param].rank_offset;
-    return memory_.owned_gradient_sums[bucket] + in_bucket * gradient_bytes;
+    return memory_.owned_gradient_sums[bucket] + in_bucket * bytes_per_gradient;
 }
 
 ShardsToUpdate ParameterState::shards_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
@@ -152,7 +160,7 @@ void ParameterState::measure_moment_errors_of(int64_t bucket, QuantReport& repor
         const Range& owned = shard_places[i].owned;
         const uint8_t* const gradient = static_cast<const uint8_t*>(gradients[i].data);
         measure_moment_errors(settings.optimizer, memory_.first_moments[i], memory_.second_moments[i],
-                              gradient + owned.first * gradient_bytes, format_of_gradients.element_format,
+                              gradient + owned.first * bytes_per_gradient, format_of_gradients.element_format,
                               owned.count, report, stream_);
     }
 }
@@ -167,14 +175,6 @@ std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentR
         context_.copy_to_host(all.data() + before, k, moment_groups(i) * FLOAT_BYTES);
     }
     return all;
-}
-
-std::vector<TensorRef> slices_for_grids(const TensorRef& v) {
-    constexpr int64_t MOST_ROWS = 65535 * 128;
-    std::vector<TensorRef> slices;
-    for (int64_t first = 0; first < v.rows; first += MOST_ROWS)
-        slices.push_back(row_slice(v, first, std::min(MOST_ROWS, v.rows - first)));
-    return slices;
 }
 
 }  // namespace coat::gpu

@@ -35,7 +35,7 @@ public:
     // By parameter: what this rank owns, and where. One more entry says where the last parameter ends.
     const std::vector<ShardPlace> shard_places;
     const TensorFormat format_of_weights, format_of_gradients;
-    const int64_t weight_bytes, gradient_bytes;  // the bytes of one element
+    const int64_t bytes_per_weight, bytes_per_gradient;  // the bytes of one element
 
     // By parameter, (rows, cols): the weight that forward and backward read, and the gradient that backward
     // writes. With one GPU both tables stay as the constructor has filled them.
@@ -60,17 +60,16 @@ public:
     // Where this rank's part of parameter i begins: its weights; and the sums of its gradients, which the
     // update reads.
     uint8_t* owned_weight_data(size_t i) const {
-        return static_cast<uint8_t*>(memory_.weights.values) + shard_places[i].rank_offset * weight_bytes;
+        return static_cast<uint8_t*>(memory_.owned_weights.values) +
+               shard_places[i].rank_offset * bytes_per_weight;
     }
     uint8_t* owned_gradient_sum(size_t i) const;
 
-    // What this rank owns of the weight of a linear layer, as a tensor. Its shape is made up: rows of 128
-    // elements, because a rank's part may end within a row of the weight. (The part has a multiple of
-    // MOMENT_GROUP_SIZE = 128 elements, because a linear layer has multiples of 16 inputs and outputs.)
-    TensorRef owned_weight(size_t i) const {
-        return {owned_weight_data(i), shard_places[i].owned.count / MOMENT_GROUP_SIZE, MOMENT_GROUP_SIZE,
-                format_of_weights};
-    }
+    // What this rank owns of the weight of a linear layer, as a tensor: with one rank the weight itself.
+    // (With several ranks a part may end within a row of the weight. So its shape is made up: rows of
+    // MOMENT_GROUP_SIZE = 128 elements. A linear layer has multiples of 16 inputs and outputs, so the part
+    // has a multiple of 128 elements.)
+    TensorRef owned_weight(size_t i) const;
     // Computes the amax of the weight that is parameter i: in a new run, and after a checkpoint was read.
     // (Later, adamw() finds the amax of the weights that it writes. With delayed scaling, and for what is no
     // weight of a linear layer, this function does nothing.)
@@ -101,9 +100,5 @@ private:
     float* weight_amax(size_t i) const;
     int64_t moment_groups(size_t i) const { return ceil_div(shard_places[i].owned.count, MOMENT_GROUP_SIZE); }
 };
-
-// The tensor v as slices of rows, each of which fits one launch: a grid has at most 65,535 tiles of 128
-// rows. (ParameterState::owned_weight() may have more, because its rows are short.)
-std::vector<TensorRef> slices_for_grids(const TensorRef& v);
 
 }  // namespace coat::gpu

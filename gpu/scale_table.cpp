@@ -6,16 +6,13 @@
 namespace coat::gpu {
 
 ScaleTable::ScaleTable(const GpuContext& context, const MemoryMap& memory)
-    : linear_layer_count(count_linear_layers(context.params)), settings_(context.settings),
-      stream_(context.stream), entries_(memory.scale_table), entry_count_(memory.scale_table_size),
+    : linear_layer_count(memory.scale_entry_count / OPERAND_COUNT), settings_(context.settings),
+      stream_(context.stream), entries_(memory.scale_entries), entry_count_(memory.scale_entry_count),
       histories_(memory.histories) {}
 
 void ScaleTable::clear() {
     clear_async(entries_, entry_count_ * int64_t(sizeof(TensorScale)), stream_);
-    if (delayed())
-        clear_async(histories_, entry_count_ * settings_.recipe.history_steps * int64_t(sizeof(float)),
-                    stream_);
-    expect_empty_histories();
+    if (delayed()) clear_histories();
 }
 
 // Strided: of each entry, which has 16 bytes, only `amax` is cleared.
@@ -30,12 +27,17 @@ void ScaleTable::clear_amaxes(int64_t first) const {
 // -----------------------------------------------------------------------------------------------------------
 // Delayed scaling (this can wait)
 
+void ScaleTable::clear_histories() {
+    clear_async(histories_, entry_count_ * settings_.recipe.history_steps * int64_t(sizeof(float)), stream_);
+    expect_empty_histories();
+}
+
 void ScaleTable::expect_empty_histories() {
     any_empty_history = delayed() && linear_formats(settings_).x.is_fp8();
 }
 
 void ScaleTable::update_histories(StepOutcome* outcome) const {
-    if (!delayed() || !linear_formats(settings_).x.is_fp8()) return;
+    if (!linear_formats(settings_).x.is_fp8()) return;
     for (OperandKind o : LINEAR_OPERANDS)
         update_delayed_scales({.scales = of_operand(o, 0),
                                .histories = history(o, 0),

@@ -45,9 +45,9 @@ public:
     bool any_empty_history = false;
     // To be called after the state has been initialized or written: histories may be empty now.
     void expect_empty_histories();
-    // The amaxes of the step enter the histories, from which the scales of the next step follow, and the
-    // empty histories are counted in outcome, which is on the device. Without delayed scaling, and if linear
-    // layers are not in FP8, this does nothing.
+    // To be called after the update. The amaxes of the step enter the histories, from which the scales of the
+    // next step follow, and the empty histories are counted in outcome, which is on the device. (If linear
+    // layers are not in FP8, this does nothing.)
     void update_histories(StepOutcome* outcome) const;
 
 private:
@@ -63,6 +63,7 @@ private:
         return KINDS_BEFORE[int(o)] * linear_layer_count + linear_layer;
     }
     void clear_amaxes(int64_t first) const;  // of the entries from number `first` on
+    void clear_histories();
 };
 
 }  // namespace coat::gpu

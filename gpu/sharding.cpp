@@ -7,6 +7,23 @@
 namespace coat::gpu {
 namespace {
 
+// A point in a stream that another stream can wait for.
+class Event : UniqueHandle<cudaEvent_t, cudaEventDestroy> {
+public:
+    void record(cudaStream_t stream) {
+        enqueue(stream, "record an event", [&] {
+            if (!handle)
+                check(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming),
+                      "Creating a CUDA event failed");
+            check(cudaEventRecord(handle, stream), "Recording a CUDA event failed");
+        });
+    }
+    // What is put on the stream from now on waits for the point. If none has been recorded, nothing waits.
+    void make_wait(cudaStream_t stream) const {
+        if (handle) check(cudaStreamWaitEvent(stream, handle, 0), "Waiting for a CUDA event failed");
+    }
+};
+
 // A run on several GPUs. Transfers are put on a stream of their own.
 class Zero3Sharding : public Sharding {
 public:
@@ -57,7 +74,7 @@ public:
     // Each rank gets the gradients of what it owns from all others, and adds them to its sums.
     void reduce_gradients(int64_t bucket, bool first_micro_batch) override {
         const BucketRange& b = parameter_state_.buckets[bucket];
-        const int64_t me = settings_.rank, element_bytes = parameter_state_.gradient_bytes;
+        const int64_t me = settings_.rank, element_bytes = parameter_state_.bytes_per_gradient;
         std::vector<Transfer> transfers;
         for (size_t i = b.first_param; i < b.end_param; i++)
             for (int64_t other = 0; other < settings_.ranks; other++)
@@ -152,7 +169,7 @@ private:
     // Where backward writes this element of the gradient of parameter i.
     uint8_t* gradient_at(size_t i, int64_t element) const {
         uint8_t* const begin = static_cast<uint8_t*>(parameter_state_.gradients[i].data);
-        return begin + element * parameter_state_.gradient_bytes;
+        return begin + element * parameter_state_.bytes_per_gradient;
     }
     // Where rank `to` receives its part of the gradient of parameter i from rank `from`. The parts lie in the
     // order of the bucket's parameters, and for each parameter in the order of the senders.
@@ -160,7 +177,7 @@ private:
         int64_t elements = (from - (from > to)) * padded_count(owned_by(i, to));
         for (size_t j = parameter_state_.buckets[parameter_state_.params[i].bucket].first_param; j < i; j++)
             elements += (settings_.ranks - 1) * padded_count(owned_by(j, to));
-        return memory_.received.gradients + elements * parameter_state_.gradient_bytes;
+        return memory_.received.gradients + elements * parameter_state_.bytes_per_gradient;
     }
     // The buffer to which backward writes the gradients of a bucket: that of even buckets, that of odd ones,
     // or that of a tied embedding (gpu/memory_map.cpp, allocate_gradient_buffers()).
@@ -181,16 +198,10 @@ private:
         }
         if (settings_.config.tied) matrices_.back() = {parameter_state_.param_index("embedding")};
     }
-    void quantize_slices(const TensorRef& from, const TensorRef& to) const {
-        const std::vector<TensorRef> values = slices_for_grids(from), codes = slices_for_grids(to);
-        for (size_t i = 0; i < values.size(); i++)
-            quantize_operand(lazy_load(values[i]), {.tensor = codes[i], .delayed = scale_table_.delayed()},
-                             context_.quant_stats_of(MeasuredKind::Weight), comm_stream_);
-    }
     // Gathers the matrices of a gather unit, unless they are in its buffer.
     void gather(int64_t gather_unit) {
         if (in_buffer_[gather_unit % 2] == gather_unit) return;
-        uint8_t* to = memory_.received.weights[gather_unit % 2];
+        uint8_t* to = memory_.received.matrices[gather_unit % 2];
         std::vector<Transfer> transfers;
         wait_for_compute();
         for (size_t i : matrices_[size_t(gather_unit)]) {
@@ -219,7 +230,13 @@ private:
         const Range mine = part_of(settings_.rank);
         if (codes) {
             const TensorRef part = parameter_state_.owned_weight(i);
-            quantize_slices(part, {to + mine.first, part.rows, part.cols, format, scale});
+            const TensorRef codes_of_part{.data = to + mine.first,
+                                          .rows = part.rows,
+                                          .cols = part.cols,
+                                          .format = format,
+                                          .tensor_scale = scale};
+            quantize_operand(lazy_load(part), {.tensor = codes_of_part, .delayed = scale_table_.delayed()},
+                             context_.quant_stats_of(MeasuredKind::Weight), comm_stream_);
         } else {
             copy_async(to + mine.first, parameter_state_.owned_weight_data(i), mine.count, comm_stream_);
         }

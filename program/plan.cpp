@@ -5,6 +5,7 @@
 #include <map>
 
 #include "../common/state_tensors.h"
+#include "../gpu/extra_buffers.h"
 
 namespace coat {
 

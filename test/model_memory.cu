@@ -10,8 +10,6 @@
 
 using namespace coat;
 using namespace coat::test;
-using gpu::TensorRef;
-using gpu::TensorScale;
 
 namespace coat::test {
 int number_of_gpus() {  // for help/ranks.h
@@ -63,28 +61,6 @@ TEST_CASE("Arena: a Scope that ended early gives back nothing of what was alloca
     }
     CHECK(later == first);
     CHECK(arena.allocate(1) == later + GPU_ALIGNMENT);
-}
-
-TEST_CASE("slices_for_grids: the rows in their order; no slice has more than a grid") {
-    constexpr int64_t MOST = 65535 * 128, COLS = 4;
-    std::vector<uint8_t> begin(1);  // addresses are computed and not used
-    TensorScale scale{};
-    for (const int64_t rows : {int64_t(1), MOST, MOST + 1, 2 * MOST + 5}) {
-        const TensorRef v{
-            .data = begin.data(), .rows = rows, .cols = COLS, .format = PLAIN_BF16, .tensor_scale = &scale};
-        int64_t next = 0;
-        for (const TensorRef& slice : gpu::slices_for_grids(v)) {
-            CHECK(slice.data == begin.data() + next * COLS * 2);
-            CHECK(slice.rows > 0);
-            CHECK(slice.rows <= MOST);
-            CHECK(slice.cols == COLS);
-            CHECK(slice.tensor_scale == &scale);
-            CHECK(slice.format == PLAIN_BF16);
-            next += slice.rows;
-        }
-        CHECK(next == rows);
-        CHECK(std::ssize(gpu::slices_for_grids(v)) == ceil_div(rows, MOST));
-    }
 }
 
 GPU_MODEL_TEST("memory plan: equals what the driver reports within 2%") {
@@ -150,7 +126,7 @@ TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators
             CHECK(total_bytes(plan) == bytes + GPU_CONTEXT + page_table_bytes(ranks, bytes));
             // At least cuBLASLt's scratch, and the logits.
             const int64_t logits = settings.B * settings.T * settings.config.padded_V() * 2;
-            CHECK(total_bytes(plan, Category::Workspace) > int64_t(gpu::CublasGemms::SCRATCH) + logits);
+            CHECK(total_bytes(plan, Category::Workspace) > int64_t(gpu::CublasGemms::SCRATCH_BYTES) + logits);
         }
     });
 }
@@ -160,16 +136,16 @@ TEST_CASE("arena_bytes: a dry run needs no GPU and the plan shows what operators
 static std::map<std::string, int64_t> allocated_bytes(const RunSettings& s) {
     gpu::GpuContext context(s, 0);  // a dry run
     const gpu::MemoryMap m = gpu::allocate_memory(context);
-    std::map<const void*, std::string> begins{{m.weights.values, "weights"},
+    std::map<const void*, std::string> begins{{m.owned_weights.values, "weights"},
                                               {m.shards, ""},
-                                              {m.scale_table, ""},
+                                              {m.scale_entries, ""},
                                               {m.histories, "histories and delayed scales"},
                                               {m.moments_begin, ""},
                                               {m.saved_activations, "activations"},
                                               {m.tokens, ""},
                                               {m.final_norm_input_or_dresidual, "final norm input"},
                                               {m.norm_backward_workspace, ""}};
-    if (m.weights.remainders) begins[m.weights.remainders] = "remainder of the FP32 masters";
+    if (m.owned_weights.remainders) begins[m.owned_weights.remainders] = "remainder of the FP32 masters";
     auto name_moments = [&](const std::vector<gpu::MomentRef>& moments, const std::string& name) {
         for (const gpu::MomentRef& moment : moments) {
             begins[moment.data] = name;

@@ -125,7 +125,7 @@ GIT_TEST_CASE("includes run one way") {
         {"common/known_models.h"},
         {"common/model.h"},
         {"common/ranks.h", "common/state_tensors.h", "data/"},
-        {"gpu/memory_layout", "gpu/gpu_model", "gpu/recipe_on_gpu"},
+        {"gpu/memory_layout", "gpu/extra_buffers", "gpu/gpu_model", "gpu/recipe_on_gpu"},
         {"reference/", "gpu/", "coat.", "adamw."},
         {"model.cu"},
         {"program/"}};

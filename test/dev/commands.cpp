@@ -332,8 +332,9 @@ TEST_CASE("make: without nvcc it says that a kernel takes it, although a build w
 
 TEST_CASE("make: a program has the objects of the sources that there are now") {
     const Folder folder;
-    for (const char* source : {"gpu/no_cuda.cpp", "gpu/recipe_on_gpu.cpp", "gpu/memory_layout.cpp",
-                               "dev/exercises/capstone.cpp", "test/kept.cpp", "test/deleted.cpp"})
+    for (const char* source :
+         {"gpu/no_cuda.cpp", "gpu/recipe_on_gpu.cpp", "gpu/memory_layout.cpp", "gpu/extra_buffers.cpp",
+          "dev/exercises/capstone.cpp", "test/kept.cpp", "test/deleted.cpp"})
         folder.write(source, "");
     folder.write("Makefile", read_file("Makefile"));
     // Instead of compiling and linking it writes its arguments to the file that follows -o.

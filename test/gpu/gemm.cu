@@ -87,7 +87,7 @@ void check_gemm(gpu::CublasGemms& gemms, Random& rng, const GemmCase& p, TensorF
 
 GPU_TEST_CASE("CublasGemms::run: all three GEMMs in every format equal the reference") {
     SEEDED_RANDOM(rng);
-    Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH);
+    Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH_BYTES);
     gpu::CublasGemms fast_fprop(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     gpu::CublasGemms exact(scratch.get(), {false, false, false});  // no fast accumulation
     const struct {
@@ -133,7 +133,7 @@ GPU_TEST_CASE("CublasGemms::run: all three GEMMs in every format equal the refer
 // K terms is not exact in 14 bits: with fast accumulation it loses some percent.
 GPU_TEST_CASE("CublasGemms::run: dgrad and wgrad of recipe coat add without fast accumulation at a large K") {
     SEEDED_RANDOM(rng);
-    Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH);
+    Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH_BYTES);
     gpu::CublasGemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     auto random_values = [&](int64_t n) {
         Floats x(n);
@@ -159,7 +159,7 @@ GPU_TEST_CASE("CublasGemms::run: dgrad and wgrad of recipe coat add without fast
 // Of so many outputs, a Hopper GPU's algorithm is chosen by its tile.
 GPU_TEST_CASE("CublasGemms::run: fprop and dgrad of 2^23 outputs equal the reference") {
     SEEDED_RANDOM(rng);
-    Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH);
+    Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH_BYTES);
     gpu::CublasGemms gemms(scratch.get(), find_row(recipes(), "coat", "recipe").fast_accumulation);
     const GemmCase fprop = gemm_cases(8192, 1024, 64)[0], dgrad = gemm_cases(8192, 64, 1024)[1];
     check_gemm(gemms, rng, fprop, E4M3_PER_TENSOR, E4M3_PER_TENSOR, Format::BF16, false, true);
@@ -168,7 +168,7 @@ GPU_TEST_CASE("CublasGemms::run: fprop and dgrad of 2^23 outputs equal the refer
 }
 
 GPU_TEST_CASE("CublasGemms::run: unsupported operands are rejected also the second time") {
-    const Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH);
+    const Buffer<uint8_t> scratch(gpu::CublasGemms::SCRATCH_BYTES);
     gpu::CublasGemms gemms(scratch.get(), {false, false, false});
     const Shape s{64, 64};
     const Floats ones(s.n(), 1.0f);
