@@ -49,6 +49,13 @@
 
 namespace coat {
 
+struct Range {  // consecutive elements of an array
+    int64_t first, count;
+};
+
+COAT_HD inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
 // -----------------------------------------------------------------------------------------------------------
 // Formats. Every format has a sign, an exponent and a mantissa. E4M3 and E5M2 are the FP8 formats of the OCP
 // specification, in its saturating mode; E4M3 has no infinity. FP16 is used for moments only.
@@ -95,13 +102,6 @@ inline constexpr Granularity PER_128x128{.rows = 128, .cols = 128};
 // The groups of activations (paper, figure 4a).
 inline constexpr Granularity PER_1x16{.rows = 1, .cols = 16};
 
-struct Range {  // consecutive elements of an array
-    int64_t first, count;
-};
-
-COAT_HD inline constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
 // -----------------------------------------------------------------------------------------------------------
 // How a matrix is stored: the format of its elements and, in FP8, its scale blocks and the format of the
 // scales. Formats other than FP8 have no scales, and the granularity PER_TENSOR.
@@ -113,8 +113,8 @@ struct TensorFormat {
 
     constexpr bool operator==(const TensorFormat&) const = default;
     bool is_fp8() const { return coat::is_fp8(element_format); }
-    // The scales of a (rows, cols) matrix are a row-major matrix, with one element for each scale block. This
-    // is the number of its rows, and then of its columns.
+    // The scales of a (rows, cols) matrix are a row-major matrix, with one element for each scale block. It
+    // has so many rows and columns:
     int64_t rows_of_scales(int64_t rows) const {
         return granularity.rows ? ceil_div(rows, granularity.rows) : 1;
     }

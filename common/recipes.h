@@ -113,11 +113,11 @@ struct OptimizerFormats {
     const char* name;
     Format m_format, v_format;  // of first and of second moments
     bool expansion = false;     // dynamic range expansion of FP8 moments
-    bool one_scale = false;     // no moment groups: one scale for each moment, as in FP8-LM
+    bool one_scale = false;     // one moment group of all elements of a moment, as in FP8-LM
     const char* about = "";     // a line of --help
 
-    // The next two functions are given the format of a moment, Param::moment_format(). It is m_format or
-    // v_format; but moments of norms' weights and of biases are FP32.
+    // The format f of a moment is m_format or v_format; or FP32, for the weights of norms and for biases
+    // (Param::moment_format()).
     bool uses_expansion(Format f) const { return expansion && is_fp8(f); }
     // The number of moment groups of n elements of a moment in format f; 0 if the format has no scales. (With
     // one_scale all n elements count as one moment group.)

@@ -3,8 +3,8 @@
 
     python3 dev/coat.py        trains a small model in FP32 and in COAT, and compares the two
 
-These have 8 bits (FP8): the operands of the matrix products (GEMMs) of linear layers; the inputs of norms 1 and 2 and
-of the activation function, as they are saved for backward; and AdamW's moments of matrices. q, k, v and attention's
+In FP8, which has 8 bits, are: the operands of the matrix products (GEMMs) of linear layers; the inputs of norms 1 and 2
+and of the activation function, as they are saved for backward; and AdamW's moments of matrices. q, k, v and attention's
 output are saved in BF16. (Where a title names lessons, the course explains it there: WALK.md. test/dev/arithmetic.cpp
 compares sections 1 to 5 and the loss with the CPU reference.)
 """
@@ -47,7 +47,7 @@ def encode(f, x):
     magnitude = np.minimum(np.abs(x), f.fmax)
     # 2^e <= magnitude < 2^(e+1); of subnormals e = 1 - bias. (np.frexp: x = a 2^n with 1/2 <= a < 1, so e = n - 1.)
     e = np.frexp(np.maximum(magnitude, F32(2) ** (1 - f.bias)))[1] - 1
-    steps = np.rint(np.ldexp(magnitude, f.M - e))  # values there are 2^(e - M) apart
+    steps = np.rint(np.ldexp(magnitude, f.M - e))  # values there are 2^(e - M) apart: a step
     # A normal value has the exponent field e + bias, and 2^M + mantissa steps. So
     #      code = ((e + bias) << M) + mantissa = ((e + bias - 1) << M) + steps
     # In E4M3, 1.1 has e = 0 and 8.8 steps, rounded 9: the code is (6 << 3) + 9 = 0x39, which is 1.125. The code of a
@@ -80,6 +80,7 @@ def quantize_tensor(f, x):
     """x -> its codes, and one FP32 scale."""
     s = scales_of(f, np.max(np.abs(x)))
     return Quantized(encode(f, x * (F32(1) / s)), s)
+
 def gemm_operand(f, x):
     """x as a GEMM reads it: quantized, and decoded again."""
     codes, s = quantize_tensor(f, x)
@@ -116,7 +117,7 @@ def expand(x, max_magnitude, k, f=E4M3):
     return (np.sign(x) * f.fmax * ratio ** k).astype(F32)
 def contract(y, max_magnitude, k, f=E4M3):
     root = (np.abs(y) / f.fmax).astype(float) ** (1 / k)
-    # Only 0 is read back as 0: all other magnitudes are at least the smallest of FP32.
+    # Only 0 is read back as 0: all other magnitudes are at least 2^-149, the smallest of FP32.
     return (np.sign(y) * np.maximum(max_magnitude * root, 2.0**-149)).astype(F32)
 
 def store_moment(x, f=E4M3):
@@ -223,8 +224,8 @@ def attention_backward(qkv, out, dout, T, HS):
 #                                                  one scale for the tensor
 #      norm1_input, norm2_input, gate_up           E4M3; a scale for each      norms and activation, in both passes
 #                                                  1x16 group
-#      residual sums                               FP32                        the next sum (rounded to BF16), and
-#                                                                              the norm's quantizer (as it is)
+#      residual sums                               FP32                        the norm's quantizer. (The next sum reads
+#                                                                              them rounded to BF16.)
 #      outputs of norms and activation, dgate_up   FP32                        the quantizer of a linear layer
 #      dnorm1_input, dnorm2_input                  FP32                        the sum that makes the next dresidual
 #      all others                                  BF16                        whatever comes next
@@ -290,7 +291,7 @@ def head_loss_and_gradients(norm_weight, head, x, targets):
     dx, dnorm_weight = rms_norm_backward(x, norm_weight, bf16(dlogits @ head))
     return loss, bf16(dx), dnorm_weight, dlogits.T @ y
 
-StepResult = namedtuple("StepResult", "loss output saved gradients")  # of the layer; gradients by name of their weight
+StepResult = namedtuple("StepResult", "loss output saved gradients")  # output and saved: of the layer; gradients: by the name of the weight
 
 def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
     """Trains on windows of T + 1 ASCII characters: T tokens and their targets. Yields a StepResult after each step. The

@@ -103,9 +103,10 @@ void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const 
         check(cudaMemcpy2DAsync(to.data(), width, from, pitch, width, pieces, cudaMemcpyDeviceToHost, stream),
               "Reading the moments failed");
     };
-    auto moment_on_host = [&](const void* data, Format f, const float* max, const float* k) {
+    auto moment_on_host = [&](const void* data, Format f, const float* max, const float* k,
+                              bool second_moment = false) {
         reference::Moment moment;
-        moment.init(o, f, n);
+        moment.init(o, f, n, second_moment);
         fetch_pieces(moment.elements, data, 1, format_info(f).bytes);
         if (max && o.one_scale) copy_async(moment.maxima.data(), max, sizeof(float), stream);
         else if (max) fetch_pieces(moment.maxima, max, MOMENT_GROUP_SIZE, sizeof(float));
@@ -114,15 +115,15 @@ void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const 
         return moment;
     };
     reference::Moment stored_m = moment_on_host(m.data, m.format, m.max, m.k);
-    reference::Moment stored_v = moment_on_host(v.data, v.format, v.max, v.k);
+    reference::Moment stored_v = moment_on_host(v.data, v.format, v.max, v.k, /*second_moment=*/true);
     std::vector<float> g(n), w(n), new_m(n), new_v(n);
     moment_on_host(gradient, format, nullptr, nullptr).load(g.data());
     stored_m.load(new_m.data());  // adamw() makes new ones of them
     stored_v.load(new_v.data());
-    reference::adamw(reference::adamw_constants({1, 0.0f}, false, 0), n, g.data(), w.data(), new_m.data(),
-                     new_v.data());
-    stored_m.store(new_m.data(), false, &report.stats_by_kind[static_cast<int>(MeasuredKind::Moment1)]);
-    stored_v.store(new_v.data(), true, &report.stats_by_kind[static_cast<int>(MeasuredKind::Moment2)]);
+    reference::adamw(reference::adamw_constants({1, 0.0f}, /*decays=*/false, /*clip_factor=*/1), n, g.data(),
+                     w.data(), new_m.data(), new_v.data());
+    stored_m.store(new_m.data(), &report.stats_by_kind[static_cast<int>(MeasuredKind::Moment1)]);
+    stored_v.store(new_v.data(), &report.stats_by_kind[static_cast<int>(MeasuredKind::Moment2)]);
 }
 
 }  // namespace coat::gpu

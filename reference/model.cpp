@@ -4,7 +4,7 @@
 // step() and its parts come first. The rest can wait: the measurement of errors, the state by name, delayed
 // scaling, and what several ranks exchange. With one rank, owned() is the whole parameter, from element 0 on;
 // sum_over_ranks(), true_on_all_ranks(), losses_of_all_ranks() and gather_parameter() return what they are
-// given; and reduce_gradients() does nothing.
+// given; reduce_gradients() does nothing; and add_squares() adds up the squares of a gradient.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -44,8 +44,8 @@ public:
             const OptimizerFormats& o = settings_.optimizer;
             const int64_t used = used_elements(settings_.config, p), owned_count = owned(settings_, p).count;
             ParamState& state = states_[i];
-            state.m.init(o, p.moment_format(o.m_format), owned_count);
-            state.v.init(o, p.moment_format(o.v_format), owned_count);
+            state.m.init(o, p.moment_format(o.m_format), owned_count, /*second_moment=*/false);
+            state.v.init(o, p.moment_format(o.v_format), owned_count, /*second_moment=*/true);
             state.weight_bits.resize(p.size());
             state.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
@@ -70,11 +70,12 @@ public:
         const double loss = forward_and_backward(tokens, targets, target_count) / double(target_count);
         const double grad_norm = gradient_norm();
         const bool finite = true_on_all_ranks(network_.all_finite);
-        // If the norm after clipping is below 2^62, the square of each gradient fits every format of v. A
-        // norm that is NaN is not below 2^62, so the step is skipped, too.
-        const double clipped_norm = grad_norm * compute_clip_factor(options, grad_norm);
-        const bool skipped = !finite || !(clipped_norm < 0x1p62);
-        if (!skipped) update_all(options, grad_norm);
+        // If the norm after clipping is below 2^62, the square of each gradient fits every format of v. (If
+        // the norm is infinite, clipping gives infinity * 0 = NaN. NaN is not below 2^62, so the step is
+        // skipped.)
+        const float clip_factor = compute_clip_factor(options, grad_norm);
+        const bool skipped = !finite || !(grad_norm * clip_factor < 0x1p62);
+        if (!skipped) update_all(options, clip_factor);
         return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = target_count};
     }
 
@@ -98,26 +99,18 @@ private:
         return sum;
     }
 
-    // The norm of all gradients: sqrt(sum of g^2). (The sum is taken in parts of SHARD_UNIT elements, as on
-    // GPUs. There a part belongs to one rank, so the norm has the same bits for any number of ranks.)
+    // The norm of all gradients: sqrt(sum of g^2).
     double gradient_norm() const {
         double sum = 0;
-        for (const Floats& gradient : network_.gradients) {
-            for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
-                const size_t end = std::min<size_t>(gradient.size(), first + SHARD_UNIT);
-                double sum_of_part = 0;
-                for (size_t e = first; e < end; e++) sum_of_part += double(gradient[e]) * gradient[e];
-                sum += sum_of_part;
-            }
-        }
+        for (const Floats& gradient : network_.gradients) add_squares(gradient, sum);
         return std::sqrt(sum);
     }
 
-    // Updates all parameters. grad_norm: the norm of all gradients, before clipping.
-    void update_all(const AdamWOptions& options, double grad_norm) {
+    // Updates all parameters with the gradients times clip_factor.
+    void update_all(const AdamWOptions& options, float clip_factor) {
         const uint64_t key = rounding_key(settings_.seed, options.update_number);
         for (size_t i = 0; i < params_.size(); i++) {
-            update_parameter(i, adamw_constants(options, params_[i].decays(), grad_norm), key);
+            update_parameter(i, adamw_constants(options, params_[i].decays(), clip_factor), key);
             refresh_weight(i);
         }
         if (settings_.recipe.scale_source == ScaleSource::Delayed) update_delayed_scales();
@@ -135,8 +128,8 @@ private:
         state.m.load(m.data());
         state.v.load(v.data());
         adamw(constants, n, network_.gradients[i].data() + first, master.data(), m.data(), v.data());
-        state.m.store(m.data(), /*is_second_moment=*/false, network_.stats_of(MeasuredKind::Moment1));
-        state.v.store(v.data(), /*is_second_moment=*/true, network_.stats_of(MeasuredKind::Moment2));
+        state.m.store(m.data(), network_.stats_of(MeasuredKind::Moment1));
+        state.v.store(v.data(), network_.stats_of(MeasuredKind::Moment2));
         for (int64_t e = 0; e < n; e++) {
             const int64_t at = first + e;  // in the parameter
             if (settings_.keep_masters) split_master(master[e], &state.weight_bits[at], &state.remainder[at]);
@@ -202,7 +195,7 @@ public:
             report.k_m.insert(report.k_m.end(), before.m.k.begin(), before.m.k.end());
             report.k_v.insert(report.k_v.end(), before.v.k.begin(), before.v.k.end());
             const AdamWConstants constants =
-                adamw_constants({.update_number = 1, .lr = 0}, /*decays=*/false, /*grad_norm=*/0);
+                adamw_constants({.update_number = 1, .lr = 0}, /*decays=*/false, /*clip_factor=*/1);
             update_parameter(i, constants, /*key=*/0);
             states_[i] = before;
         }
@@ -276,6 +269,17 @@ private:
     }
 
     // --- What ranks exchange ---
+
+    // Adds the squares of a gradient to `sum`, in parts of SHARD_UNIT elements, as on GPUs. There a part
+    // belongs to one rank. So the sum has the same bits for any number of ranks.
+    static void add_squares(const Floats& gradient, double& sum) {
+        for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
+            const size_t end = std::min<size_t>(gradient.size(), first + SHARD_UNIT);
+            double sum_of_part = 0;
+            for (size_t e = first; e < end; e++) sum_of_part += double(gradient[e]) * gradient[e];
+            sum += sum_of_part;
+        }
+    }
 
     // A value, or a vector of values, of each rank, in the order of the ranks. With one rank this is a list
     // with `mine` alone.

@@ -7,8 +7,8 @@
 //                                           one scale for the tensor
 //   norm1_input, norm2_input, gate_up       E4M3; a scale for each     norms and the activation function, in
 //                                           1x16 group                 both passes
-//   residual sums                           FP32                       the next sum (rounded to BF16), and
-//                                                                      the norm's quantizer (as it is)
+//   residual sums                           FP32                       the norm's quantizer. (The next sum
+//                                                                      reads them rounded to BF16)
 //   outputs of norms 1 and 2 and of the     FP32                       the quantizer of a linear layer
 //     activation function, dgate_up
 //   dnorm1_input, dnorm2_input              FP32                       the sum that makes the next dresidual
@@ -17,9 +17,9 @@
 //                                           four are summed)
 //   all others                              BF16                       whatever comes next
 //
-// The CPU passes the FP32 residual sum on, and each of its two readers rounds it: the next sum to BF16, the
-// norm to E4M3 groups. A GPU rounds it to both at once, and stores these two. Wherever a quantizer reads
-// FP32, one kernel of a GPU computes the FP32 values and quantizes them, so they are not stored.
+// The CPU passes the FP32 residual sum on, and each of its two readers rounds it. A GPU rounds it to both
+// formats at once, and stores these two. Wherever a quantizer reads FP32, one kernel of a GPU computes the
+// FP32 values and quantizes them, so they are not stored.
 //
 // Backward computes the outputs of norms and of the activation function again, from the saved inputs. Forward
 // has computed with the same saved values, so backward takes each derivative at the values of forward. The
@@ -75,8 +75,8 @@ public:
 
     // --- A whole pass ---
 
-    // Forgets what was observed of earlier tensors. It is called before a step, and before a forward pass on
-    // its own.
+    // Forgets what was observed of earlier tensors: all_finite, and amaxes. It is called before a step, and
+    // before a forward pass on its own.
     void reset_observations() {
         all_finite = true;
         for (auto& operands : delayed_scales)
@@ -195,19 +195,20 @@ private:
     // in FP32. (Before layer 0 the stream is the embedding.)
     Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
         const std::string prefix = prefix_of(l);
-        const Tensor norm1_input = save_for_backward(l, SavedKind::Norm1Input, residual_sum);
+        const Tensor norm1_input = save_and_load(l, SavedKind::Norm1Input, residual_sum);
         const Tensor norm1_output = apply_norm(prefix + "norm1", norm1_input);
         const Tensor qkv = linear_forward(prefix + "qkv", norm1_output);
         const Tensor attention_output = core_attention_forward(l, qkv);
-        const Tensor branch = linear_forward(prefix + "attention_out", attention_output);
-        const Tensor sum_after_attention = add(rounded(residual_sum), branch);
+        const Tensor attention_branch = linear_forward(prefix + "attention_out", attention_output);
+        const Tensor sum_after_attention = add(rounded(residual_sum), attention_branch);
 
-        const Tensor norm2_input = save_for_backward(l, SavedKind::Norm2Input, sum_after_attention);
+        const Tensor norm2_input = save_and_load(l, SavedKind::Norm2Input, sum_after_attention);
         const Tensor norm2_output = apply_norm(prefix + "norm2", norm2_input);
-        const Tensor projected = linear_forward(prefix + "gate_up", norm2_output);
-        const Tensor gate_up = save_for_backward(l, SavedKind::GateUp, projected);
+        const Tensor unsaved_gate_up = linear_forward(prefix + "gate_up", norm2_output);
+        const Tensor gate_up = save_and_load(l, SavedKind::GateUp, unsaved_gate_up);
         const Tensor act = apply_activation(gate_up);
-        return add(rounded(sum_after_attention), linear_forward(prefix + "down", act));
+        const Tensor mlp_branch = linear_forward(prefix + "down", act);
+        return add(rounded(sum_after_attention), mlp_branch);
     }
 
     // Layer l: the gradient of the residual stream after the layer (N, C) -> before the layer (N, C). Where a
@@ -238,27 +239,31 @@ private:
 
     // --- What a layer saves for backward ---
 
-    // Saves x (N, cols). Returns the values that backward will load: forward goes on with them.
-    Tensor save_for_backward(int64_t l, SavedKind kind, const Tensor& x) {
+    // Saves x (N, cols) for backward.
+    void save(int64_t l, SavedKind kind, const Tensor& x) {
         SavedActivation& saved = saved_layers_[l][int(kind)];
         if constexpr (!ROUNDS) saved = x;
         else {
             const SavedFormat& t = saved_formats_[int(kind)];
             saved = quantize(x.data(), rows_of(x, t.cols), t.cols, t.format,
                              {.stats = stats_of(measured_kind(kind))});
-            note_amax(saved.amax);
+            check_finite(saved.amax);
         }
-        return load_saved(l, kind);
     }
     Tensor load_saved(int64_t l, SavedKind kind) const {
         const SavedActivation& saved = saved_layers_[l][int(kind)];
         if constexpr (!ROUNDS) return saved;
         else return dequantize(saved);
     }
+    // Saves x (N, cols), and returns the values that backward will load: forward goes on with them.
+    Tensor save_and_load(int64_t l, SavedKind kind, const Tensor& x) {
+        save(l, kind, x);
+        return load_saved(l, kind);
+    }
 
     // FP8 codes hide an infinity. So this is called with the amax of every tensor that is quantized to FP8
     // (scale_of() in quantize.cpp).
-    void note_amax(float amax) { all_finite = all_finite && std::isfinite(amax); }
+    void check_finite(float amax) { all_finite = all_finite && std::isfinite(amax); }
 
     // --- Core attention, which is attention without its two linear layers; and RoPE ---
 
@@ -270,12 +275,12 @@ private:
     // and v as backward will load them, because the log-sum-exp has to belong to the loaded values.
     Tensor core_attention_forward(int64_t l, Tensor qkv) {
         if (rotates_before_saving()) qkv = rotated(qkv);  // Llama: RoPE
-        const Tensor saved_qkv = save_for_backward(l, SavedKind::Qkv, qkv);
+        const Tensor saved_qkv = save_and_load(l, SavedKind::Qkv, qkv);
         const Tensor qkv_for_attention = make_attention_input(l, saved_qkv);  // Llama: saved_qkv
         Tensor output(N() * config_.q_cols()), log_sum_exp(N() * config_.NH);
         attention_forward(config_, B_, T_, qkv_for_attention.data(), output.data(), log_sum_exp.data());
-        save_for_backward(l, SavedKind::LogSumExp, log_sum_exp);
-        return save_for_backward(l, SavedKind::AttentionOutput, rounded(output));
+        save(l, SavedKind::LogSumExp, log_sum_exp);
+        return save_and_load(l, SavedKind::AttentionOutput, rounded(output));
     }
 
     // output (N, q_cols), attention's output as it was saved, and its gradient doutput -> dqkv (N, qkv_cols),
@@ -318,11 +323,11 @@ private:
     // x (N, in) -> y (N, out)
     Tensor linear_forward(const std::string& name, const Tensor& x) {
         const Linear linear = find_linear(name);
-        const int64_t in = linear.in, out = linear.out, N = rows_of(x, in);
+        const int64_t in = linear.in, out = linear.out;
         const Tensor x_operand = make_operand(OperandKind::X, linear, x, SumAlong::Row);
         const Tensor w_operand = make_operand(OperandKind::W, linear, linear.w, SumAlong::Row);
         // fprop: y = x w^T
-        Tensor y = multiply(N, out, in, matrix_view(x_operand, in), transposed_view(w_operand, in));
+        Tensor y = multiply(N(), out, in, matrix_view(x_operand, in), transposed_view(w_operand, in));
         add_bias_if_any(name, y);
         return rounded(y);
     }
@@ -331,16 +336,16 @@ private:
     // gradient of the weight, and to that of the bias if there is one.
     Tensor linear_backward(const std::string& name, const Tensor& x, const Tensor& g) {
         const Linear linear = find_linear(name);
-        const int64_t in = linear.in, out = linear.out, N = rows_of(x, in);
+        const int64_t in = linear.in, out = linear.out;
         const Tensor x_operand = make_operand(OperandKind::X, linear, x, SumAlong::Column);
         const Tensor w_operand = make_operand(OperandKind::W, linear, linear.w, SumAlong::Column);
         const Tensor g_operand = make_operand(OperandKind::G, linear, g, SumAlong::Row);
         // dgrad: dx = g w
-        const Tensor dx = multiply(N, in, out, matrix_view(g_operand, out), matrix_view(w_operand, in));
+        const Tensor dx = multiply(N(), in, out, matrix_view(g_operand, out), matrix_view(w_operand, in));
         // wgrad: dw = g^T x. In coat it reads the same g_operand as dgrad.
         const Tensor wgrad_g_operand = make_wgrad_g_operand(linear, g, g_operand);
         const Tensor dw =
-            multiply(out, in, N, transposed_view(wgrad_g_operand, out), matrix_view(x_operand, in));
+            multiply(out, in, N(), transposed_view(wgrad_g_operand, out), matrix_view(x_operand, in));
         add_gradient(name, dw);
         add_bias_gradient_if_any(name, g, g_operand);
         return rounded(dx);
@@ -357,7 +362,7 @@ private:
                 gemm_operand(tensor, rows_of(tensor, cols), cols, format_of(formats_, kind), sum_along,
                              {.stats = stats_of(measured_kind(kind)),
                               .scale = delayed_scale_if_any(kind, linear, tensor)});
-            note_amax(operand.amax);
+            check_finite(operand.amax);
             return operand.values;
         }
     }
@@ -388,17 +393,16 @@ private:
 
     // gate_up (N, gate_up_cols) -> act (N, F), in FP32.
     Tensor apply_activation(const Tensor& gate_up) const {
-        const int64_t N = rows_of(gate_up, config_.gate_up_cols());
-        Tensor act(N * config_.F);
-        activation_forward<Real>(config_.arch.gated, N, config_.F, gate_up.data(), act.data());
+        Tensor act(N() * config_.F);
+        activation_forward<Real>(config_.arch.gated, N(), config_.F, gate_up.data(), act.data());
         return act;
     }
 
     // gate_up (N, gate_up_cols), dact (N, F) -> dgate_up (N, gate_up_cols), in FP32.
     Tensor apply_activation_backward(const Tensor& gate_up, const Tensor& dact) const {
         Tensor dgate_up(gate_up.size());
-        activation_backward<Real>(config_.arch.gated, rows_of(dact, config_.F), config_.F, gate_up.data(),
-                                  dact.data(), dgate_up.data());
+        activation_backward<Real>(config_.arch.gated, N(), config_.F, gate_up.data(), dact.data(),
+                                  dgate_up.data());
         return dgate_up;
     }
 
@@ -442,11 +446,11 @@ private:
 
     // y (N, C), dlogits (N, padded_V) -> dy (N, C). Adds to the gradient of the head.
     Tensor head_backward(const Tensor& y, const Tensor& dlogits) {
-        const int64_t C = config_.C, padded_V = config_.padded_V(), N = rows_of(y, C);
+        const int64_t C = config_.C, padded_V = config_.padded_V();
         const Tensor& w = parameter(head_name());  // (padded_V, C)
         add_gradient(head_name(),
-                     multiply(padded_V, C, N, transposed_view(dlogits, padded_V), matrix_view(y, C)));
-        return rounded(multiply(N, C, padded_V, matrix_view(dlogits, padded_V), matrix_view(w, C)));
+                     multiply(padded_V, C, N(), transposed_view(dlogits, padded_V), matrix_view(y, C)));
+        return rounded(multiply(N(), C, padded_V, matrix_view(dlogits, padded_V), matrix_view(w, C)));
     }
 
     // =======================================================================================================

@@ -24,8 +24,9 @@ namespace coat::reference {
 //     both. (The released code rounds down to a multiple of 1/16, which costs precision.) k is stored in
 //     FP32, like max: together they are 8 bytes for 128 codes.
 //   - The upper limit: if all magnitudes are equal, log(R_X) is 0. Then any k is exact, because all codes are
-//     those of FMAX or -FMAX, and contract() gives max or -max. So k is 64.
-//   - The lower limit never changes k: the widest R_X of FP32 is 2^277, and its k in E4M3 is 16/256.
+//     those of FMAX or -FMAX, and contract() gives max or -max. So k is 64. (It is also 64 where R_X is below
+//     1.21.)
+//   - The lower limit: the widest R_X of FP32, 2^277, has just this k in E4M3. So it changes no k.
 float expansion_exponent(Format f, float max_magnitude, float min_magnitude) {
     const float k_min = 1.0f / 16.0f, k_max = 64.0f;
     const float log_R = std::log2(format_info(f).fmax) - std::log2(format_info(f).fmin);
@@ -58,10 +59,11 @@ static float moment_scale(Format f, float max_magnitude) {
     return scale_of(TensorFormat{.element_format = f}, max_magnitude);
 }
 
-void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count) {
+void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count, bool second_moment) {
     format = f;
     expanded = optimizer.uses_expansion(f);
     n = count;
+    is_second_moment = second_moment;
     one_scale = optimizer.one_scale;
     const int64_t moment_groups = optimizer.moment_group_count(f, n);
     elements.assign(n * format_info(f).bytes, 0);
@@ -84,44 +86,8 @@ void Moment::load(float* x) const {
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
-// Stores the elements from first to end - 1, which form one moment group: first max and k, then the codes.
-//
-// A second moment that became zero would make the next update explode, because the update divides by
-// sqrt(v) + eps. So a positive second moment gets at least the smallest positive code, that of FMIN. Without
-// expansion this is needed. With expansion no value becomes zero: the smallest magnitude is expanded to
-// FMAX R_X^(-k), which is FMIN if k is exact. k is rounded up by at most 1/512, and R_X is at most 2^277. So
-// the smallest magnitude becomes at least FMIN R_X^(-1/512) = 0.69 FMIN, and is rounded to FMIN.
-void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x,
-                                bool is_second_moment) {
-    float max_magnitude = 0, min_magnitude = INFINITY;  // min_magnitude leaves out zeros
-    for (int64_t i = first; i < end; i++) {
-        max_magnitude = std::max(max_magnitude, std::abs(x[i]));
-        if (x[i] != 0) min_magnitude = std::min(min_magnitude, std::abs(x[i]));
-    }
-    maxima[moment_group] = max_magnitude;
-    if (expanded) {
-        const bool all_zeros = max_magnitude == 0;
-        const float k_of_moment_group =
-            all_zeros ? 1.0f : expansion_exponent(format, max_magnitude, min_magnitude);
-        k[moment_group] = k_of_moment_group;
-        for (int64_t i = first; i < end; i++)
-            write_element(format, elements.data(), i, expand(format, x[i], max_magnitude, k_of_moment_group));
-    } else {
-        const float reciprocal = 1.0f / moment_scale(format, max_magnitude);
-        for (int64_t i = first; i < end; i++) write_element(format, elements.data(), i, x[i] * reciprocal);
-    }
-    if (!is_second_moment) return;
-    // In fp8lm a whole parameter has one scale, and second moments are FP16. Only values below about
-    // 2^-41 of the largest become zero there, and they may stay zero.
-    if (one_scale) return;
-    for (int64_t i = first; i < end; i++) {
-        const bool became_zero = x[i] > 0 && read_element(format, elements.data(), i) == 0;
-        if (became_zero) write_element(format, elements.data(), i, format_info(format).fmin);
-    }
-}
-
 // Stores x (n): by moment groups if the format is scaled (is_scaled() in common/recipes.h), else as values.
-void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
+void Moment::store(const float* x, QuantStats* stats) {
     if (!is_scaled(format)) {
 #pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
         for (int64_t i = 0; i < n; i++) write_element(format, elements.data(), i, x[i]);
@@ -130,9 +96,50 @@ void Moment::store(const float* x, bool is_second_moment, QuantStats* stats) {
     const int64_t size = moment_group_size();
 #pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
     for (int64_t first = 0; first < n; first += size)
-        store_moment_group(first / size, first, std::min(n, first + size), x, is_second_moment);
+        store_moment_group(first / size, first, std::min(n, first + size), x);
     if (!stats) return;
     for (int64_t i = 0; i < n; i++) add_error(*stats, x[i], value(i));
+}
+
+// Stores the elements from first to end - 1, which form one moment group.
+void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x) {
+    float max_magnitude = 0;
+    for (int64_t i = first; i < end; i++) max_magnitude = std::max(max_magnitude, std::abs(x[i]));
+    maxima[moment_group] = max_magnitude;
+    if (expanded) store_expanded(moment_group, first, end, x, max_magnitude);
+    else store_with_scale(first, end, x, max_magnitude);
+}
+
+// The k and the codes of a moment group, with expansion.
+//
+// A second moment that became zero would make the next update explode, because the update divides by
+// sqrt(v) + eps. But no value becomes zero here. The smallest magnitude is expanded to FMAX R_X^(-k), which
+// is FMIN if k is exact. k is rounded up by at most 1/512, and R_X is at most 2^277. So the smallest
+// magnitude becomes at least FMIN R_X^(-1/512) = 0.69 FMIN, and is rounded to FMIN.
+void Moment::store_expanded(int64_t moment_group, int64_t first, int64_t end, const float* x,
+                            float max_magnitude) {
+    float min_magnitude = INFINITY;  // leaving out zeros
+    for (int64_t i = first; i < end; i++)
+        if (x[i] != 0) min_magnitude = std::min(min_magnitude, std::abs(x[i]));
+    const bool all_zeros = max_magnitude == 0;
+    const float k_of_moment_group =
+        all_zeros ? 1.0f : expansion_exponent(format, max_magnitude, min_magnitude);
+    k[moment_group] = k_of_moment_group;
+    for (int64_t i = first; i < end; i++)
+        write_element(format, elements.data(), i, expand(format, x[i], max_magnitude, k_of_moment_group));
+}
+
+// The codes of a moment group without expansion. A positive second moment gets at least the smallest positive
+// code, that of FMIN. (In fp8lm a whole parameter has one scale, and second moments are FP16. Only values
+// below about 2^-41 of the largest become zero there, and they may stay zero.)
+void Moment::store_with_scale(int64_t first, int64_t end, const float* x, float max_magnitude) {
+    const float reciprocal = 1.0f / moment_scale(format, max_magnitude);
+    for (int64_t i = first; i < end; i++) {
+        write_element(format, elements.data(), i, x[i] * reciprocal);
+        const bool became_zero = x[i] > 0 && read_element(format, elements.data(), i) == 0;
+        if (is_second_moment && !one_scale && became_zero)
+            write_element(format, elements.data(), i, format_info(format).fmin);
+    }
 }
 
 float compute_clip_factor(const AdamWOptions& options, double grad_norm) {
@@ -141,7 +148,7 @@ float compute_clip_factor(const AdamWOptions& options, double grad_norm) {
 }
 
 // Powers of beta are computed in double.
-AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm) {
+AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, float clip_factor) {
     const double t = double(options.update_number);
     return {.lr = options.lr,
             .beta1 = options.beta1,
@@ -152,7 +159,7 @@ AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double 
             .decay = decays ? options.weight_decay : 0.0f,
             .bias_correction1 = float(1 - std::pow(double(options.beta1), t)),
             .bias_correction2_sqrt = float(std::sqrt(1 - std::pow(double(options.beta2), t))),
-            .clip_factor = compute_clip_factor(options, grad_norm)};
+            .clip_factor = clip_factor};
 }
 
 // One AdamW step in FP32, with the clipped gradient g:

@@ -26,23 +26,26 @@ struct Moment {
     Format format = Format::FP32;
     bool expanded = false;
     int64_t n = 0;
+    bool is_second_moment = false;  // v, which must not become zero (store_with_scale() in optimizer.cpp)
     bool one_scale = false;         // all n elements have one scale, and count as one moment group
     std::vector<uint8_t> elements;  // n elements of format
     std::vector<float> maxima;      // max of each moment group; empty if there are none
     std::vector<float> k;           // k of each moment group; empty without expansion
 
     // A moment of `count` zeros. f: Param::moment_format().
-    void init(const OptimizerFormats& optimizer, Format f, int64_t count);
+    void init(const OptimizerFormats& optimizer, Format f, int64_t count, bool second_moment);
     void load(float* x) const;  // the values that are read back; x: (n)
     // Stores x (n). stats: null, or where the errors are added if the format is scaled.
-    void store(const float* x, bool is_second_moment, QuantStats* stats = nullptr);
+    void store(const float* x, QuantStats* stats = nullptr);
 
     int64_t moment_group_size() const { return one_scale ? std::max<int64_t>(n, 1) : MOMENT_GROUP_SIZE; }
 
 private:
     float value(int64_t i) const;
-    void store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x,
-                            bool is_second_moment);
+    void store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x);
+    void store_expanded(int64_t moment_group, int64_t first, int64_t end, const float* x,
+                        float max_magnitude);
+    void store_with_scale(int64_t first, int64_t end, const float* x, float max_magnitude);
 };
 
 struct AdamWConstants {
@@ -57,7 +60,7 @@ struct AdamWConstants {
 // clipping.
 float compute_clip_factor(const AdamWOptions& options, double grad_norm);
 // The constants of one step for one parameter. decays: Param::decays() of the parameter.
-AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, double grad_norm);
+AdamWConstants adamw_constants(const AdamWOptions& options, bool decays, float clip_factor);
 // One step of AdamW. gradient, master, m, v: (n)
 void adamw(const AdamWConstants& constants, int64_t n, const float* gradient, float* master, float* m,
            float* v);

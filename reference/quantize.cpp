@@ -23,11 +23,10 @@ using Floats = std::vector<float>;
 // 448 (1 + 2^-8) = 449.75. Values there are 32 apart, so 448 is the nearest one: saturating gives the value
 // that rounding would give.
 //
-// If amax is not finite, the step must be skipped. Codes do not show it, because they saturate. So the caller
-// of quantize() checks StoredMatrix::amax, with every granularity (note_amax() in network.h). The scale is
-// then 1 for the whole tensor, and NaN for a group, row or block. The CPU needs no NaN here, but a GPU does,
-// and both store the same scales. A GPU's quantizer of groups computes no amax of the tensor. So the values
-// that share the scale have to be read back as NaN, and NaN reaches the loss or a gradient.
+// If amax is not finite, the step must be skipped. Codes do not show it, because they saturate. So whoever
+// calls quantize() checks the amax of the tensor, StoredMatrix::amax. A group, row or block with an amax that
+// is not finite also gets the scale NaN, for the sake of GPUs: there a tensor in groups is quantized without
+// its amax, so the NaN has to reach the loss or a gradient.
 float scale_of(const TensorFormat& format, float amax) {
     if (!std::isfinite(amax)) return format.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;

@@ -1,5 +1,6 @@
 // reference/rounding.h - 1. Formats (paper, preliminaries): FP8, FP16 and BF16, from FP32 to codes and back;
-// and FP32 masters as a BF16 weight and a remainder. Rounding is to nearest, ties to even; NaN stays NaN.
+// and FP32 masters as a BF16 weight and a remainder. encode() and to_bf16() round to nearest, ties to even,
+// and keep NaN. Masters and stochastic rounding have other rules, which stand at their functions.
 //
 // FP8 and FP16 have a sign, an exponent and a mantissa of M bits. FP32 is built alike, with more bits and a
 // larger bias.

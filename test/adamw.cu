@@ -76,7 +76,7 @@ GPU_TEST_CASE("measure_moment_errors: which pieces of the moments and of the gra
 
             Floats x[2] = {load(p.m), load(p.v)};  // the moments after the step
             Floats weights(n);
-            reference::adamw(reference::adamw_constants({1, 0.0f}, false, 0), n, run.gradient.data(),
+            reference::adamw(reference::adamw_constants({1, 0.0f}, false, 1), n, run.gradient.data(),
                              weights.data(), x[0].data(), x[1].data());
             const bool in_part = n > 1 << 18;
             CHECK(report.moments_were_sampled == in_part);

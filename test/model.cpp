@@ -21,7 +21,8 @@ static Floats masters(const Snapshot& state, const std::string& name) {
 static reference::Moment moment_of(const RunSettings& s, const Param& p, const Snapshot& state, bool second) {
     const std::string name = p.name + (second ? ".v" : ".m");
     reference::Moment moment;
-    moment.init(s.optimizer, p.moment_format(second ? s.optimizer.v_format : s.optimizer.m_format), p.size());
+    moment.init(s.optimizer, p.moment_format(second ? s.optimizer.v_format : s.optimizer.m_format), p.size(),
+                second);
     moment.elements = state.at(name);
     if (!moment.maxima.empty()) moment.maxima = values_of<float>(state, name + ".max");
     if (!moment.k.empty()) moment.k = values_of<float>(state, name + ".k");
@@ -42,10 +43,11 @@ struct Update {
             x[v].resize(master.size());
             moments[v].load(x[v].data());
         }
-        reference::adamw(reference::adamw_constants(a, p.decays(), grad_norm), p.size(),
+        const float clip_factor = reference::compute_clip_factor(a, grad_norm);
+        reference::adamw(reference::adamw_constants(a, p.decays(), clip_factor), p.size(),
                          gradient(model, p).data(), master.data(), x[0].data(), x[1].data());
     }
-    void store(int v, QuantStats* stats = nullptr) { moments[v].store(x[v].data(), v, stats); }
+    void store(int v, QuantStats* stats = nullptr) { moments[v].store(x[v].data(), stats); }
 };
 
 }  // namespace

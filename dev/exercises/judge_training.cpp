@@ -234,8 +234,9 @@ AdamWInputs adamw_inputs(Comparison& c, int n, int round, bool zeros, reference:
     }
     for (int j : {0, 1}) {
         Floats& values = j == 0 ? in.m : in.v;
-        stored[j].init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n);
-        stored[j].store(values.data(), j == 1);
+        stored[j].init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n,
+                       /*second_moment=*/j == 1);
+        stored[j].store(values.data());
         stored[j].load(values.data());
     }
     return in;
@@ -280,7 +281,7 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
         reference::adamw(factors, n, in.g.data(), w.data(), now[0].data(), now[1].data());
         reference::Moment expected[2] = {before[0], before[1]};
         for (int j : {0, 1}) {
-            expected[j].store(now[j].data(), j == 1);
+            expected[j].store(now[j].data());
             mine[j].load(stored[j].data());
         }
         for (int i = 0; i < n; i++) {

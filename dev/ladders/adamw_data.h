@@ -46,7 +46,7 @@ using Rung = RungOf<const State&, const Constants&>;
 constexpr AdamWOptions SETTINGS{10, 1e-2f};  // step, learning rate
 
 inline Constants constants_of_step() {
-    Constants c{reference::adamw_constants(SETTINGS, true, 0), 0, 0};
+    Constants c{reference::adamw_constants(SETTINGS, /*decays=*/true, /*clip_factor=*/1), 0, 0};
     c.root_factor = c.bias_correction1 / c.bias_correction2_sqrt;
     c.scaled_eps = c.bias_correction1 * c.eps;
     return c;

@@ -284,21 +284,21 @@ save("new_w", new_w)
         CHECK(others(folder.get(name + ".codes"), floats(expected.elements), 1) <= n / 1000);
     };
     Floats norm = w, norm_m = m, norm_v = v;  // the weights of norms have FP32 moments and do not decay
-    adamw(adamw_constants({5, 0.01f}, /*decays=*/false, 0), n, g.data(), norm.data(), norm_m.data(),
-          norm_v.data());
+    adamw(adamw_constants({5, 0.01f}, /*decays=*/false, /*clip_factor=*/1), n, g.data(), norm.data(),
+          norm_m.data(), norm_v.data());
     CHECK(relative_error(folder.get("new_norm"), norm) < 1e-6);
     reference::Moment stored_m, stored_v;
-    stored_m.init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n);
-    stored_v.init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n);
-    stored_m.store(m.data(), false);
-    stored_v.store(v.data(), true);
+    stored_m.init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n, /*second_moment=*/false);
+    stored_v.init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n, /*second_moment=*/true);
+    stored_m.store(m.data());
+    stored_v.store(v.data());
     check("m", stored_m);
     check("v", stored_v);
     stored_m.load(m.data());
     stored_v.load(v.data());
-    adamw(adamw_constants({5, 0.01f}, true, 0), n, g.data(), w.data(), m.data(), v.data());
-    stored_m.store(m.data(), false);
-    stored_v.store(v.data(), true);
+    adamw(adamw_constants({5, 0.01f}, true, 1), n, g.data(), w.data(), m.data(), v.data());
+    stored_m.store(m.data());
+    stored_v.store(v.data());
     check("new_m", stored_m);
     check("new_v", stored_v);
     CHECK(relative_error(folder.get("new_w"), w) < 1e-6);

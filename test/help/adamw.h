@@ -107,16 +107,16 @@ struct AdamWRun {
         for (int64_t size : sizes) {
             HostParam p{size, int64_t(master.size()), size % 3 != 0, {}, {}};
             const bool fp32 = size == 130 || size == 127;  // as for norm weights
-            p.m.init(o, fp32 ? Format::FP32 : o.m_format, size);
-            p.v.init(o, fp32 ? Format::FP32 : o.v_format, size);
+            p.m.init(o, fp32 ? Format::FP32 : o.m_format, size, /*second_moment=*/false);
+            p.v.init(o, fp32 ? Format::FP32 : o.v_format, size, /*second_moment=*/true);
             Floats m(size), v(size);
             for (int64_t i = 0; i < size; i++) {
                 v[i] = float(1e-6 * std::exp(2 * rng.normal()));
                 m[i] = float(std::sqrt(v[i]) * 0.3 * rng.normal());
                 if (size == 20000) make_unusual(rng, i / MOMENT_GROUP_SIZE, &m[i], &v[i]);
             }
-            p.m.store(m.data(), false);
-            p.v.store(v.data(), true);
+            p.m.store(m.data());
+            p.v.store(v.data());
             master.resize(p.offset + p.padded());
             gradient.resize(master.size());
             for (int64_t i = p.offset; i < p.offset + size; i++) {
@@ -215,8 +215,7 @@ struct Exact {
 
     Exact(const AdamWRun& run, const HostParam& p, const AdamWOptions& a)
         : m(load_exactly(p.m)), v(load_exactly(p.v)), m_float(load(p.m)), v_float(load(p.v)) {
-        reference::AdamWConstants f = reference::adamw_constants(a, p.decays, 0);
-        f.clip_factor = run.clip;
+        const reference::AdamWConstants f = reference::adamw_constants(a, p.decays, run.clip);
         const float* g = &run.gradient[p.offset];
         w_float.assign(run.master.begin() + p.offset, run.master.begin() + p.offset + p.size);
         w = doubles(w_float);

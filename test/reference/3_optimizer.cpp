@@ -50,14 +50,14 @@ static void check_moment(Format f, bool expansion, bool one_scale, bool second, 
     const bool positive = second && !one_scale;
     Moment moment;
     moment.init({.name = "", .m_format = f, .v_format = f, .expansion = expansion, .one_scale = one_scale}, f,
-                n);
+                n, second);
     CHECK(moment.maxima == Floats(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
     CHECK(moment.k == Floats(size_t(expands ? ceil_div(n, size) : 0), 1.0f));
     Floats values(x.size(), -7);
     moment.load(values.data());
     CHECK(norm(values) == 0);
     QuantStats stats;
-    moment.store(x.data(), second, &stats);
+    moment.store(x.data(), &stats);
     moment.load(values.data());
     float max = 0, k = 1, s = 1;  // of the element's moment group
     for (size_t i = 0; i < x.size(); i++) {
@@ -160,7 +160,7 @@ TEST_CASE("adamw: steps follow torch.optim.AdamW in double") {
         a.weight_decay = round % 5 ? 0.1f : 0;
         const bool decays = round % 4;
         const double gradient_norm = std::exp(rng.normal());
-        const AdamWConstants f = adamw_constants(a, decays, gradient_norm);
+        const AdamWConstants f = adamw_constants(a, decays, compute_clip_factor(a, gradient_norm));
         const double clip = a.clip > 0 && gradient_norm > double(a.clip) ? double(a.clip) / gradient_norm : 1,
                      b1 = a.beta1, b2 = a.beta2, bias1 = 1 - std::pow(b1, double(a.update_number)),
                      bias2 = 1 - std::pow(b2, double(a.update_number));
