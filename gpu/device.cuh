@@ -133,7 +133,8 @@ template <class Real> __device__ Real sum_of_warp(Real x) {
 // FP8 codes and scales (the paper's preliminaries):
 //   s = amax / FMAX,  code = encode(x / s),  x' = s * decode(code)
 
-// For kernels whose format is known when they are compiled: 448 for E4M3, 57,344 for E5M2.
+// FMAX of a format that is known when a kernel is compiled: 448 for E4M3, 57,344 for E5M2. (A kernel that
+// learns the format when it runs has an argument fmax.)
 template <Format FP8> constexpr float FMAX = format_info(FP8).fmax;
 
 inline __device__ uint32_t encode_two(bool e5m2, float lo, float hi) {  // two codes; saturates
@@ -144,7 +145,8 @@ inline __device__ float2 decode_two(bool e5m2, uint32_t codes) {
     const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), format);
     return __half22float2(__half2(h));
 }
-// Eight codes of v * inverse_scale. The format is known when the kernel is compiled or, below, when it runs.
+// Eight codes of v * inverse_scale. The format is known when the kernel is compiled; in the function below,
+// when it runs.
 template <Format FP8> __device__ uint2 encode(const ChunkValues& v, float inverse_scale) {
     constexpr bool E5M2 = FP8 == Format::E5M2;
     uint32_t pairs[4];  // of codes
