@@ -31,9 +31,9 @@
 //         adamw()                         new moments and weights, and the amaxes of the new weights
 //     fetch_outcome()                     the loss and the norm of the gradients
 //
-// For example, these are the operators that run in mlp_half_forward() in coat. Each launches a kernel. The
-// first three are those of a linear layer: its function fprop() (gpu/linear.cpp) makes the codes of its input
-// and of its weight, and calls the GEMM. So are the three before the last one.
+// For example, these are the operators that run in mlp_half_forward() in coat. Each launches a kernel. A GEMM
+// and the two operators before it are a linear layer: its function fprop() (gpu/linear.cpp) makes the codes of
+// its input and of its weight, and calls the GEMM.
 //
 // There are N tokens; C is the hidden size, and F the width of gate and of up. The residual sum in the
 // attention half has found the row statistics of norm 2, such as 1 / rms of each row, and the amax of its
@@ -55,7 +55,7 @@
 //                                                                statistics, and the amax of its output
 //
 // The quantizers are in coat.cu, residual_add() is in gpu/norm.cu, and the GEMM is a call of cuBLASLt
-// (gpu/gemm.cpp). A linear layer calls quantize_operand() by way of write_operand(), also in coat.cu.
+// (gpu/gemm.cpp). fprop() calls quantize_operand() by way of write_operand(), which is in coat.cu, too.
 //
 // Here the overview ends: come back to this file when you have read the files above it in the table of
 // README.md.
