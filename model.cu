@@ -80,17 +80,16 @@ using namespace gpu;
 // -----------------------------------------------------------------------------------------------------------
 // Three rules of memory
 //
-//   1. Memory is one allocation, the arena, which is a stack. (Its map is in gpu/memory_map.h.) What lasts
-//      for the run is allocated at the beginning. What a step needs besides is allocated where it is used,
-//      and given back when the Arena::Scope around it ends. mlp_half_backward() is an example of the details:
+//   1. What lasts for the run is allocated at its beginning (gpu/memory_map.h). What a step needs besides is
+//      allocated where it is used, and given back when the Arena::Scope around it ends. mlp_half_backward()
+//      is an example of the details:
 //        - A Scope with the name until_x holds what is needed until x is computed. If that is in the middle
 //          of a function, end() ends the Scope there: until_dgate_up.
 //        - What must outlive a Scope is allocated before the Scope begins: dgate_up_operand.
-//        - A function whose name begins with allocate_ or make_ may take memory for its result. This memory
-//          belongs to the Scope of the caller: make_dact().
-//   2. saved_per_layer() in common/architecture.h lists what is saved for backward. Outputs of norms and of
-//      activation functions are not saved, and exist only as operands of GEMMs. A LazyTensor (gpu/tensors.h)
-//      says what such an output is computed from. The kernel that makes the operand computes it.
+//        - What make_dact() allocates belongs to the Scope of its caller.
+//   2. Outputs of norms and of activation functions are not stored. A LazyTensor (gpu/tensors.h) says what
+//      such an output is computed from, and the kernel that makes a GEMM's operand computes it. What is saved
+//      for backward is listed by saved_per_layer() in common/architecture.h.
 //   3. Some tensors replace each other in one place. This table shows what is there, from left to right in
 //      the order of a step. "-" means that the place is not touched:
 //
@@ -194,6 +193,8 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 //   keep_gradients                  RunSettings            true
 //   communicator                    RunSettings            null
 //   quant_stats, quant_report       GpuContext             null
+//   needs_amax_before_codes()       LinearLayerContext     true
+//   is_its_own_operand()            LinearLayer            false
 //   bias_index()                    ParameterState         nothing, for all weights
 //   delayed()                       ScaleTable             false
 //   any_empty_history               ScaleTable             false
@@ -219,7 +220,7 @@ class Network {
     const MemoryMap& memory_;  // where everything is that lasts for the run
     ScaleTable& scale_table_;
     ParameterState& parameter_state_;
-    Sharding& sharding_;  // the other GPUs. With one GPU its functions do nothing
+    Sharding& sharding_;  // the other GPUs
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     LinearLayerContext linear_layer_context_;
     std::vector<Layer> layers_;
@@ -243,9 +244,9 @@ class Network {
 
     // Two tensors of backward may take the place of a layer's saved gate and up (rule 3 above).
     //
-    // The first is dgate_up, of which the row-major elements go there, if an element has as many bytes as one
-    // of gate and up: then the kernel may write over its input. In coat both are FP8 codes. (There is no room
-    // for the scales of rows or blocks.)
+    // The first is dgate_up. Its row-major elements go there if an element has as many bytes as one of gate
+    // and up, so that the kernel may write over its input. In coat both are FP8 codes. (There must be one
+    // scale for the tensor, because there is no room for scales of rows or blocks.)
     const TensorFormat g_format_ = linear_layer_context_.formats.g;
     const bool dgate_up_replaces_gate_up_ = format_info(g_format_.element_format).bytes ==
                                                 format_info(recipe_.saved_inputs.element_format).bytes &&
@@ -591,7 +592,7 @@ public:
     void head_forward_and_backward() {
         const Arena::Scope scope(arena_);
         const TensorRef dnorm_output = allocate_tensor(micro_batch_.N, config_.C);
-        // Several ranks: the direction says whose weights are gathered next, here those of the last layer
+        // (Several ranks: the direction says whose weights are gathered next, here those of the last layer)
         sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Backward);
         sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
         // (If head_sum_in_fp32_, dweight is a temporary FP32 sum, which is rounded at the end)
@@ -686,9 +687,9 @@ public:
         const Arena::Scope scope(arena_);
         Layer& layer = layers_[l];
         const TensorRef gate_up = saved_tensor(layer, SavedKind::GateUp);
-        // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. This operand is computed
-        // from dact and outlives dact, so its memory is allocated first. Its row-major elements need none if
-        // they replace gate and up
+        // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
+        // and outlives dact, so its memory is allocated first. Its row-major elements need none if they
+        // replace gate and up
         const Operand dgate_up_operand = layer.gate_up_proj.allocate_g_operand(
             micro_batch_.N, dgate_up_replaces_gate_up_ ? gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
@@ -705,8 +706,7 @@ public:
         linear_and_norm_backward(norm2_of(l), dgate_up_operand);
         finish_bucket(layer.gate_up_proj.bucket());
     }
-    // The backward pass of the down projection, which computes dact. Its g_operand, too, is in the Scope of
-    // the caller.
+    // The backward pass of the down projection, which computes dact.
     TensorRef make_dact(Layer& layer, const TensorRef& gate_up) {
         const Operand g_operand =
             layer.down_proj.make_g_operand(lazy_load(dresidual()), LinearLayer::AmaxFrom::EarlierKernel);
@@ -980,7 +980,7 @@ class GpuModel final : public Model {
     const std::unique_ptr<Sharding> sharding_;
     Network network_;
 
-    // What begin_step_or_evaluation() copies to the GPU. It must stay until the host waits for the GPU again.
+    // What begin_step_or_evaluation() copies to the GPU. It must stay, too.
     double loss_weight_ = 0;
 
     // Network::forward_and_backward(), recorded: for the first micro-batch of a step, which overwrites

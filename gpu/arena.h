@@ -1,5 +1,4 @@
-// gpu/arena.h - the one allocation of GPU memory that a training run makes, and a stack in it. (What lies
-// where in the allocation: gpu/memory_map.h.)
+// gpu/arena.h - the one allocation of GPU memory that a training run makes, and a stack in it.
 #pragma once
 #include "handles.h"
 
@@ -8,8 +7,7 @@ namespace coat::gpu {
 // What takes the place of the size of the allocation in a dry run (gpu/cuda.h), which allocates nothing.
 inline constexpr int64_t DRY_RUN_BYTES = 0;
 
-// The allocation of a run, and a stack in it. allocate() takes the next bytes. When a Scope ends, it gives
-// back what was allocated in it:
+// allocate() takes the next bytes. When a Scope ends, it gives back what was allocated in it:
 //
 //   const Arena::Scope scope(arena);
 //   float* const sums = arena.allocate<float>(n);   // lives as long as `scope`

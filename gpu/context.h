@@ -20,12 +20,12 @@ struct GpuContext {
     // Waits until the stream has run all that was put on it. what: how the Error begins if something has
     // failed. (With several ranks: if another rank has ended, this process ends too.)
     void wait(const char* what = "The GPU failed") const;
-    // Copies between the host and this GPU. wait_then_start_copy_to_gpu() only starts its copy, so what it
-    // reads must stay until the next wait(). copy_to_host() returns when its copy is complete.
+    // Copies between the host and this GPU. Both functions first call wait(). wait_then_start_copy_to_gpu()
+    // then starts its copy, so what it reads must stay until the next wait(). copy_to_host() returns when its
+    // copy is complete.
     //
-    // Both functions first call wait(). (With one GPU this changes little. With several: CUDA itself may wait
-    // for the stream before it copies pageable memory, and would wait for ever if another rank has ended.
-    // wait() notices that.)
+    // (Why they wait: CUDA itself may wait for the stream before it copies memory of the host, and would wait
+    // for ever if another rank has ended. wait() notices that.)
     void wait_then_start_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
     void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
 

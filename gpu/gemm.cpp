@@ -74,13 +74,10 @@ const float* scales_of(const Operand& operand, bool reads_transposed_codes) {
     return reads_transposed_codes ? operand.transposed_block_scales : operand.block_scales;
 }
 
-// The Matrix of an operand, which is A of cuBLAS if is_a, else B.
-//
-// cuBLAS sums along the rows of its A and along the columns of its B, and what is contiguous in memory is a
-// column for it. So if our operand is summed along its rows, which are contiguous, cuBLAS must transpose A,
-// and must not transpose B. If the operand is summed along its columns, it is the other way round. But in FP8
-// the GEMM then reads the transposed codes, in which the sum goes along contiguous elements again. TRANSA and
-// TRANSB tell cuBLAS whether it is to transpose: T, or not: N.
+// The Matrix of an operand, which is A of cuBLAS if is_a, else B. cuBLAS sums along the rows of its A and
+// along the columns of its B, and what is contiguous in memory is a column for it. TRANSA and TRANSB tell it
+// whether it is to transpose first: T, or not: N. In FP8 A is always T, and B is always N, because an operand
+// is given in the form in which the sum goes along contiguous elements.
 //
 //                                           in FP8              TRANS  in BF16 and FP32    TRANS
 //   A: our right operand, summed along its

@@ -18,9 +18,8 @@ struct Rope {
     int64_t T, HS, rotated_cols;
 };
 void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream);
-// Rotates qkv (B*T, qkv_cols) in place. With `inverse` qkv is the gradient, which is rotated by the opposite
-// angles. The amax is that of all columns, also of v. (Only gpu/attention.cu calls this function with
-// `inverse`, and perhaps with an amax. gpu/attention_sm90.cu rotates the gradient by itself.)
+// Rotates qkv (B*T, qkv_cols) in place. (In gpu/attention.cu, with `inverse`, qkv is the gradient, which is
+// rotated by the opposite angles. The amax is that of all columns, also of v.)
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, float* qkv_amax_to_raise, cudaStream_t stream);
 
 // ===========================================================================================================
@@ -51,7 +50,8 @@ struct TokenRows {
 struct EmbeddingOrder {
     std::vector<int32_t> row_order;     // (N) row numbers by token, ascending within a token
     std::vector<TokenRows> token_rows;  // at most N; those with the most rows come first
-    // How many tokens, at the beginning of token_rows, have enough rows for several warps.
+    // How many tokens, at the beginning of token_rows, have more than 32 rows. These are added up by several
+    // warps.
     int64_t frequent_count = 0;
 };
 EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N);

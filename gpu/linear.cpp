@@ -105,7 +105,7 @@ Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     if (shared_.caches_weights) return cached_w_operand_;
     const TensorRef w = shared_.parameter_state.weights[weight_index_];
     if (w.format.is_fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
-    compute_w_amax_if_needed();                                 // only with delayed scaling
+    if (shared_.scale_table.delayed()) compute_w_amax_if_needed();
     return make_operand(OperandKind::W, lazy_load(w), gemm);
 }
 
@@ -192,17 +192,16 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
             .transposed_block_scales = scales_of(transposed)};
 }
 
-// Without delayed scaling there is nothing to do: the update has left the amax of the weight in the table of
-// scales. With delayed scaling the update leaves none, and as long as some history of amaxes is empty, the
-// amax is computed here.
+// With delayed scaling the update leaves no amax of the weight in the table of scales. So as long as some
+// history of amaxes is empty, the amax is computed here.
 void LinearLayer::compute_w_amax_if_needed() const {
-    if (shared_.scale_table.delayed() && shared_.needs_amax_before_codes())
-        compute_amax(lazy_load(shared_.parameter_state.weights[weight_index_]), &w_tensor_scale_->amax,
-                     stream());
+    if (!shared_.needs_amax_before_codes()) return;
+    const TensorRef& w = shared_.parameter_state.weights[weight_index_];
+    compute_amax(lazy_load(w), &w_tensor_scale_->amax, stream());
 }
 
 void LinearLayer::write_cached_w_operand() {
-    compute_w_amax_if_needed();
+    if (shared_.scale_table.delayed()) compute_w_amax_if_needed();
     write_operand(lazy_load(shared_.parameter_state.weights[weight_index_]), cached_w_operand_,
                   quant_stats_of(OperandKind::W), stream());
 }

@@ -78,9 +78,8 @@ public:
     // Makes the operand of g. (If the layer has a bias, which those of Llama have not, this also adds the
     // column sums of g to dbias, the gradient of the bias.)
     Operand make_g_operand(const LazyTensor& g, AmaxFrom g_amax_from);
-    // The two parts of make_g_operand(), for a caller that computes g from a temporary tensor
-    // (mlp_half_backward() in model.cu). g_operand lives longer than this tensor, and the arena is a stack,
-    // so the memory of g_operand has to be taken first.
+    // The two parts of make_g_operand(), for a caller that computes g from a temporary tensor which the
+    // operand outlives: mlp_half_backward() in model.cu.
     //   row_major   where the row-major elements go; if null, memory is allocated for them, too
     Operand allocate_g_operand(int64_t N, void* row_major) const;
     void write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand);

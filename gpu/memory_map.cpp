@@ -6,7 +6,8 @@
 
 namespace coat::gpu {
 
-// Runs on several GPUs and with --gradients none need these. They are at the end of this file, and can wait.
+// These serve runs on several GPUs and with --gradients none. They stand at the end of this file, and can
+// wait.
 static void allocate_places_of_received(MemoryMap& map, GpuContext& context);
 static void allocate_activations_and_one_buffer(MemoryMap& map, GpuContext& context);
 static std::vector<uint8_t*> allocate_gradient_buffers(GpuContext& context, bool two);

@@ -67,13 +67,13 @@ __device__ void compute_xhat(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], Norm
             row.xhat[c][j] = (x[c][j] - row.statistics.mean) * row.statistics.rstd;
 }
 
+// CHUNKS_PER_THREAD, below, is how many chunks of a row each thread has, 3 or 4, if all threads have equally
+// many. Then no chunk needs a condition, and the compiler can mix the instructions of all chunks. For other
+// widths it is UNEVEN: which chunks lie inside the row is known only at run time.
+constexpr int UNEVEN = 0;
+
 // What happens to a row of a norm: load(), then normalize(), then write_gradients(). `input` is the view of
 // norm.input. The other views are of the tensors of NormBackwardTensors; dresidual_in may be no tensor.
-//
-// CHUNKS_PER_THREAD: how many chunks of a row each thread has, 3 or 4, if all threads have equally many. Then
-// no chunk needs a condition, and the compiler can mix the instructions of all chunks. For other widths it is
-// UNEVEN: which chunks lie inside the row is known only at run time.
-constexpr int UNEVEN = 0;
 template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward {
     using Element = typename StoredView::ComputeElement;
     Norm norm;
@@ -100,7 +100,8 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
         return loaded;
     }
 
-    // Gives dy and d = dy weight of a chunk. The weight is read again for each row, from the cache.
+    // Gives dy and d = dy weight of a chunk. Both passes over the row call it, rather than keep dy and d in
+    // registers, of which they would take many. The weight is read again each time, from the cache.
     __device__ void get_dy_and_d(const LoadedRow<StoredView>& loaded, int c, ChunkValues& dy,
                                  ChunkValues& d) const {
         ChunkValues weight;
@@ -172,7 +173,8 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
             }
             add_chunk_to_sums(dweight, C, first_column_of_thread(c), dweight_of_row);
             if (!RMS) add_chunk_to_sums(dbias, C, first_column_of_thread(c), dy);
-            dresidual_out.starting_at(row * C).round_and_store(first_column_of_thread(c), dresidual, true);
+            dresidual_out.starting_at(row * C).round_and_store(first_column_of_thread(c), dresidual,
+                                                               /*live=*/true);
             largest = larger_magnitude(largest, dresidual);
         }
     }
@@ -181,9 +183,9 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
 // The kernel of norm_backward() (gpu/norm.h). It writes dresidual_out and its amax, the row statistics, and
 // the blocks' sums: partials (blocks, C) of dweight and, for LayerNorm, after them (blocks, C) of dbias.
 //
-// The row statistics are computed again, because all norms have the same memory for them: later norms have
-// overwritten those of forward. Their bits must be those of forward: wgrad computes the norm's output from
-// them and quantizes it with the amax from forward, and a larger value would saturate.
+// The row statistics are computed again (Norm in gpu/tensors.h says why). Their bits must be those of
+// forward: wgrad computes the norm's output from them and quantizes it with the amax from forward, and a
+// larger value would saturate.
 template <class StoredView, bool RMS, int CHUNKS_PER_THREAD>
 __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     norm_backward_kernel(const RowBackward<StoredView, RMS, CHUNKS_PER_THREAD> row_backward,

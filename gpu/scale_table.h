@@ -59,7 +59,7 @@ private:
 
     // The index of an operand in the table. All w come first, then all x, then all g.
     int64_t index_of(OperandKind o, int64_t linear_layer) const {
-        constexpr int64_t KINDS_BEFORE[] = {1, 0, 2};  // before X, before W, before G
+        constexpr int64_t KINDS_BEFORE[] = {1, 0, 2};  // before X, W and G: the order of OperandKind
         return KINDS_BEFORE[int(o)] * linear_layer_count + linear_layer;
     }
     void clear_amaxes(int64_t first) const;  // of the entries from number `first` on
