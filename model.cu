@@ -32,8 +32,8 @@
 //     fetch_outcome()                     the loss and the norm of the gradients
 //
 // For example, these are the operators that run in mlp_half_forward() in coat. Each launches a kernel. A GEMM
-// and the two operators before it are a linear layer: its function fprop() (gpu/linear.cpp) makes the codes of
-// its input and of its weight, and calls the GEMM.
+// and the two operators before it are a linear layer: its function fprop() (gpu/linear.cpp) makes the codes
+// of its input and of its weight, and calls the GEMM.
 //
 // There are N tokens; C is the hidden size, and F the width of gate and of up. The residual sum in the
 // attention half has found the row statistics of norm 2, such as 1 / rms of each row, and the amax of its
