@@ -5,8 +5,8 @@
 namespace coat::gpu {
 
 // What CUDA gives for an object that it has made, such as a pointer to an allocation. The destructor calls
-// `destroy`, if the handle is not null. (For most objects destroying null is an error, which CUDA
-// keeps until the next launch of a kernel reports it.)
+// `destroy`, if the handle is not null. (For most objects destroying null is an error, which CUDA keeps until
+// the next launch of a kernel reports it.)
 template <class Handle, cudaError_t (*destroy)(Handle)> struct UniqueHandle {
     Handle handle = nullptr;
 

@@ -63,9 +63,9 @@ struct MemoryMap {
     StepOutcome* outcome() const { return &step_exchange->outcome; }  // on the device
     void* gemm_scratch;                                               // CublasGemms::SCRATCH_BYTES
     // What decides whether a step is skipped, (ranks, 1 + shard units). A row has loss_or_nan, and then sums
-    // of squares of gradients, each over SHARD_UNIT elements of a parameter. With one GPU there is one row.
+    // of squares of gradients, one for each shard unit. With one GPU there is one row.
     double* loss_and_squares;
-    PlacesOfReceived received;  // several GPUs
+    PlacesOfReceived received;  // several GPUs: where the other ranks write (gpu/extra_buffers.h)
 
     // What this rank owns, in the rank's order
     Weights owned_weights;

@@ -103,9 +103,7 @@ static __global__ void __launch_bounds__(STATE_THREADS)
                                  float clip_limit, GradientState* state) {
     double mine = 0;
     for (int64_t unit = threadIdx.x; unit < shard_units; unit += STATE_THREADS) {
-        // If one rank owns the unit, the other ranks have 0. If it is part of a vector, all ranks have the
-        // same sum. Either way its sum is the largest that a rank has, where NaN counts as larger than any
-        // number.
+        // The sum of a unit is the largest that a rank has. NaN counts as larger than any number
         double sum = 0;
         for (int64_t r = 0; r < ranks; r++) {
             const double theirs = loss_and_squares[r * (1 + shard_units) + 1 + unit];

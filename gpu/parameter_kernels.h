@@ -21,9 +21,9 @@ namespace coat::gpu {
 void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream);
 
-// Computes the sums of squares of the gradients. A sum is over SHARD_UNIT elements of a parameter, which are
-// called a shard unit (common/ranks.h). The loss and the sums are one row, loss_and_squares
-// (1 + shard_units.count), so that with several ranks one message has both:
+// Computes the sums of squares of the gradients, one for each shard unit (gpu/memory_layout.h). The loss and
+// the sums are one row, loss_and_squares (1 + shard_units.count), so that with several ranks one message has
+// both:
 //   loss_and_squares[0]       *loss_or_nan
 //   loss_and_squares[1 + u]   the sum of squares of the shard unit shard_units.first + u
 void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units,

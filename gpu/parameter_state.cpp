@@ -120,9 +120,10 @@ void ParameterState::compute_weight_amax(size_t i) const {
 
 TensorRef ParameterState::owned_weight(size_t i) const {
     if (settings.ranks == 1) return weights[i];
+    constexpr int64_t COLS = 256;
     return {.data = owned_weight_data(i),
-            .rows = shard_places[i].owned.count / MOMENT_GROUP_SIZE,
-            .cols = MOMENT_GROUP_SIZE,
+            .rows = shard_places[i].owned.count / COLS,
+            .cols = COLS,
             .format = format_of_weights};
 }
 

@@ -66,9 +66,9 @@ public:
     uint8_t* owned_gradient_sum(size_t i) const;
 
     // What this rank owns of the weight of a linear layer, as a tensor: with one rank the weight itself.
-    // (With several ranks a part may end within a row of the weight. So its shape is made up: rows of
-    // MOMENT_GROUP_SIZE = 128 elements. A linear layer has multiples of 16 inputs and outputs, so the part
-    // has a multiple of 128 elements.)
+    // (With several ranks a part may end within a row of the weight. So its shape is made up: rows of 256
+    // elements. A linear layer has multiples of 16 inputs and outputs, so the part has a multiple of 256
+    // elements. A grid is large enough for two billion of them.)
     TensorRef owned_weight(size_t i) const;
     // Computes the amax of the weight that is parameter i: in a new run, and after a checkpoint was read.
     // (Later, adamw() finds the amax of the weights that it writes. With delayed scaling, and for what is no
