@@ -532,7 +532,7 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
         const Shard shard = arguments.shards[i];
         const BundleRange of_shard = bundles_of_shard(shard);
         if (of_shard.begin >= of_block.end) return;
-        if (!arguments.in_fp8_moment_groups(shard)) continue;
+        if (!in_fp8_moment_groups(shard)) continue;
         // What the block has of the shard, counted from the shard's first bundle.
         const int64_t begin = max(of_block.begin, of_shard.begin) - of_shard.begin;
         const int64_t end = min(of_block.end, of_shard.end) - of_shard.begin;
@@ -598,13 +598,6 @@ unsigned adamw_blocks(int64_t bundles) {
     return static_cast<unsigned>(std::min(bundles, at_once * rounds));
 }
 
-MomentGranularity moment_granularity(const OptimizerFormats& o) {
-    if (o.has_fp8_moment_groups()) return MomentGranularity::PerMomentGroup;
-    if (o.one_scale) return MomentGranularity::PerTensor;
-    require(!is_scaled(o.m_format) && !is_scaled(o.v_format), "moments in moment groups must both be in FP8");
-    return MomentGranularity::Unscaled;
-}
-
 AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
     const double t = static_cast<double>(options.update_number);
     const double bias1 = 1 - std::pow(static_cast<double>(options.beta1), t);
@@ -645,21 +638,21 @@ __global__ void clear_weight_amaxes_kernel(const AdamWArguments arguments) {
 
 void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& shards,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
+    require(is_fp8(optimizer.m_format) == is_fp8(optimizer.v_format),
+            "first and second moments must both be in FP8, or neither");
     const AdamWArguments arguments{.constants = kernel_constants(options),
-                                   .granularity = moment_granularity(optimizer),
+                                   .has_fp8_moment_groups = optimizer.has_fp8_moment_groups(),
                                    .shards = shards.shards,
                                    .shard_count = shards.count,
                                    .elements = shards.elements,
                                    .weights = weights,
                                    .rounding_key = rounding_key,
                                    .gradients = bf16_or_fp32(shards.gradients, shards.gradient_format),
-                                   .state = state,
-                                   .fmax_m = format_info(optimizer.m_format).fmax,
-                                   .fmax_v = format_info(optimizer.v_format).fmax};
+                                   .state = state};
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(shards.count, 128), 128,
            /*shared_bytes=*/0, stream, arguments);
     update_other_shards(arguments, stream);
-    if (arguments.granularity != MomentGranularity::PerMomentGroup || shards.elements.count == 0) return;
+    if (!optimizer.has_fp8_moment_groups() || shards.elements.count == 0) return;
     with_weights(weights, [&]<class WeightsKind>() {
         with_codecs(optimizer, [&]<class MCodec, class VCodec>() {
             launch("adamw", adamw_kernel<WeightsKind, MCodec, VCodec>,

@@ -24,10 +24,7 @@ namespace coat::gpu {
 // They say how the codes are decoded. The paper's scale follows from both, s = max^k / FMAX, so it is not
 // stored.
 //
-// In other optimizers (this can wait):
-//   one scale for the tensor   max[0] is the amax that decodes the codes. During an update the amax of the
-//                              new moment is found in max[1]
-//   FP32, BF16                 max is null
+// (In other optimizers a moment may be in FP32 or BF16. Then max is null.)
 struct MomentRef {
     void* data;     // all elements of the shard
     float* max;     // one for each moment group

@@ -58,9 +58,9 @@ inline constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) 
 
 // -----------------------------------------------------------------------------------------------------------
 // Formats. Every format has a sign, an exponent and a mantissa. E4M3 and E5M2 are the FP8 formats of the OCP
-// specification, in its saturating mode; E4M3 has no infinity. FP16 is used for moments only.
+// specification, in its saturating mode; E4M3 has no infinity.
 
-enum class Format : uint8_t { FP32, BF16, FP16, E4M3, E5M2 };
+enum class Format : uint8_t { FP32, BF16, E4M3, E5M2 };
 
 struct FormatInfo {
     const char* name;   // in flags and print-outs
@@ -75,14 +75,13 @@ struct FormatInfo {
 inline constexpr FormatInfo FORMATS[] = {
     {.name = "fp32", .bytes = 4, .mantissa_bits = 23, .fmax = FLT_MAX, .fmin = 0x1p-149f},
     {.name = "bf16", .bytes = 2, .mantissa_bits = 7, .fmax = 0x1.fep127f, .fmin = 0x1p-133f},
-    {.name = "fp16", .bytes = 2, .mantissa_bits = 10, .fmax = 65504.0f, .fmin = 0x1p-24f},
     {.name = "e4m3", .bytes = 1, .mantissa_bits = 3, .fmax = 448.0f, .fmin = 0x1p-9f},
     {.name = "e5m2", .bytes = 1, .mantissa_bits = 2, .fmax = 57344.0f, .fmin = 0x1p-16f},
 };
 // clang-format on
 
 constexpr const FormatInfo& format_info(Format f) { return FORMATS[static_cast<int>(f)]; }
-constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
+COAT_HD constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
 
 // -----------------------------------------------------------------------------------------------------------
 // Granularity: the size of a matrix's scale blocks, rows x cols elements. The size 0 means all rows or all

@@ -70,10 +70,6 @@ inline void require_supported(const RunSettings& s) {
     if (!s.keep_gradients && s.ranks > 1)
         throw Error(
             "--gradients none needs more memory, not less, if there are several ranks; leave it out.");
-    if (s.ranks > 1 && s.optimizer.one_scale)
-        throw Error("--optimizer ", s.optimizer.name,
-                    " has one scale for a whole tensor, but each rank holds only a part of it; "
-                    "use one rank, or another --optimizer.");
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -100,35 +100,29 @@ inline const TensorFormat& format_of(const LinearFormats& formats, OperandKind o
 
 // -----------------------------------------------------------------------------------------------------------
 // Optimizers: how AdamW's moments are stored between steps (paper, section 4). Moments in FP8 are divided
-// into moment groups of 128 elements, each with its max. (FP8-LM, arXiv 2310.18313, has no moment groups, but
-// one max, and so one scale, for the whole moment of a parameter.)
+// into moment groups of 128 elements, each with its max.
 
 inline constexpr int MOMENT_GROUP_SIZE = 128;
-
-// Whether moments in this format have scales. FP8 and FP16 do: their range is too small for moments without.
-COAT_HD constexpr bool is_scaled(Format f) { return f != Format::FP32 && f != Format::BF16; }
 
 // How the moments of AdamW are stored: a row of optimizers().
 struct OptimizerFormats {
     const char* name;
     Format m_format, v_format;  // of first and of second moments
     bool expansion = false;     // dynamic range expansion of FP8 moments
-    bool one_scale = false;     // one moment group of all elements of a moment, as in FP8-LM
     const char* about = "";     // a line of --help
 
     // The format f of a moment is m_format or v_format; or FP32, for the weights of norms and for biases
     // (Param::moment_format()).
     bool uses_expansion(Format f) const { return expansion && is_fp8(f); }
-    // The number of moment groups of n elements of a moment in format f; 0 if the format has no scales. (With
-    // one_scale all n elements count as one moment group.)
-    int64_t moment_group_count(Format f, int64_t n) const {
-        if (!is_scaled(f)) return 0;
-        return one_scale ? 1 : ceil_div(n, MOMENT_GROUP_SIZE);
-    }
-    // Whether m and v are FP8 codes in moment groups of 128: adamw.cu has a kernel for such moments. In every
-    // row of the table either both are stored like this, or neither is.
-    bool has_fp8_moment_groups() const { return !one_scale && is_fp8(m_format) && is_fp8(v_format); }
+    // Whether m and v are FP8 codes in moment groups: adamw.cu has a kernel for such moments. In every row of
+    // the table either both are stored like this, or neither is.
+    bool has_fp8_moment_groups() const { return is_fp8(m_format) && is_fp8(v_format); }
 };
+
+// The number of moment groups of n elements of a moment in format f.
+constexpr int64_t moment_group_count(Format f, int64_t n) {
+    return is_fp8(f) ? ceil_div(n, MOMENT_GROUP_SIZE) : 0;
+}
 
 inline const std::vector<OptimizerFormats>& optimizers() {
     // clang-format off
@@ -139,8 +133,6 @@ inline const std::vector<OptimizerFormats>& optimizers() {
          .about = "as coat, with second moments in E5M2"},
         {.name = "fp8", .m_format = Format::E4M3, .v_format = Format::E4M3,
          .about = "FP8 moments, one scale per moment group of 128, not expanded"},
-        {.name = "fp8lm", .m_format = Format::E4M3, .v_format = Format::FP16, .one_scale = true,
-         .about = "E4M3 and FP16 moments, one scale per tensor (FP8-LM)"},
         {.name = "bf16", .m_format = Format::BF16, .v_format = Format::BF16,
          .about = "BF16 moments"},
         {.name = "fp32", .m_format = Format::FP32, .v_format = Format::FP32,

@@ -32,7 +32,6 @@ inline const char* safetensors_dtype(Format f) {
     switch (f) {
         case Format::FP32: return "F32";
         case Format::BF16: return "BF16";
-        case Format::FP16: return "F16";
         case Format::E4M3: return "F8_E4M3";
         case Format::E5M2: return "F8_E5M2";
     }
@@ -108,11 +107,11 @@ inline std::vector<StateTensor> tensors_besides_weights(const RunSettings& s) {
         for (const auto& [moment, wanted] :
              {std::pair<std::string, Format>{".m", s.optimizer.m_format}, {".v", s.optimizer.v_format}}) {
             const Format f = p.moment_format(wanted);
-            const int64_t moment_groups = s.optimizer.moment_group_count(f, p.size());
-            const int64_t shared_by = s.optimizer.one_scale ? StateTensor::ALL : MOMENT_GROUP_SIZE;
+            const int64_t moment_groups = moment_group_count(f, p.size());
             add(moment, safetensors_dtype(f), format_info(f).bytes, {p.rows, p.cols}, 1);
-            if (moment_groups) add(moment + ".max", "F32", 4, {moment_groups}, shared_by);
-            if (s.optimizer.uses_expansion(f)) add(moment + ".k", "F32", 4, {moment_groups}, shared_by);
+            if (moment_groups) add(moment + ".max", "F32", 4, {moment_groups}, MOMENT_GROUP_SIZE);
+            if (s.optimizer.uses_expansion(f))
+                add(moment + ".k", "F32", 4, {moment_groups}, MOMENT_GROUP_SIZE);
         }
     }
     for (const StateTensor& t : delayed_scaling_tensors(s.config, s.recipe)) table.push_back(t);

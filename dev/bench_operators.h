@@ -496,7 +496,7 @@ private:
         const std::vector<float> ones(size_t(moment_groups), 1.0f);
         auto moment = [&](Format f) -> MomentRef {
             void* codes = memory_.take(n * format_info(f).bytes);
-            return {codes, is_scaled(f) ? floats(std::max<int64_t>(o.moment_group_count(f, n), 2)) : nullptr,
+            return {codes, is_fp8(f) ? floats(moment_group_count(f, n)) : nullptr,
                     o.uses_expansion(f) ? memory_.upload(ones) : nullptr, f};
         };
         const bool remainder = compute_ != Format::FP32;
@@ -511,9 +511,8 @@ private:
 
         const double count = double(total) / double(n);
         auto state_bytes = [&](Format f) {
-            const double scales = is_scaled(f) && !o.one_scale
-                                      ? (o.uses_expansion(f) ? 8.0 : 4.0) / double(MOMENT_GROUP_SIZE)
-                                      : 0;
+            const double scales =
+                is_fp8(f) ? (o.uses_expansion(f) ? 8.0 : 4.0) / double(MOMENT_GROUP_SIZE) : 0;
             return format_info(f).bytes + scales;
         };
         const double weight = format_info(compute_).bytes + (remainder ? 2 : 0),

@@ -178,17 +178,9 @@ template <class F> void with_weights(const Weights& w, F f) {
 // ===========================================================================================================
 // 3. The arguments of the kernels
 
-// How many elements of a moment an optimizer scales together, which decides which kernel updates them. (Norm
-// weights and biases have FP32 moments with every optimizer.)
-enum class MomentGranularity : uint8_t {
-    Unscaled,        // moments in FP32 or BF16: other_optimizers.cu
-    PerTensor,       // FP8 or FP16, one scale for the whole moment of a parameter: other_optimizers.cu
-    PerMomentGroup,  // FP8, max and k for each 128 elements: adamw.cu
-};
-
 struct AdamWArguments {
     AdamWKernelConstants constants;
-    MomentGranularity granularity;
+    bool has_fp8_moment_groups;  // with this optimizer, m and v of matrices have FP8 moment groups
     const Shard* shards;
     int shard_count;
     Range elements;  // of these shards, in the rank's order: whole moment groups
@@ -196,14 +188,11 @@ struct AdamWArguments {
     uint64_t rounding_key;
     Bf16OrFp32 gradients;  // the gradients of these shards, from elements.first on
     const GradientState* state;
-    float fmax_m, fmax_v;  // for other_optimizers.cu: FMAX of the formats of m and v, where they are scaled
-
-    // Whether adamw.cu updates the shard. Only m is looked at: where m is in moment groups, v is, too
-    // (OptimizerFormats::has_fp8_moment_groups()).
-    __device__ bool in_fp8_moment_groups(const Shard& shard) const {
-        return granularity == MomentGranularity::PerMomentGroup && is_scaled(shard.m.format);
-    }
 };
+
+// Whether adamw.cu updates the shard. Only m is looked at: where m is in moment groups, v is, too
+// (OptimizerFormats::has_fp8_moment_groups()). Norm weights and biases have FP32 moments with all optimizers.
+inline __device__ bool in_fp8_moment_groups(const Shard& shard) { return is_fp8(shard.m.format); }
 
 // Updates the other shards, for which in_fp8_moment_groups() is false (other_optimizers.cu). With the
 // optimizer coat these are norm weights and biases.

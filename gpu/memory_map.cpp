@@ -12,20 +12,18 @@ static void allocate_places_of_received(MemoryMap& map, GpuContext& context);
 static void allocate_activations_and_one_buffer(MemoryMap& map, GpuContext& context);
 static std::vector<uint8_t*> allocate_gradient_buffers(GpuContext& context, bool two);
 
-// Allocates the moments of what this rank owns. (If a moment has one scale per tensor, there is room for two:
-// while the update encodes with the new scale, the old one still decodes.)
+// Allocates the moments of what this rank owns.
 static void allocate_moments(MemoryMap& map, GpuContext& context, const std::vector<ShardPlace>& places) {
     Arena& arena = context.arena;
     const OptimizerFormats& o = context.settings.optimizer;
-    const int64_t maxima = o.one_scale ? 2 : 1;
     map.moments_begin = arena.allocate(0);  // the place of the next allocation
     auto allocate = [&](Format f, const Range& owned) {
-        const int64_t moment_groups = o.moment_group_count(f, owned.count);
+        const int64_t moment_groups = moment_group_count(f, owned.count);
         MomentRef moment{.data = arena.allocate(padded_count(owned) * format_info(f).bytes),
                          .max = nullptr,
                          .k = nullptr,
                          .format = f};
-        if (is_scaled(f)) moment.max = arena.allocate<float>(moment_groups * maxima);
+        if (is_fp8(f)) moment.max = arena.allocate<float>(moment_groups);
         if (o.uses_expansion(f)) moment.k = arena.allocate<float>(moment_groups);
         return moment;
     };

@@ -82,14 +82,13 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
 }
 
 // The CPU reference computes and stores the moments. Of a parameter with more than MOST_MEASURED elements it
-// gets only PIECES pieces of equal length, which are evenly spread. If there is one scale per tensor, the
-// reference makes one for these pieces.
+// gets only PIECES pieces of equal length, which are evenly spread.
 void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const MomentRef& v,
                            const void* gradient, Format format, int64_t count, QuantReport& report,
                            cudaStream_t stream) {
     constexpr int64_t MOST_MEASURED = 1 << 18, PIECES = 128;
     static_assert(MOST_MEASURED / PIECES % MOMENT_GROUP_SIZE == 0, "a piece consists of whole moment groups");
-    if (count == 0 || (!is_scaled(m.format) && !is_scaled(v.format))) return;
+    if (count == 0 || (!is_fp8(m.format) && !is_fp8(v.format))) return;
     const int64_t pieces = count > MOST_MEASURED ? PIECES : 1;
     const int64_t length = std::min(count, MOST_MEASURED) / pieces;                   // of a piece
     const int64_t distance = count / pieces / MOMENT_GROUP_SIZE * MOMENT_GROUP_SIZE;  // from piece to piece
@@ -108,8 +107,7 @@ void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const 
         reference::Moment moment;
         moment.init(o, f, n, second_moment);
         fetch_pieces(moment.elements, data, 1, format_info(f).bytes);
-        if (max && o.one_scale) copy_async(moment.maxima.data(), max, sizeof(float), stream);
-        else if (max) fetch_pieces(moment.maxima, max, MOMENT_GROUP_SIZE, sizeof(float));
+        if (max) fetch_pieces(moment.maxima, max, MOMENT_GROUP_SIZE, sizeof(float));
         if (k) fetch_pieces(moment.k, k, MOMENT_GROUP_SIZE, sizeof(float));
         check(cudaStreamSynchronize(stream), "Reading the moments failed");
         return moment;

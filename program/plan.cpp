@@ -136,10 +136,8 @@ static std::vector<Operator> backward_operators(const RunSettings& s, const Form
 // The update of one moment, whose format is f.
 static Operator moment_operator(const RunSettings& s, const char* name, Format f) {
     std::string writes = format_info(f).name;
-    if (is_scaled(f)) {
-        writes += s.optimizer.uses_expansion(f) ? ", max and k" : ", max";
-        writes += s.optimizer.one_scale ? " per tensor" : concat(" per ", MOMENT_GROUP_SIZE);
-    }
+    if (is_fp8(f))
+        writes += concat(s.optimizer.uses_expansion(f) ? ", max and k" : ", max", " per ", MOMENT_GROUP_SIZE);
     return {.name = name, .reads = format_info(f).name, .writes = writes};
 }
 

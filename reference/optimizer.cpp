@@ -64,8 +64,7 @@ void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count, bo
     expanded = optimizer.uses_expansion(f);
     n = count;
     is_second_moment = second_moment;
-    one_scale = optimizer.one_scale;
-    const int64_t moment_groups = optimizer.moment_group_count(f, n);
+    const int64_t moment_groups = moment_group_count(f, n);
     elements.assign(n * format_info(f).bytes, 0);
     maxima.assign(moment_groups, 0.0f);
     k.assign(expanded ? moment_groups : 0, 1.0f);
@@ -74,8 +73,8 @@ void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count, bo
 // Element i, decoded.
 float Moment::value(int64_t i) const {
     const float y = read_element(format, elements.data(), i);
-    if (!is_scaled(format)) return y;
-    const int64_t moment_group = i / moment_group_size();
+    if (!is_fp8(format)) return y;
+    const int64_t moment_group = i / MOMENT_GROUP_SIZE;
     const float max_magnitude = maxima[moment_group];
     if (expanded) return contract(format, y, max_magnitude, k[moment_group]);
     return max_magnitude == 0 ? 0.0f : y * moment_scale(format, max_magnitude);
@@ -86,17 +85,16 @@ void Moment::load(float* x) const {
     for (int64_t i = 0; i < n; i++) x[i] = value(i);
 }
 
-// Stores x (n): by moment groups if the format is scaled (is_scaled() in common/recipes.h), else as values.
+// Stores x (n): by moment groups if the format is FP8, else as values.
 void Moment::store(const float* x, QuantStats* stats) {
-    if (!is_scaled(format)) {
+    if (!is_fp8(format)) {
 #pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
         for (int64_t i = 0; i < n; i++) write_element(format, elements.data(), i, x[i]);
         return;
     }
-    const int64_t size = moment_group_size();
 #pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
-    for (int64_t first = 0; first < n; first += size)
-        store_moment_group(first / size, first, std::min(n, first + size), x);
+    for (int64_t first = 0; first < n; first += MOMENT_GROUP_SIZE)
+        store_moment_group(first / MOMENT_GROUP_SIZE, first, std::min(n, first + MOMENT_GROUP_SIZE), x);
     if (!stats) return;
     for (int64_t i = 0; i < n; i++) add_error(*stats, x[i], value(i));
 }
@@ -130,14 +128,13 @@ void Moment::store_expanded(int64_t moment_group, int64_t first, int64_t end, co
 }
 
 // The codes of a moment group without expansion. A positive second moment gets at least the smallest positive
-// code, that of FMIN. (In fp8lm a whole parameter has one scale, and second moments are FP16. Only values
-// below about 2^-41 of the largest become zero there, and they may stay zero.)
+// code, that of FMIN.
 void Moment::store_with_scale(int64_t first, int64_t end, const float* x, float max_magnitude) {
     const float reciprocal = 1.0f / moment_scale(format, max_magnitude);
     for (int64_t i = first; i < end; i++) {
         write_element(format, elements.data(), i, x[i] * reciprocal);
         const bool became_zero = x[i] > 0 && read_element(format, elements.data(), i) == 0;
-        if (is_second_moment && !one_scale && became_zero)
+        if (is_second_moment && became_zero)
             write_element(format, elements.data(), i, format_info(format).fmin);
     }
 }

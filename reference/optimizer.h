@@ -27,7 +27,6 @@ struct Moment {
     bool expanded = false;
     int64_t n = 0;
     bool is_second_moment = false;  // v, which must not become zero (store_with_scale() in optimizer.cpp)
-    bool one_scale = false;         // all n elements have one scale, and count as one moment group
     std::vector<uint8_t> elements;  // n elements of format
     std::vector<float> maxima;      // max of each moment group; empty if there are none
     std::vector<float> k;           // k of each moment group; empty without expansion
@@ -35,10 +34,8 @@ struct Moment {
     // A moment of `count` zeros. f: Param::moment_format().
     void init(const OptimizerFormats& optimizer, Format f, int64_t count, bool second_moment);
     void load(float* x) const;  // the values that are read back; x: (n)
-    // Stores x (n). stats: null, or where the errors are added if the format is scaled.
+    // Stores x (n). stats: null, or where the errors are added if the format is FP8.
     void store(const float* x, QuantStats* stats = nullptr);
-
-    int64_t moment_group_size() const { return one_scale ? std::max<int64_t>(n, 1) : MOMENT_GROUP_SIZE; }
 
 private:
     float value(int64_t i) const;

@@ -1,9 +1,9 @@
-// reference/rounding.h - 1. Formats (paper, preliminaries): FP8, FP16 and BF16, from FP32 to codes and back;
+// reference/rounding.h - 1. Formats (paper, preliminaries): FP8 and BF16, from FP32 to codes and back;
 // and FP32 masters as a BF16 weight and a remainder. encode() and to_bf16() round to nearest, ties to even,
 // and keep NaN. Masters and stochastic rounding have other rules, which stand at their functions.
 //
-// FP8 and FP16 have a sign, an exponent and a mantissa of M bits. FP32 is built alike, with more bits and a
-// larger bias.
+// FP8 has a sign, an exponent and a mantissa of M bits. FP32 is built alike, with more bits and a larger
+// bias.
 //   normal:     value = 2^(exponent - bias) (1 + mantissa / 2^M)        exponent > 0
 //   subnormal:  value = 2^(1 - bias) mantissa / 2^M                     exponent = 0
 #pragma once
@@ -18,11 +18,10 @@
 namespace coat::reference {
 
 inline int exponent_bias(Format f) { return f == Format::E4M3 ? 7 : 15; }
-inline uint32_t sign_bit(Format f) { return f == Format::FP16 ? 0x8000 : 0x80; }
 // 2^e as an FP32 value, from -126 to 127: e + 127 is the exponent field, and the mantissa is 0.
 inline float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e) << 23); }
 
-// The code of the FP8 or FP16 value that is nearest to x. Of two values that are equally near, it is the one
+// The code of the FP8 value that is nearest to x. Of two values that are equally near, it is the one
 // with an even mantissa. A value beyond FMAX becomes FMAX.
 //
 // Values from 2^e to 2^(e+1) are 2^(e - M) apart, with M mantissa bits. So |x| is counted in steps of
@@ -36,7 +35,8 @@ inline float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 //   2^-9   -6    1                    1         1 + (0 << 3) = 0x01, a subnormal
 // In the second row rounding gives 2^(M + 1) steps. The sum then has the exponent field of the next power of
 // two and the mantissa 0, as it should.
-inline uint16_t encode(Format f, float x) {
+inline constexpr uint32_t SIGN_BIT = 0x80, NAN_CODE = 0x7F;
+inline uint8_t encode(Format f, float x) {
     const int M = format_info(f).mantissa_bits;
     const int bias = exponent_bias(f);
     // If x is NaN, std::min() returns fmax: NaN is not less. The code of NaN is chosen below.
@@ -44,23 +44,22 @@ inline uint16_t encode(Format f, float x) {
     const int e = std::max(int(std::bit_cast<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
     const float steps = magnitude * power_of_two(M - e);  // |x| / 2^(e - M)
     const uint32_t code = uint32_t(int(std::nearbyint(steps))) + (uint32_t(e + bias - 1) << M);
-    const uint32_t nan = f == Format::FP16 ? 0x7E00 : 0x7F;
-    const uint32_t sign = (std::bit_cast<uint32_t>(x) >> 31) * sign_bit(f);
-    return uint16_t((std::isnan(x) ? nan : code) | sign);
+    const uint32_t sign = (std::bit_cast<uint32_t>(x) >> 31) * SIGN_BIT;
+    return uint8_t((std::isnan(x) ? NAN_CODE : code) | sign);
 }
 
-// The value of a code of FP8 or FP16. The fields of the code are moved to where FP32 has them, and the
-// difference of the two biases is added to the exponent field. A code above that of FMAX gets the largest
-// exponent field of FP32, which means infinity if the mantissa is 0, and NaN otherwise. In E4M3 only one code
-// lies above that of FMAX. Its mantissa is 7, so it is NaN: E4M3 has no infinity.
-inline float decode(Format f, uint16_t code) {
+// The value of an FP8 code. The fields of the code are moved to where FP32 has them, and the difference of the
+// two biases is added to the exponent field. A code above that of FMAX gets the largest exponent field of
+// FP32, which means infinity if the mantissa is 0, and NaN otherwise. In E4M3 only one code lies above that of
+// FMAX. Its mantissa is 7, so it is NaN: E4M3 has no infinity.
+inline float decode(Format f, uint8_t code) {
     const int M = format_info(f).mantissa_bits;
-    const uint32_t magnitude = code & (sign_bit(f) - 1);
+    const uint32_t magnitude = code & (SIGN_BIT - 1);
     const uint32_t bits = magnitude << (23 - M);  // exponent and mantissa where FP32 has them
     float value = std::bit_cast<float>(bits + (uint32_t(127 - exponent_bias(f)) << 23));
     if (magnitude >> M == 0) value = float(magnitude) * format_info(f).fmin;            // subnormal
     if (value > format_info(f).fmax) value = std::bit_cast<float>(bits | 0x7F800000u);  // infinity or NaN
-    return code & sign_bit(f) ? -value : value;
+    return code & SIGN_BIT ? -value : value;
 }
 
 // The bits of x rounded to the nearest BF16 value, ties to even. BF16 is the upper half of FP32. Adding
@@ -71,7 +70,7 @@ inline uint16_t to_bf16(float x) {
     return uint16_t((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
 }
 inline float from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t(bits) << 16); }
-// x rounded to BF16; in FP32 x stays as it is. (FP8 and FP16 need a scale: other functions round to them.)
+// x rounded to BF16; in FP32 x stays as it is. (FP8 needs a scale: other functions round to it.)
 inline float round_to(Format f, float x) {
     if (f == Format::BF16) return from_bf16(to_bf16(x));
     assert(f == Format::FP32);
@@ -81,15 +80,14 @@ inline float round_to(Format f, float x) {
 // Element i of an array in any format, as an FP32 value.
 inline float read_element(Format f, const uint8_t* elements, int64_t i) {
     if (f == Format::FP32) return reinterpret_cast<const float*>(elements)[i];
-    const uint16_t code =
-        format_info(f).bytes == 1 ? elements[i] : reinterpret_cast<const uint16_t*>(elements)[i];
-    return f == Format::BF16 ? from_bf16(code) : decode(f, code);
+    if (f == Format::BF16) return from_bf16(reinterpret_cast<const uint16_t*>(elements)[i]);
+    return decode(f, elements[i]);
 }
 // Rounds x to the format and stores it as element i.
 inline void write_element(Format f, uint8_t* elements, int64_t i, float x) {
     if (f == Format::FP32) reinterpret_cast<float*>(elements)[i] = x;
-    else if (format_info(f).bytes == 1) elements[i] = uint8_t(encode(f, x));
-    else reinterpret_cast<uint16_t*>(elements)[i] = f == Format::BF16 ? to_bf16(x) : encode(f, x);
+    else if (f == Format::BF16) reinterpret_cast<uint16_t*>(elements)[i] = to_bf16(x);
+    else elements[i] = encode(f, x);
 }
 
 // An FP32 master weight as a BF16 weight and a signed 16-bit remainder: master = (weight << 16) + remainder,

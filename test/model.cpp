@@ -496,7 +496,7 @@ PROPERTY("--gradients none: a gradient that is not finite stops its bucket and a
             const std::vector<Param> params = t.params();
             const int64_t bucket = params[param_index_of(params, "layers.1.gate_up")].bucket;
             // A GPU has updated earlier buckets. With gradient 0, codes and k of FP8 moments stay.
-            const char* moment = is_scaled(t.settings().optimizer.m_format) ? ".m.max" : ".m";
+            const char* moment = is_fp8(t.settings().optimizer.m_format) ? ".m.max" : ".m";
             for (const StateTensor& tensor : state_tensors(t.settings())) {
                 const Param& p = tensor.param;
                 INFO(tensor.name);
@@ -634,7 +634,7 @@ PROPERTY("delayed scaling: amaxes of micro-batches and of four steps; what doubl
 PROPERTY("the report measures each kind of tensor that the recipe quantizes and the moments of a step") {
     SEEDED_RANDOM(rng);
     std::vector<RunSettings> list = all_settings(rng);
-    list.push_back(settings_of("coat attention moments fp8lm"));
+    list.push_back(settings_of("coat attention moments fp8"));
     const bool exact = make == make_reference_model;  // a GPU's powers may change a code by one
     FOR_ALL_SETTINGS(listed, list) {
         RunSettings s = listed;
@@ -658,7 +658,7 @@ PROPERTY("the report measures each kind of tensor that the recipe quantizes and 
         for (int kind = 0; kind < int(MeasuredKind::Count); kind++) {
             const QuantStats& stats = report.stats_by_kind[kind];
             INFO(std::string(MEASURED_KIND_NAMES[kind]), ": ", stats.snr_db(), " dB of ", stats.elements);
-            CHECK((stats.elements > 0) == is_scaled(of[kind]));
+            CHECK((stats.elements > 0) == is_fp8(of[kind]));
             if (stats.elements == 0) continue;
             if (s.recipe.scale_source == ScaleSource::JustInTime) CHECK(stats.saturated == 0);
             if (kind >= int(MeasuredKind::Moment1)) {
@@ -691,7 +691,7 @@ PROPERTY("training learns the text in every recipe and memory mode and optimizer
     // The entropy of the text is 1.21 nats a token; a model that has learnt nothing has log 50 = 3.91.
     for (const auto& [arch, steps] : {std::pair{LLAMA, cases(70, 10)}, {GPT2, cases(60, 10)}}) {
         std::vector<std::string> runs = {"bf16", "fp32", "coat", "coat lean"};
-        for (const char* more : {"te", "colossal", "rowwise", "deepseek", "coat moments fp8lm"})
+        for (const char* more : {"te", "colossal", "rowwise", "deepseek", "coat moments fp8"})
             if (arch.rope) runs.push_back(more);
         double of_bf16 = 0;
         for (const std::string& run : runs) {

@@ -48,7 +48,6 @@ TEST_CASE("memory plan: bytes of a parameter in each recipe and mode and optimiz
         {"coat", 4, 2, 2 + 16.0 / 128},  // max and k of the moment groups of two moments
         {"coat master", 2, 2, 2 + 16.0 / 128},
         {"bf16 moments fp8", 4, 2, 2 + 8.0 / 128},
-        {"bf16 moments fp8lm", 4, 2, 3},
         {"bf16 moments bf16", 4, 2, 4}};
     for (const auto& [run, weights, gradients, optimizer] : rows)
         for (const int64_t ranks : {1, 4}) {
@@ -122,7 +121,7 @@ TEST_CASE("precision plan: says what each memory mode changes and which linear l
 }
 
 TEST_CASE("precision plan: backward reads gradients and each moment is stored as its own format says") {
-    const RunSettings s = settings_of("coat moments fp8lm", LLAMA_7B, 1, 64);
+    const RunSettings s = settings_of("coat moments coat-e5m2", LLAMA_7B, 1, 64);
     const LinearFormats linear = linear_formats(s);
     REQUIRE(linear.g.text() != linear.x.text());
     const std::vector<PrecisionPart> plan = precision_plan(s);
@@ -255,9 +254,7 @@ TEST_CASE("validate: a run at each limit is accepted and one beyond it refused b
           {"fp32 master", 16, 1, 1, 1, "--master none needs BF16"},
           {"coat gradients", 16, 9, 1, 1},
           {"coat gradients", 16, 9, 1, 2, "--gradients none needs more memory"},
-          {"coat gradients", 16, 1, 2, 1, "use --accumulate 1"},
-          {"coat moments fp8lm", 16, 9, 9, 1},
-          {"coat moments fp8lm", 16, 1, 1, 2, "--optimizer fp8lm"}}) {
+          {"coat gradients", 16, 1, 2, 1, "use --accumulate 1"}}) {
         INFO(std::string(run), " ", T, " ", B, " ", accumulate, " ", ranks);
         RunSettings s = settings_of(run, c, B, T, accumulate);
         s.ranks = ranks;

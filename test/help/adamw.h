@@ -22,7 +22,7 @@ struct MomentGroup {
 };
 inline std::vector<MomentGroup> moment_groups(const Moment& m) {
     std::vector<MomentGroup> all;
-    const int64_t size = m.moment_group_size();
+    const int64_t size = MOMENT_GROUP_SIZE;
     for (int64_t first = 0; first < m.n; first += size)
         all.push_back({first, std::min(m.n, first + size), all.size()});
     return all;
@@ -39,7 +39,7 @@ inline Floats load(const Moment& m) {
 }
 inline Doubles load_exactly(const Moment& m) {
     Doubles x = doubles(load(m));
-    if (!is_scaled(m.format)) return x;
+    if (!is_fp8(m.format)) return x;
     const double fmax = format_info(m.format).fmax;
     for (const MomentGroup& g : moment_groups(m))
         for (int64_t i = g.first; i < g.last; i++) {
@@ -62,9 +62,7 @@ struct DeviceMoment {
     Buffer<uint8_t> codes;
     Buffer<float> max, k;
     DeviceMoment(const Moment& m, int64_t padded)
-        : of(m), codes(padded * format_info(m.format).bytes),
-          max(int64_t(m.maxima.size()) *
-              (m.one_scale ? 2 : 1)),  // one scale per tensor: room for the new one
+        : of(m), codes(padded * format_info(m.format).bytes), max(int64_t(m.maxima.size())),
           k(int64_t(m.k.size())) {
         codes.zero();
         codes.write(m.elements);
@@ -290,7 +288,7 @@ struct MomentCheck {
     // The codes of a moment group. Returns how many are wrong.
     int64_t wrong_codes(const MomentGroup& g, bool keep_positive) const {
         const double fmax = format_info(got.format).fmax;
-        const uint16_t sign = got.format == Format::FP16 ? 0x8000 : 0x80;
+        const uint16_t sign = 0x80;
         const float max = got.maxima[g.number], k = got.expanded ? got.k[g.number] : 1;
         const float scale = reference::scale_of(TensorFormat{got.format}, max);
         const bool expands = got.expanded && max > 0;
@@ -322,7 +320,7 @@ struct MomentCheck {
 
     // keep_positive: what is above zero stays above zero.
     void check(bool keep_positive) const {
-        if (!is_scaled(got.format)) {
+        if (!is_fp8(got.format)) {
             check_as_float(load(got), exact, in_float, MOMENT_GROUP_SIZE, got.format, terms);
             return;
         }
@@ -359,7 +357,7 @@ inline void check_adamw(AdamWRun run, const AdamWOptions& a) {
         CHECK(std::all_of(end, begin + p.padded(), [](float padding) { return padding == 0; }));
         CHECK(r.amax[i] == reference::compute_amax(&r.stored[p.offset], p.size));
         MomentCheck{r.m[i], exact.m, exact.m_float, exact.m_terms}.check(false);
-        MomentCheck{r.v[i], exact.v, exact.v_float, exact.v}.check(!run.optimizer.one_scale);
+        MomentCheck{r.v[i], exact.v, exact.v_float, exact.v}.check(true);
     }
 }
 

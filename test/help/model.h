@@ -73,7 +73,7 @@ inline RunSettings with_modes(RunSettings s, const std::string& flags) {
     return s;
 }
 // The settings that some words name: a recipe, then memory modes, then "moments" and an optimizer. For example
-// "coat", "coat master gradients", "bf16 lean" or "fp32 moments fp8lm". Without an optimizer it is that of the
+// "coat", "coat master gradients", "bf16 lean" or "fp32 moments fp8". Without an optimizer it is that of the
 // recipe; only bf16 has BF16 moments (in ./train they are FP32).
 inline RunSettings settings_of(const std::string& words, const ModelConfig& config = tiny_config(LLAMA, true),
                                int64_t B = 4, int64_t T = 16, int64_t accumulate = 1) {
