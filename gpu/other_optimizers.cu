@@ -1,5 +1,5 @@
-// gpu/other_optimizers.cu - AdamW with moments in FP32 or BF16. With the optimizer `coat` it updates only norm
-// weights and biases, whose moments are in FP32. (The kernel for FP8 moment groups is in adamw.cu.)
+// gpu/other_optimizers.cu - AdamW with moments in FP32 or BF16. With the optimizer `coat` it updates only
+// norm weights and biases, whose moments are in FP32. (The kernel for FP8 moment groups is in adamw.cu.)
 #include "adamw.cuh"
 
 namespace coat::gpu {

@@ -48,10 +48,10 @@ inline uint8_t encode(Format f, float x) {
     return uint8_t((std::isnan(x) ? NAN_CODE : code) | sign);
 }
 
-// The value of an FP8 code. The fields of the code are moved to where FP32 has them, and the difference of the
-// two biases is added to the exponent field. A code above that of FMAX gets the largest exponent field of
-// FP32, which means infinity if the mantissa is 0, and NaN otherwise. In E4M3 only one code lies above that of
-// FMAX. Its mantissa is 7, so it is NaN: E4M3 has no infinity.
+// The value of an FP8 code. The fields of the code are moved to where FP32 has them, and the difference of
+// the two biases is added to the exponent field. A code above that of FMAX gets the largest exponent field
+// of FP32, which means infinity if the mantissa is 0, and NaN otherwise. In E4M3 only one code lies above
+// that of FMAX. Its mantissa is 7, so it is NaN: E4M3 has no infinity.
 inline float decode(Format f, uint8_t code) {
     const int M = format_info(f).mantissa_bits;
     const uint32_t magnitude = code & (SIGN_BIT - 1);
