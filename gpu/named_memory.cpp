@@ -36,7 +36,7 @@ void NamedMemory::list_tensors(const MemoryMap& memory) {
                 .bytes = count * HALF_BYTES,
                 .half = fp32_masters ? HalfOfMaster::Remainder : HalfOfMaster::None};
         auto list_moment = [&](const std::string& of, const MomentRef& moment) {
-            const int64_t moment_groups = s.optimizer.moment_group_count(moment.format, count);
+            const int64_t moment_groups = moment_group_count(moment.format, count);
             entries_[of] = {i, moment.data, count * format_info(moment.format).bytes};
             if (moment.max) entries_[of + ".max"] = {i, moment.max, moment_groups * FLOAT_BYTES};
             if (moment.k) entries_[of + ".k"] = {i, moment.k, moment_groups * FLOAT_BYTES};
