@@ -33,8 +33,13 @@ void check_description(cublasStatus_t status) {
 // Operands as cuBLAS sees them
 
 cudaDataType data_type(Format f) {
-    constexpr cudaDataType types[] = {CUDA_R_32F, CUDA_R_16BF, CUDA_R_16F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2};
-    return types[int(f)];
+    switch (f) {
+        case Format::FP32: return CUDA_R_32F;
+        case Format::BF16: return CUDA_R_16BF;
+        case Format::E4M3: return CUDA_R_8F_E4M3;
+        case Format::E5M2: return CUDA_R_8F_E5M2;
+    }
+    return {};
 }
 
 constexpr int32_t ONE_SCALE = CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;  // for the whole tensor
