@@ -1,6 +1,7 @@
 // source_style.cpp - what keeps the repository readable: no C++ or CUDA line, file or function is too long,
 // includes run one way, and the reading order in the README counts its lines truly. How many lines there are
 // in all, nobody counts.
+#include <map>
 #include <regex>
 #include <set>
 
@@ -99,21 +100,134 @@ TEST_CASE("source style: files are as clang-format writes them" * doctest::skip(
     CHECK_MESSAGE(code == 0, "clang-format -i FILE mends these: " << read_file(wrong));
 }
 
-TEST_CASE("source style: the reading order in the README has the files' lines within a twentieth") {
-    // The order is that of several tables. A row begins with the names of files, and their lines follow.
-    size_t rows = 0;
-    for (const std::string& row : lines_of(read_file("README.md"))) {
+// The names between the backquotes of a cell of a table.
+static std::vector<std::string> names_in(const std::string& cell) {
+    std::vector<std::string> names;
+    std::istringstream text(cell);
+    for (std::string name; std::getline(text, name, '`') && std::getline(text, name, '`');)
+        names.push_back(name);
+    return names;
+}
+
+// A row of the three tables of the README that give the reading order. It begins with the names of files, and
+// their lines follow.
+struct ReadingRow {
+    std::vector<std::string> files;
+    double lines;
+};
+static std::vector<ReadingRow> reading_order() {
+    std::vector<ReadingRow> rows;
+    const std::regex pattern(R"(\| ((?:`[^`]+`(?:, )?)+) \| (\d+) \|.*)");
+    for (const std::string& line : lines_of(read_file("README.md"))) {
         std::smatch found;
-        if (!std::regex_match(row, found, std::regex(R"(\| ((?:`[^`]+`(?:, )?)+) \| (\d+) \|.*)"))) continue;
-        size_t lines = 0;
-        std::istringstream names(found.str(1));
-        for (std::string name; std::getline(names, name, '`') && std::getline(names, name, '`');)
-            lines += lines_of(read_file(name)).size();
-        const double difference = std::abs(std::stod(found.str(2)) - double(lines));
-        CHECK_MESSAGE(difference <= 0.05 * double(lines) + 5, row << " has " << lines);
-        rows++;
+        if (std::regex_match(line, found, pattern))
+            rows.push_back({.files = names_in(found.str(1)), .lines = std::stod(found.str(2))});
     }
-    CHECK(rows >= 20);
+    return rows;
+}
+
+// The headers of the table of the README that names what is included, but need not be read.
+static std::set<std::string> headers_in_no_reading_order() {
+    std::set<std::string> headers;
+    bool in_table = false;
+    for (const std::string& line : lines_of(read_file("README.md"))) {
+        if (in(line, "| header |")) in_table = true;
+        if (!in(line, "|")) in_table = false;
+        if (!in_table) continue;
+        for (const std::string& name : names_in(line.substr(0, line.find('|', 1)))) headers.insert(name);
+    }
+    return headers;
+}
+
+TEST_CASE("source style: the reading order in the README has the files' lines within a twentieth") {
+    const std::vector<ReadingRow> rows = reading_order();
+    for (const ReadingRow& row : rows) {
+        size_t lines = 0;
+        for (const std::string& name : row.files) lines += lines_of(read_file(name)).size();
+        const double difference = std::abs(row.lines - double(lines));
+        CHECK_MESSAGE(difference <= 0.05 * double(lines) + 5, row.files[0] << " has " << lines);
+    }
+    CHECK(rows.size() >= 20);
+}
+
+// The files of this repository that a file includes.
+static std::vector<std::string> includes_of(const std::string& f) {
+    std::vector<std::string> included;
+    const std::regex pattern(R"re(\s*#\s*include\s*"([^"]+)".*)re");
+    for (const std::string& line : lines_of(read_file(f))) {
+        std::smatch found;
+        if (line.find('#') == line.npos || !std::regex_match(line, found, pattern)) continue;
+        included.push_back((fs::path(f).parent_path() / found.str(1)).lexically_normal().string());
+    }
+    return included;
+}
+
+TEST_CASE("source style: an include is found however it is spaced") {
+    const Folder folder;
+    write_file(folder / "a.h", "#include <map>\n#include \"b.h\"\n #  include \"../c.h\"  // a comment\n");
+    const fs::path here = folder / "";
+    CHECK(includes_of(folder / "a.h") ==
+          std::vector<std::string>{here / "b.h", (here / "../c.h").lexically_normal()});
+}
+
+TEST_CASE("source style: a file in the README's reading order includes only what stands above it") {
+    // These stand in no table of the README. gpu/layers.cuh has the sum over a block, for parameter_kernels.cu.
+    // The other two are of the training loop, for train_step.h and train_step.cpp.
+    std::set<std::string> allowed = {"gpu/layers.cuh", "program/run.h", "program/checkpoints.h"};
+    allowed.merge(headers_in_no_reading_order());
+    CHECK(allowed.count("common/text.h"));
+    for (const ReadingRow& row : reading_order()) {
+        allowed.insert(row.files.begin(), row.files.end());
+        for (const std::string& f : row.files)
+            for (const std::string& included : includes_of(f))
+                CHECK_MESSAGE(allowed.count(included), f << " includes " << included);
+    }
+}
+
+// By file, the files that it includes.
+using Includes = std::map<std::string, std::vector<std::string>>;
+
+// The files of a cycle to which the includes of f lead, or none. `path` are the files that led to f, and
+// `without_cycle` those of which it is known that they lead to no cycle.
+static std::vector<std::string> cycle_from(const std::string& f, const Includes& includes,
+                                           std::vector<std::string> path,
+                                           std::set<std::string>& without_cycle) {
+    if (without_cycle.count(f) || !includes.count(f)) return {};
+    const auto before = std::find(path.begin(), path.end(), f);
+    if (before != path.end()) return {before, path.end()};
+    path.push_back(f);
+    for (const std::string& included : includes.at(f)) {
+        const std::vector<std::string> cycle = cycle_from(included, includes, path, without_cycle);
+        if (!cycle.empty()) return cycle;
+    }
+    without_cycle.insert(f);
+    return {};
+}
+
+TEST_CASE("source style: a cycle of includes is found") {
+    using Files = std::vector<std::string>;
+    Includes includes = {{"a", {"c"}}, {"b", {"c", "d"}}, {"c", {"d"}}, {"d", {"elsewhere"}}};
+    const auto cycle = [&] {
+        std::set<std::string> without_cycle;
+        CHECK(cycle_from("a", includes, {}, without_cycle).empty());
+        return cycle_from("b", includes, {}, without_cycle);
+    };
+    CHECK(cycle().empty());
+    includes["b"].push_back("e");
+    includes["e"] = {"c", "b"};
+    CHECK(cycle() == Files{"b", "e"});
+}
+
+GIT_TEST_CASE("includes have no cycle") {
+    Includes includes;
+    for (const std::string& f : tracked())
+        if (is_source(f)) includes[f] = includes_of(f);
+    std::set<std::string> without_cycle;
+    for (const auto& [f, included] : includes) {
+        std::string text;
+        for (const std::string& file : cycle_from(f, includes, {}, without_cycle)) text += file + " ";
+        CHECK_MESSAGE(text.empty(), "a cycle of includes: " << text);
+    }
 }
 
 GIT_TEST_CASE("includes run one way") {
@@ -138,11 +252,7 @@ GIT_TEST_CASE("includes run one way") {
     };
     for (const std::string& f : tracked()) {
         if (!is_source(f) || in(f, "test/") || in(f, "dev/")) continue;
-        const std::string folder = f.find('/') == std::string::npos ? "" : f.substr(0, f.find('/') + 1);
-        for (const std::string& line : lines_of(read_file(f))) {
-            if (line.rfind("#include \"", 0) != 0) continue;
-            std::string path = line.substr(10, line.rfind('"') - 10);
-            path = in(path, "../") ? path.substr(3) : folder + path;
+        for (const std::string& path : includes_of(f)) {
             CHECK_MESSAGE(level(path) <= level(f), f << " includes " << path);
             // The two models check each other, so neither includes files of the other (common/model.h).
             if (in(f, "reference/")) CHECK_MESSAGE(!in(path, "gpu/"), f << " includes " << path);
