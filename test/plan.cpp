@@ -1,5 +1,6 @@
-// plan.cpp (tests) - what is known of a run before it starts: program/plan.h, gpu/gpu_model.h and
-// gpu/memory_layout.h.
+// plan.cpp (tests) - what is known of a run before it starts: program/plan.h, gpu/gpu_model.h,
+// gpu/memory_layout.h and gpu/extra_buffers.h.
+#include "../gpu/extra_buffers.h"
 #include "../program/plan.h"
 #include "help/model.h"
 
@@ -220,6 +221,39 @@ TEST_CASE("gradients_offset: the lowest at which no gradient is written over act
                 }
 }
 
+// A rank receives of each other rank the gradients of its part of a bucket, and the parts of matrices that it
+// does not own (gpu/sharding.cpp).
+TEST_CASE("received_bytes: what other ranks write fits; a model of whole shard units fills it") {
+    for (const ModelConfig& model : {tiny_config(LLAMA, true), tiny_config(GPT2, false), LLAMA_7B})
+        for (const int64_t ranks : {2, 3, 4, 8})
+            for (const int64_t accumulate : {1, 5}) {
+                RunSettings s = settings_of("coat", model, 1, 64, accumulate);
+                s.ranks = ranks;
+                INFO(model.name, " ", ranks, " ", accumulate);
+                const int64_t bytes_per_gradient = format_info(gradient_format(s)).bytes;
+                const int64_t bytes_per_weight = format_info(s.recipe.compute_format).bytes;
+                const std::vector<Param> params = parameters(s.config);
+                const ReceivedBytes room = received_bytes(s);
+                int64_t most_gradients = 0;
+                for (const BucketRange& bucket : bucket_ranges(params))
+                    for (int64_t rank = 0; rank < ranks; rank++) {
+                        int64_t gradients = 0, matrices = 0;
+                        for (size_t i = bucket.first_param; i < bucket.end_param; i++) {
+                            const Range part = owned(params[i], rank, ranks);
+                            gradients += (ranks - 1) * padded_count(part) * bytes_per_gradient;
+                            if (params[i].is_vector()) continue;
+                            const int64_t end = (part.first + padded_count(part)) * bytes_per_weight;
+                            CHECK(matrices + end <= room.matrices);
+                            matrices += gathered_bytes(s, params[i]);
+                            CHECK(end <= gathered_bytes(s, params[i]));
+                        }
+                        most_gradients = std::max(most_gradients, gradients);
+                    }
+                CHECK(most_gradients <= room.gradients);
+                if (model.name == LLAMA_7B.name) CHECK(most_gradients == room.gradients);
+            }
+}
+
 TEST_CASE("head_sum_in_fp32: a BF16 gradient of the head is rounded at most four times") {
     const std::tuple<int64_t, int64_t, int64_t, bool, bool> cases[] = {
         {8, 1, 1, false, false}, {10, 1, 1, false, true},  // a piece of 2 x 2048 tokens is one rounding
@@ -336,6 +370,17 @@ TEST_CASE("recipe_on_gpu: FP8 where the GPU has it; rows and blocks and other gr
         Recipe r = find_row(recipes(), "coat", "--recipe");
         (r.*saved) = {Format::E4M3, {1, 32}, Format::BF16};
         CHECK_THROWS_AS(recipe_on_gpu(r, 90), Error);
+    }
+}
+
+TEST_CASE("should_cache_weights: FP8 weights that several micro-batches of one rank read") {
+    const std::tuple<const char*, int, int, bool> rows[] = {
+        {"coat", 2, 1, true}, {"coat", 1, 1, false}, {"coat", 2, 2, false}, {"bf16", 2, 1, false}};
+    for (const auto& [recipe, micro_batches, ranks, caches] : rows) {
+        INFO(std::string(recipe), " ", micro_batches, " ", ranks);
+        RunSettings s = settings_of(recipe, LLAMA_7B, 1, 64, micro_batches);
+        s.ranks = ranks;
+        CHECK(should_cache_weights(s) == caches);
     }
 }
 
