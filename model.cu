@@ -64,6 +64,7 @@
 #include "gpu/attention.h"
 #include "gpu/column_sums.h"
 #include "gpu/gpu_model.h"  // declares the two functions at the end of this file
+#include "gpu/gradient_norm.h"
 #include "gpu/layers.h"
 #include "gpu/linear.h"
 #include "gpu/named_memory.h"
@@ -999,6 +1000,7 @@ public:
           sharding_(make_sharding(context_, memory_, parameter_state_, scale_table_, std::move(transport))),
           network_(context_, memory_, scale_table_, parameter_state_, *sharding_, cache_weights),
           caches_weights_(cache_weights) {
+        named_memory_.initialize();
         clear_async(memory_.step_exchange, sizeof(StepExchange), stream_);
         after_weight_change();
     }

@@ -15,7 +15,8 @@
 #include "../gpu/memory_layout.h"
 #include "../gpu/norm.h"
 #include "../gpu/other_scaling.h"
-#include "../gpu/parameter_kernels.h"
+#include "../gpu/gradient_norm.h"
+#include "../gpu/initialize.h"
 #include "../common/random.h"
 #include "gpu_tools.h"
 

@@ -7,7 +7,8 @@
 
 #include "../coat.h"
 #include "../gpu/handles.h"
-#include "../gpu/parameter_kernels.h"
+#include "../gpu/gradient_norm.h"
+#include "../gpu/initialize.h"
 #include "../test/help/device_buffer.h"
 
 namespace coat::dev {

@@ -1,5 +1,5 @@
 // gpu/layers.cuh - what kernels of gpu/layers.cu share with others: the rotation of RoPE, with
-// attention_sm90.cu, and a sum over a block, with parameter_kernels.cu.
+// attention_sm90.cu, and a sum over a block, with gradient_norm.cu.
 #pragma once
 #include "device.cuh"
 

@@ -13,7 +13,7 @@ namespace coat::gpu {
 // What a step finds out, on the device. The host clears it before the step and fetches it at the end.
 struct StepOutcome {
     double loss;                   // the sum of the losses so far, times StepExchange::loss_weight
-    double loss_or_nan;            // `loss`; or NaN, if FP8 codes have hidden a value that is not finite
+    double loss_or_nan;            // `loss`; or NaN, if an amax was not finite. Then the step is skipped
     GradientState gradient_state;  // sum_of_squares, norm, clip_factor, skip
     uint32_t empty_histories;      // delayed scaling: how many operands have had no amax yet
 };

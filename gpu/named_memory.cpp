@@ -1,9 +1,11 @@
-// gpu/named_memory.cpp - how a checkpoint reads and writes what a GPU keeps of a run (gpu/named_memory.h).
+// gpu/named_memory.cpp - what a GPU keeps of a run, by name (gpu/named_memory.h).
 #include "named_memory.h"
 
 #include <cstring>
 
+#include "../coat.h"
 #include "../common/state_tensors.h"
+#include "initialize.h"
 
 namespace coat::gpu {
 
@@ -12,11 +14,11 @@ constexpr int64_t HALF_BYTES = sizeof(uint16_t);  // of a half of a master
 
 NamedMemory::NamedMemory(const GpuContext& context, const MemoryMap& memory,
                          const ParameterState& parameter_state, ScaleTable& scale_table)
-    : context_(context), parameter_state_(parameter_state), scale_table_(scale_table) {
-    list_tensors(memory);
+    : context_(context), memory_(memory), parameter_state_(parameter_state), scale_table_(scale_table) {
+    list_tensors();
 }
 
-void NamedMemory::list_tensors(const MemoryMap& memory) {
+void NamedMemory::list_tensors() {
     const RunSettings& s = context_.settings;
     const bool fp32_masters = parameter_state_.format_of_weights.element_format == Format::FP32;
     for (size_t i = 0; i < parameter_state_.params.size(); i++) {
@@ -24,7 +26,7 @@ void NamedMemory::list_tensors(const MemoryMap& memory) {
         const ShardPlace& place = parameter_state_.shard_places[i];
         const int64_t count = place.owned.count;
         int16_t* const remainder =
-            memory.owned_weights.remainders ? memory.owned_weights.remainders + place.rank_offset : nullptr;
+            memory_.owned_weights.remainders ? memory_.owned_weights.remainders + place.rank_offset : nullptr;
         entries_[p.name] = {.param_index = i,
                             .data = parameter_state_.owned_weight_data(i),
                             .bytes = count * HALF_BYTES,
@@ -41,8 +43,8 @@ void NamedMemory::list_tensors(const MemoryMap& memory) {
             if (moment.max) entries_[of + ".max"] = {i, moment.max, moment_groups * FLOAT_BYTES};
             if (moment.k) entries_[of + ".k"] = {i, moment.k, moment_groups * FLOAT_BYTES};
         };
-        list_moment(p.name + ".m", memory.first_moments[i]);
-        list_moment(p.name + ".v", memory.second_moments[i]);
+        list_moment(p.name + ".m", memory_.first_moments[i]);
+        list_moment(p.name + ".v", memory_.second_moments[i]);
         if (scale_table_.delayed() && p.is_linear_weight()) list_delayed_scales(i);
     }
 }
@@ -54,6 +56,46 @@ void NamedMemory::list_delayed_scales(size_t i) {
         entries_[of + ".history"] = {i, scale_table_.history(o, layer), history_bytes};
         entries_[of + ".scale"] = {i, &scale_table_.of_operand(o, layer)->delayed_scale, FLOAT_BYTES};
     }
+}
+
+// The first values are:
+//   weights   initial_value() of common/random.h; and their amaxes
+//   moments   zero, which means max = 0 and k = 1 in every moment group
+//   scales    none, and empty histories
+void NamedMemory::initialize() {
+    const std::vector<Param>& params = parameter_state_.params;
+    scale_table_.clear();
+    clear_async(memory_.moments_begin, memory_.moments_bytes, context_.stream);
+    int64_t most_moment_groups = 0;
+    for (const Param& p : params)
+        most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP_SIZE);
+    const std::vector<float> ones(most_moment_groups, 1.0f);
+    for (size_t i = 0; i < params.size(); i++) {
+        const ShardPlace& place = parameter_state_.shard_places[i];
+        const InitializeArguments arguments{.owned = place.owned,
+                                            .param_index = i,
+                                            .used = used_elements(context_.settings.config, params[i]),
+                                            .seed = context_.settings.seed};
+        gpu::initialize(memory_.owned_weights, place.rank_offset, params[i], arguments, context_.stream);
+        compute_weight_amax(i);
+        const int64_t moment_groups = ceil_div(place.owned.count, MOMENT_GROUP_SIZE);
+        for (float* const k : {memory_.first_moments[i].k, memory_.second_moments[i].k})
+            if (k) copy_async(k, ones.data(), moment_groups * FLOAT_BYTES, context_.stream);
+    }
+    // `ones` must stay until the copies are complete
+    context_.wait("Initializing the weights failed");
+}
+
+// Computes the amax of the weight that is parameter i: in a new run, and after a checkpoint was read.
+// (Later, adamw() finds the amax of the weights that it writes. With delayed scaling, and for what is no
+// weight of a linear layer, this function does nothing.)
+void NamedMemory::compute_weight_amax(size_t i) const {
+    float* const amax = parameter_state_.weight_amax(i);
+    if (!amax) return;
+    clear_async(amax, sizeof(float), context_.stream);
+    // FP32 weights are not quantized, so they need no amax
+    if (parameter_state_.format_of_weights.element_format == Format::FP32) return;
+    compute_amax(lazy_load(parameter_state_.owned_weight(i)), amax, context_.stream);
 }
 
 const NamedMemory::Entry& NamedMemory::find(const std::string& name) const {
@@ -76,7 +118,7 @@ void NamedMemory::write(const std::string& name, const void* in) {
     if (entry.half == HalfOfMaster::None) context_.wait_then_start_copy_to_gpu(entry.data, in, entry.bytes);
     else write_half_of_masters(entry, static_cast<const uint16_t*>(in));
     scale_table_.expect_empty_histories();
-    parameter_state_.compute_weight_amax(entry.param_index);
+    compute_weight_amax(entry.param_index);
     context_.wait("Writing a tensor failed");
 }
 

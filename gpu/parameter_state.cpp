@@ -1,7 +1,6 @@
 // gpu/parameter_state.cpp - the class ParameterState (gpu/parameter_state.h).
 #include "parameter_state.h"
 
-#include "../coat.h"
 #include "../common/state_tensors.h"
 #include "quant_report.h"
 
@@ -9,7 +8,8 @@ namespace coat::gpu {
 
 constexpr int64_t FLOAT_BYTES = sizeof(float);
 
-ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table)
+ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memory,
+                               const ScaleTable& scale_table)
     : settings(context.settings), params(context.params), buckets(bucket_ranges(params)),
       shard_places(coat::shard_places(settings)), format_of_weights{settings.recipe.compute_format},
       format_of_gradients(TensorFormat{gradient_format(settings)}),
@@ -23,7 +23,6 @@ ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memor
     }
     list_weights_and_gradients();
     upload_shard_table();
-    initialize_state();
 }
 
 size_t ParameterState::param_index(const std::string& name) const {
@@ -79,43 +78,9 @@ void ParameterState::upload_shard_table() {
     context_.wait("Copying the table of parameters failed");
 }
 
-// Gives the state of a new run its values:
-//   weights   initial_value() of common/random.h; and their amaxes
-//   moments   zero, which means max = 0 and k = 1 in every moment group
-//   scales    none, and empty histories
-void ParameterState::initialize_state() {
-    scale_table_.clear();
-    clear_async(memory_.moments_begin, memory_.moments_bytes, stream_);
-    int64_t most_moment_groups = 0;
-    for (const Param& p : params)
-        most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP_SIZE);
-    const std::vector<float> ones(most_moment_groups, 1.0f);
-    for (size_t i = 0; i < params.size(); i++) {
-        const InitializeArguments arguments{.owned = shard_places[i].owned,
-                                            .param_index = i,
-                                            .used = used_elements(settings.config, params[i]),
-                                            .seed = settings.seed};
-        initialize(memory_.owned_weights, shard_places[i].rank_offset, params[i], arguments, stream_);
-        compute_weight_amax(i);
-        for (float* const k : {memory_.first_moments[i].k, memory_.second_moments[i].k})
-            if (k) copy_async(k, ones.data(), moment_groups(i) * FLOAT_BYTES, stream_);
-    }
-    // `ones` must stay until the copies are complete
-    context_.wait("Initializing the weights failed");
-}
-
 float* ParameterState::weight_amax(size_t i) const {
     if (!params[i].is_linear_weight() || scale_table_.delayed()) return nullptr;
     return &scale_table_.of_operand(OperandKind::W, linear_layer_index(i))->amax;
-}
-
-void ParameterState::compute_weight_amax(size_t i) const {
-    float* const amax = weight_amax(i);
-    if (!amax) return;
-    clear_async(amax, sizeof(float), stream_);
-    // FP32 weights are not quantized, so they need no amax
-    if (format_of_weights.element_format == Format::FP32) return;
-    compute_amax(lazy_load(owned_weight(i)), amax, stream_);
 }
 
 TensorRef ParameterState::owned_weight(size_t i) const {
@@ -172,8 +137,9 @@ std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentR
         const float* const k = moments[i].k;
         if (!k) continue;
         const size_t before = all.size();
-        all.resize(before + size_t(moment_groups(i)));
-        context_.copy_to_host(all.data() + before, k, moment_groups(i) * FLOAT_BYTES);
+        const int64_t moment_groups = ceil_div(shard_places[i].owned.count, MOMENT_GROUP_SIZE);
+        all.resize(before + size_t(moment_groups));
+        context_.copy_to_host(all.data() + before, k, moment_groups * FLOAT_BYTES);
     }
     return all;
 }

@@ -14,20 +14,18 @@
 #include <map>
 #include <optional>
 
-#include "parameter_kernels.h"
 #include "scale_table.h"
 
 namespace coat::gpu {
 
 // Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, the table of
-// common/architecture.h in the order of forward. The class has two main jobs:
-//   - It gives a new run its first values.
-//   - It finds what belongs to a parameter: param_index(), bias_index(), weights, gradients, ...
+// common/architecture.h in the order of forward. The memory is allocated elsewhere (gpu/memory_map.h): this
+// class finds what belongs to a parameter.
 class ParameterState {
 public:
-    // Gives all weights, moments and scales the values that a new run begins with, on the GPU. A run that
-    // continues then overwrites them (gpu/named_memory.h).
-    ParameterState(const GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table);
+    // Copies AdamW's table of parameters to the GPU. (The weights, moments and scales get their first values
+    // by NamedMemory::initialize().)
+    ParameterState(const GpuContext& context, const MemoryMap& memory, const ScaleTable& scale_table);
 
     const RunSettings& settings;
     const std::vector<Param>& params;
@@ -53,7 +51,7 @@ public:
     int64_t linear_layer_index(size_t i) const { return linear_layer_indices_[i]; }
 
     // What the update is given: the shards and the gradients of the buckets [first_bucket, end_bucket); and
-    // the numbers of their shard units (gpu/parameter_kernels.h).
+    // the numbers of their shard units (gpu/gradient_norm.h).
     ShardsToUpdate shards_of_buckets(int64_t first_bucket, int64_t end_bucket) const;
     Range shard_units_of_buckets(int64_t first_bucket, int64_t end_bucket) const;
 
@@ -70,10 +68,12 @@ public:
     // elements. A linear layer has multiples of 16 inputs and outputs, so the part has a multiple of 256
     // elements. A grid is large enough for two billion of them.)
     TensorRef owned_weight(size_t i) const;
-    // Computes the amax of the weight that is parameter i: in a new run, and after a checkpoint was read.
-    // (Later, adamw() finds the amax of the weights that it writes. With delayed scaling, and for what is no
-    // weight of a linear layer, this function does nothing.)
-    void compute_weight_amax(size_t i) const;
+
+    // Where the update leaves the amax of the weight that is parameter i. Null for what is no weight of a
+    // linear layer, and with delayed scaling: there a weight's amax is found when its operand is made.
+    // (Recipes that need no amaxes for scales have this amax, too, because write_loss_or_nan() looks at the
+    // amaxes of all weights.)
+    float* weight_amax(size_t i) const;
 
     // --- The rest can wait: the quantization report
 
@@ -85,20 +85,13 @@ public:
 private:
     const GpuContext& context_;
     const MemoryMap& memory_;
-    ScaleTable& scale_table_;
+    const ScaleTable& scale_table_;
     const cudaStream_t stream_;
     std::vector<int64_t> linear_layer_indices_;  // by parameter
     std::map<std::string, size_t> indices_;      // of parameters, by name
 
     void list_weights_and_gradients();
     void upload_shard_table();
-    void initialize_state();
-    // Where the update leaves the amax of the weight that is parameter i. Null for what is no weight of a
-    // linear layer, and with delayed scaling: there a weight's amax is found when its operand is made.
-    // (Recipes that need no amaxes for scales have this amax, too, because write_loss_or_nan() looks at the
-    // amaxes of all weights.)
-    float* weight_amax(size_t i) const;
-    int64_t moment_groups(size_t i) const { return ceil_div(shard_places[i].owned.count, MOMENT_GROUP_SIZE); }
 };
 
 }  // namespace coat::gpu

@@ -1,6 +1,6 @@
 // gpu/tensors.h - the tensors that operators on the GPU are given, and the rules that hold for all operators.
 // The operators are declared beside their kernels: coat.h, adamw.h, gpu/norm.h, gpu/column_sums.h,
-// gpu/layers.h, gpu/attention.h, gpu/gemm.h and gpu/parameter_kernels.h.
+// gpu/layers.h, gpu/attention.h, gpu/gemm.h and gpu/gradient_norm.h.
 //
 // What is said here of scales holds for COAT. The recipes te, rowwise and deepseek, with which COAT is
 // compared, have other scales: gpu/other_scaling.h.

@@ -1,15 +1,12 @@
-// gpu/parameter_kernels.cu - what a step does with parameters besides AdamW (gpu/parameter_kernels.h).
-#include "parameter_kernels.h"
-#include "../common/random.h"
+// gpu/gradient_norm.cu - the norm of all gradients, clipping, and steps that are skipped
+// (gpu/gradient_norm.h).
+#include "gradient_norm.h"
 #include "../common/ranks.h"
 #include "layers.cuh"
 
 namespace coat::gpu {
 
 constexpr int THREADS = 256;  // threads of a block
-
-// ===========================================================================================================
-// 1. The norm of all gradients, clipping, and steps that are skipped
 
 static __global__ void __launch_bounds__(THREADS)
     write_loss_or_nan_kernel(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan) {
@@ -36,18 +33,18 @@ static __device__ double sum_of_squares(const ChunkValues& v) {
     return exact;
 }
 
-// A warp computes the sum of squares of one shard unit, the elements [begin, end) of a shard: SHARD_UNIT of
-// them, or fewer at the end of the shard. The shard begins at gradients[offset].
-constexpr int NORM_UNROLL = 4;  // loads in flight
+// A warp computes the sum of squares of one shard unit: the elements [begin, end) of a shard, which begins
+// at gradients[offset].
+constexpr int LOADS_IN_FLIGHT = 4;
 static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t offset, int64_t begin,
                                          int64_t end) {
     constexpr int WARP_ELEMENTS = 32 * CHUNK_SIZE;
     double sum = 0;
-    for (int64_t i = begin + threadIdx.x % 32 * CHUNK_SIZE; i < end; i += WARP_ELEMENTS * NORM_UNROLL) {
-        Bf16OrFp32::LoadedChunk loaded[NORM_UNROLL] = {};
-        for (int u = 0; u < NORM_UNROLL; u++)
+    for (int64_t i = begin + threadIdx.x % 32 * CHUNK_SIZE; i < end; i += WARP_ELEMENTS * LOADS_IN_FLIGHT) {
+        Bf16OrFp32::LoadedChunk loaded[LOADS_IN_FLIGHT] = {};
+        for (int u = 0; u < LOADS_IN_FLIGHT; u++)
             if (i + u * WARP_ELEMENTS < end) loaded[u] = gradients.load(offset + i + u * WARP_ELEMENTS);
-        for (int u = 0; u < NORM_UNROLL; u++) {
+        for (int u = 0; u < LOADS_IN_FLIGHT; u++) {
             ChunkValues v;
             gradients.unpack(loaded[u], v);
             sum += sum_of_squares(v);
@@ -56,8 +53,10 @@ static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t of
     return sum_of_warp(sum);
 }
 
-// Writes the sums of squares of all shard units of the shards. The units are dealt to the warps of the grid
-// in turn, from the first unit of the first shard to the last unit of the last shard. `first` is the element
+static __device__ int64_t unit_count(const Shard& shard) { return ceil_div(shard.size, SHARD_UNIT); }
+
+// Writes the sums of squares of all shard units of the shards. The warps of the grid take the units in turn:
+// of w warps, warp i takes the units i, i + w, i + 2 w, ..., counted over all shards. `first` is the element
 // of the rank's order with which the gradients begin.
 constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
@@ -67,20 +66,18 @@ static __global__ void __launch_bounds__(THREADS)
     const int lane = threadIdx.x % 32;
     const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
     if (warp == 0 && lane == 0) loss_and_squares[0] = *loss_or_nan;
-    int64_t units_of_earlier_shards = 0;
+    int64_t unit = warp;  // counted from the first unit of the shard
     for (int i = 0; i < shard_count; i++) {
-        const int64_t offset = shards[i].rank_offset - first, size = shards[i].size;
-        const int64_t units = ceil_div(size, SHARD_UNIT);
+        const Shard& shard = shards[i];
+        const int64_t units = unit_count(shard), offset = shard.rank_offset - first;
         double* const sums_of_shard =
-            loss_and_squares + 1 + shards[i].shard_units_before_shard - first_shard_unit;
-        // Unit u of this shard is for the warp with the number (units_of_earlier_shards + u) % warps.
-        const int64_t first_unit = (warp + warps - units_of_earlier_shards % warps) % warps;
-        units_of_earlier_shards += units;
-        for (int64_t unit = first_unit; unit < units; unit += warps) {
-            const int64_t begin = unit * SHARD_UNIT, end = min(size, begin + SHARD_UNIT);
+            loss_and_squares + 1 + shard.shard_units_before_shard - first_shard_unit;
+        for (; unit < units; unit += warps) {
+            const int64_t begin = unit * SHARD_UNIT, end = min(shard.size, begin + SHARD_UNIT);
             const double sum = squares_of_unit(gradients, offset, begin, end);
             if (lane == 0) sums_of_shard[unit] = sum;
         }
+        unit -= units;  // from here on counted from the first unit of the next shard
     }
 }
 
@@ -88,9 +85,11 @@ void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_u
                               const double* loss_or_nan, double* loss_and_squares, cudaStream_t stream) {
     // Shard units that other ranks sum stay 0 here.
     clear_async(loss_and_squares, (1 + shard_units.count) * static_cast<int64_t>(sizeof(double)), stream);
-    const unsigned at_once = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
-    const unsigned useful = block_count(32 * shard_units.count + 32, THREADS);
-    launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful, at_once), THREADS,
+    const unsigned most_blocks = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
+    // A warp for each unit, and one if there are no units, because the loss has to be written
+    const unsigned useful_blocks = block_count(32 * shard_units.count + 32, THREADS);
+    launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful_blocks, most_blocks),
+           THREADS,
            /*shared_bytes=*/0, stream, shards.shards, shards.count,
            bf16_or_fp32(shards.gradients, shards.gradient_format), shards.elements.first, shard_units.first,
            loss_or_nan, loss_and_squares);
@@ -128,32 +127,6 @@ void update_gradient_state(const double* loss_and_squares, int64_t shard_units, 
                            float clip_limit, GradientState* state, cudaStream_t stream) {
     launch("update_gradient_state", update_gradient_state_kernel, 1, STATE_THREADS, /*shared_bytes=*/0,
            stream, loss_and_squares, shard_units, ranks, clip_limit, state);
-}
-
-// ===========================================================================================================
-// 2. First values (this can wait)
-
-// Writes the first values of the elements of a parameter that this rank owns. Thread i writes number i of
-// them, which is element rank_offset + i of the rank's order. The weight is the master, rounded to nearest.
-// Ties go away from zero, so that the remainder fits into 16 bits.
-static __global__ void initialize_kernel(Weights w, int64_t rank_offset, Range owned, int64_t padded,
-                                         float init_std, bool ones, int64_t used, uint64_t seed,
-                                         uint64_t param_index) {
-    const int64_t i = thread_of_grid(), to = rank_offset + i;
-    if (i >= padded) return;
-    const float value =
-        i < owned.count ? initial_value(init_std, ones, used, seed, param_index, owned.first + i) : 0.0f;
-    const uint32_t bits = __float_as_uint(value);
-    if (w.format == Format::FP32) static_cast<float*>(w.values)[to] = value;
-    else static_cast<uint16_t*>(w.values)[to] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-    if (w.remainders) w.remainders[to] = static_cast<int16_t>(bits & 0xFFFFu);
-}
-
-void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& a,
-                cudaStream_t stream) {
-    const int64_t n = padded_count(a.owned);
-    launch("initialize", initialize_kernel, block_count(n, THREADS), THREADS, /*shared_bytes=*/0, stream, w,
-           rank_offset, a.owned, n, p.init_std, p.starts_at_one(), a.used, a.seed, a.param_index);
 }
 
 }  // namespace coat::gpu
