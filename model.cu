@@ -20,7 +20,7 @@
 //         head_forward_and_backward()     final norm -> logits -> loss; gradients of these, in opposite order
 //         for each layer, from the last to the first:
 //           mlp_half_backward()           the gradients of mlp_half_forward(), in opposite order
-//           attention_half_backward()     those of attention_half_forward(), in opposite order
+//           attention_half_backward()     the gradients of attention_half_forward(), in opposite order
 //       add_embedding_gradients()         from the gradient of the residual stream
 //     Network::note_loss_or_nan()         after each micro-batch: the loss; or NaN, if FP8 codes hide
 //                                         infinity or NaN
@@ -36,8 +36,8 @@
 // of its input and of its weight, and calls the GEMM.
 //
 // There are N tokens; C is the hidden size, and F the width of gate and of up. The residual sum in the
-// attention half has found the row statistics of norm 2, such as 1 / rms of each row, and the amax of its
-// output. The last update has found the amaxes of the weights (in the first step, the initialization has).
+// attention half has found the row statistics of norm 2, such as 1 / rms of each row, and the amax of the
+// output of norm 2. The last update has found the amaxes of the weights.
 //
 //   operator                      reads                          writes
 //   quantize_operand()            input of norm 2 (N, C), in     codes of the output of norm 2
@@ -55,7 +55,7 @@
 //                                                                statistics, and the amax of its output
 //
 // The quantizers are in coat.cu, residual_add() is in gpu/norm.cu, and the GEMM is a call of cuBLASLt
-// (gpu/gemm.cpp). fprop() calls quantize_operand() by way of write_operand(), which is in coat.cu, too.
+// (gpu/gemm.cpp). fprop() calls write_operand() of coat.cu, which calls quantize_operand().
 //
 // Here the overview ends: come back to this file when you have read the files above it in the table of
 // README.md.
@@ -136,20 +136,18 @@ struct ResidualNorm {
     }
 };
 
-// The residual stream (N, C) in forward. In coat each residual sum is stored twice: in groups, as the saved
-// input of the norm that reads the stream next; and in BF16, in a buffer, for the next sum. Only the last
-// sum, the input of the final norm, is stored once, in BF16. (Recipes that save no groups store each sum
-// once, as the saved input of that norm. They have no buffer.)
+// The residual stream (N, C) in forward. Each residual sum is stored as the input of the norm that reads the
+// stream next. If that input is in groups, the sum is also stored in BF16, in a buffer, for the next sum.
 struct ResidualStream {
-    TensorRef buffer;   // or no tensor
+    TensorRef buffer;   // no tensor in recipes that save no groups
     TensorRef current;  // the last sum, in the compute format: the buffer, or the input of the next norm
 
-    // Where a residual sum is stored that the norm `next` is to read.
+    // What a residual sum writes besides the input of `next`, the norm that will read it.
     ResidualSumOutputs outputs_for(const ResidualNorm& next) const {
         return {.plain_sum = next.saves_groups() ? buffer : TensorRef{},
                 .norm_output_amax_to_raise = next.output_amax_to_raise()};
     }
-    // To be called after such a sum.
+    // To be called after that sum.
     void advance_to(const ResidualNorm& next) { current = next.saves_groups() ? buffer : next.args.input; }
 };
 
@@ -175,7 +173,7 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 //
 // Most conditions are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one GPU, no further
 // flags. In a first reading follow that run. It calls nothing that can wait. A comment "Llama: ..." says what
-// a line gives or does in it. Come back to this table when you meet a condition:
+// a line gives or does in that run. Come back to this table when you meet a condition:
 //
 //   name                            where it is            value in that run
 //   rotary_, gated_                 Network                true
@@ -195,7 +193,8 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 //   communicator                    RunSettings            null
 //   quant_stats, quant_report       GpuContext             null
 //   needs_amax_before_codes()       LinearLayerContext     true
-//   is_its_own_operand()            LinearLayer            false
+//   extra_amax_passes_              LinearLayer            false; over_g of gate_up_proj is true
+//   is_read_as_stored()             LinearLayer            false
 //   bias_index()                    ParameterState         nothing, for all weights
 //   delayed()                       ScaleTable             false
 //   any_empty_history               ScaleTable             false
@@ -298,21 +297,23 @@ public:
         return {.data = data, .rows = n, .cols = cols, .format = {recipe_.compute_format}};
     }
 
-    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves.
+    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves. (Tables at
+    // the beginning of forward and of backward say where amaxes come from without extra passes.)
     Layer make_layer(int64_t l) {
         const int64_t N = settings_.B * settings_.T;
         auto index = [&](const char* param) {
             return parameter_state_.param_index(concat("layers.", l, ".", param));
         };
-        auto linear_layer = [&](const char* weight) {
-            return LinearLayer(linear_layer_context_, index(weight));
+        auto linear_layer = [&](const char* weight, ExtraAmaxPasses extra_amax_passes) {
+            return LinearLayer(linear_layer_context_, index(weight), extra_amax_passes);
         };
         Layer layer{.norm1_weight_index = index("norm1.weight"),
                     .norm2_weight_index = index("norm2.weight"),
-                    .qkv_proj = linear_layer("qkv"),
-                    .attention_out_proj = linear_layer("attention_out"),
-                    .gate_up_proj = linear_layer("gate_up"),
-                    .down_proj = linear_layer("down")};
+                    .qkv_proj = linear_layer("qkv", {.over_g = qk_norms_}),
+                    .attention_out_proj =
+                        linear_layer("attention_out", {.over_x = saves_attention_in_groups_}),
+                    .gate_up_proj = linear_layer("gate_up", {.over_g = true}),
+                    .down_proj = linear_layer("down", {.over_x = !saves_inputs_in_groups_})};
         if (qk_norms_) layer.qk_norms_weight_index = index("qk_norm.weight");
         uint8_t* const saved_by_layer = memory_.saved_activations + l * saved_layer_bytes(settings_);
         const std::vector<int64_t> offsets = saved_tensor_offsets(settings_);
@@ -400,22 +401,20 @@ public:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Forward. Who computes the amaxes of the operands of linear layers (gpu/linear.h), if they are needed
-    // before the operands are made:
+    // Forward. Linear layers need the amaxes of their operands before they make the codes (gpu/linear.h). In
+    // coat these kernels find the amaxes:
     //
-    //   operand               what it is            who computes its amax
-    //   qkv_proj.x            output of norm 1      embed(), or add_branch_and_save() of the layer before
-    //   attention_out_proj.x  output of attention   attention_forward() in core_attention_forward()
-    //   gate_up_proj.x        output of norm 2      add_branch_and_save() in attention_half_forward()
-    //   down_proj.x           output of the         quantize_activation_input(), which saves gate and up in
-    //                         activation            groups
-    //   each w                the weight            the last update; in the first step, initialization
+    //   operand               what it is                 which kernel finds its amax
+    //   qkv_proj.x            output of norm 1           residual_add() at the end of the layer before; in
+    //                                                    the first layer, embed()
+    //   attention_out_proj.x  output of attention        attention_forward()
+    //   gate_up_proj.x        output of norm 2           residual_add() at the end of the attention half
+    //   down_proj.x           output of the activation   quantize_activation_input()
+    //   each w                the weight                 adamw() in the step before; for the first step, the
+    //                                                    initialization
     //
-    // That is the recipe coat. In other runs a pass of its own computes some amaxes,
-    // compute_x_amax_if_needed():
-    //   - down_proj.x, if gate and up are not saved in groups
-    //   - attention_out_proj.x, with --attention groups
-    // Delayed scaling (te) needs amaxes before the operands only while a history of amaxes is empty.
+    // (In other runs fprop() makes an extra pass for down_proj.x, if gate and up are not saved in groups; and
+    // for attention_out_proj.x with --attention groups, because this x is then what the groups hold.)
 
     // The embedding and all layers, up to the input of the final norm.
     void forward() {
@@ -461,7 +460,7 @@ public:
         // residual sum, which saves the input of norm 2
         add_branch_and_save(residual, branch, norm2_of(l));
     }
-    // Attention, causal, within each sequence of T tokens. Saves its output (N, q_cols), whose amax it finds.
+    // Causal attention within each sequence of T tokens. Its output (N, q_cols) is saved.
     //
     // qkv is a saved tensor, as the projection has written it. q and k are rotated there, in place. (Qwen3: a
     // copy is normed and rotated. With --attention groups qkv is a buffer, which is saved here. What is
@@ -473,19 +472,13 @@ public:
             rope(rope_args(), qkv, /*inverse=*/false, /*qkv_amax_to_raise=*/nullptr, stream_);
         if (saves_attention_in_groups_) save_and_reload(qkv, saved_tensor(layer, SavedKind::Qkv));
         const TensorRef attention_qkv = qk_norms_ ? make_normed_and_rotated(layer, qkv) : qkv;
-        float* const output_amax_to_raise =
-            saves_attention_in_groups_ ? nullptr : layer.attention_out_proj.x_amax_to_raise();
         attention_forward(attention_shape_args(), attention_qkv.data, output.data, saved_log_sum_exp(layer),
-                          output_amax_to_raise, stream_);
-        if (saves_attention_in_groups_) {
-            save_and_reload(output, saved_output);
-            // The x of attention_out_proj is what the groups hold, so its amax takes a pass of its own
-            layer.attention_out_proj.compute_x_amax_if_needed(lazy_load(saved_output));
-        }
+                          layer.attention_out_proj.x_amax_to_raise(), stream_);
+        if (saves_attention_in_groups_) save_and_reload(output, saved_output);
     }
 
-    // The tensor that attention reads or writes in place of a saved one: the saved tensor itself. (With
-    // --attention groups a buffer in the compute format. save_and_reload() saves it in groups.)
+    // Where attention reads or writes what is saved: the saved tensor itself. (With --attention groups, a
+    // buffer in the compute format, which save_and_reload() saves in groups.)
     TensorRef allocate_buffer_if_in_groups(const TensorRef& saved) {
         return saves_attention_in_groups_ ? allocate_tensor(saved.rows, saved.cols) : saved;
     }
@@ -511,8 +504,7 @@ public:
         const TensorRef gate_up = saved_tensor(layer, SavedKind::GateUp);
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. Again fprop() computes x
         const LazyTensor x = lazy_norm(norm2_of(l).args);
-        // Each branch of the `if` saves gate and up. It also finds the amax of down_proj's x, the output of
-        // the activation, if down_proj needs this amax
+        // Each branch of the `if` saves gate and up
         if (saves_inputs_in_groups_) {
             // coat: the projection's output is the widest tensor of a layer. It exists only until its groups
             // are saved
@@ -524,7 +516,6 @@ public:
         } else {
             // Recipes that save no groups: the projection's output is saved as it is
             layer.gate_up_proj.fprop(x, gate_up);
-            layer.down_proj.compute_x_amax_if_needed(lazy_activation(gated_, gate_up));
         }
         // activation, which fprop() computes, and down projection: (N, F) -> (N, C)
         const TensorRef branch = allocate_tensor(micro_batch_.N, config_.C);
@@ -534,7 +525,7 @@ public:
     }
 
     // The residual sum at the end of half a layer: adds `branch` to the residual stream, and saves the sum as
-    // the input of the norm `next`. Also computes the amax of this norm's output.
+    // the input of the norm `next`.
     void add_branch_and_save(ResidualStream& residual, const TensorRef& branch, const ResidualNorm& next) {
         residual_add(residual.current, branch, next.args, residual.outputs_for(next), stream_);
         residual.advance_to(next);
@@ -552,14 +543,14 @@ public:
     //   the weight of a linear layer      its wgrad overwrites it
     //   the weight of the head, even if   the wgrad of the first slice of tokens overwrites it
     //   that is a tied embedding
-    //   a norm, a bias, any other         begin_bucket() clears it, because the kernels of these add to
-    //   embedding                         gradients
+    //   a norm, a bias, an untied         begin_bucket() clears it, because the kernels of these add to
+    //   embedding, positions              gradients
 
     void begin_bucket(int64_t bucket) {
         sharding_.wait_for_gradient_buffer(bucket);
         if (overwrites_gradients()) clear_gradients_that_no_gemm_writes(bucket);
     }
-    // The last row of the table.
+    // Does what the last row of the table says.
     void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
         const BucketRange& range = parameter_state_.buckets[bucket];
         for (size_t i = range.first_param; i < range.end_param; i++) {
@@ -570,8 +561,8 @@ public:
     }
 
     // To be called when everything is launched that adds to the gradients of the bucket in this micro-batch,
-    // or that reads the weights of the bucket. Llama: nothing, because the gradients are where the update
-    // reads them.
+    // or that reads the weights of the bucket. Llama: does nothing, because the gradients are where the
+    // update reads them.
     void finish_bucket(int64_t bucket) {
         // Several ranks: each sends the gradients to those that own them, where they are added
         if (sharding_.sends_gradients() && !context_.quant_report)
@@ -602,8 +593,8 @@ public:
             head_slice_forward_and_backward(first, dnorm_output, dweight);
         add_losses_to_outcome();
         if (head_sum_in_fp32_) write_values(lazy_load(dweight), gradient(head_index_), stream_);
-        // final norm: the gradient of the residual stream begins here. An untied head is in the final norm's
-        // bucket, too, and its gradient is complete
+        // final norm: the gradient of the residual stream begins here. The gradient of an untied head, which
+        // is in the same bucket, is complete
         const int64_t bucket = parameter_state_.params[final_norm_weight_index_].bucket;
         begin_bucket(bucket);
         residual_norm_backward(final_norm(), dnorm_output, /*dresidual_in=*/TensorRef{});
@@ -637,7 +628,6 @@ public:
         Norm norm_of_slice = final_norm().args;
         norm_of_slice.input = row_slice(norm_of_slice.input, first, n);
         norm_of_slice.row_statistics += first;
-        // In the compute format: no recipe quantizes the head
         write_values(lazy_norm(norm_of_slice), out.norm_output, stream_);
         const Operand x{out.norm_output}, w{weight(head_index_)};
         gemms_.run(GemmKind::Fprop, x, w, out.logits, stream_);
@@ -658,19 +648,17 @@ public:
     // the GEMMs of this linear layer read in place of g.
     //
     // The gradient of the residual stream, dresidual(), stays in one place: each norm adds its part there.
-    // Who computes the amaxes of the operands, if they are needed before the operands are made:
     //
-    //   operand               what it is                 who computes its amax
-    //   down_proj.g           dresidual() at the end     norm_backward() of norm 1 of layer l + 1, or of the
-    //                         of the layer               final norm: backward comes from there
-    //   gate_up_proj.g        dgate_up                   a pass in write_g_operand()
+    // In coat these kernels find the amaxes of the operands:
+    //
+    //   operand               what it is                 which kernel finds its amax
+    //   down_proj.g           dresidual() after layer l  norm_backward() of norm 1 of layer l + 1; in the
+    //                                                    last layer, norm_backward() of the final norm
+    //   gate_up_proj.g        dgate_up                   compute_amax(), an extra pass in write_g_operand()
     //   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
     //   qkv_proj.g            dqkv                       attention_backward()
     //
-    // So a norm must know the linear layer that reads dresidual() next: ResidualNorm::linear_before.
-    //
-    // That holds for coat. (Qwen3: qk_norms_backward() changes dqkv after attention_backward(), so the amax
-    // of dqkv takes a pass in make_g_operand().)
+    // (Qwen3: qk_norms_backward() changes dqkv after attention_backward(). So its amax takes an extra pass.)
 
     // From the gradient of the residual stream after layer l to that before norm 2 of this layer. This is
     // what is on the stack, from one kernel to the next. In brackets is what a linear layer allocates for one
@@ -680,6 +668,7 @@ public:
     //   on the stack                                                     what runs, and what it computes
     //   dgate_up_operand | g_operand of down_proj | [x_operand]          wgrad of down_proj
     //   dgate_up_operand | g_operand of down_proj | dact | [w_operand]   dgrad of down_proj: dact
+    //   dgate_up_operand | g_operand of down_proj | dact                 activation: amax of dgate_up
     //   dgate_up_operand | g_operand of down_proj | dact                 activation: dgate_up_operand
     //   dgate_up_operand | dnorm_output | [w_operand]                    dgrad of gate_up_proj: dnorm_output
     //   dgate_up_operand | dnorm_output                                  norm 2: dresidual()
@@ -689,7 +678,7 @@ public:
         Layer& layer = layers_[l];
         const TensorRef gate_up = saved_tensor(layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
-        // and outlives dact, so its memory is allocated first. Its row-major elements need none if they
+        // and outlives dact, so its memory is allocated first. Its row-major elements need no memory if they
         // replace gate and up
         const Operand dgate_up_operand = layer.gate_up_proj.allocate_g_operand(
             micro_batch_.N, dgate_up_replaces_gate_up_ ? gate_up.data : nullptr);
@@ -700,8 +689,7 @@ public:
         finish_bucket(layer.down_proj.bucket());
         // activation
         begin_bucket(layer.gate_up_proj.bucket());
-        layer.gate_up_proj.write_g_operand(lazy_activation_backward(gated_, gate_up, dact),
-                                           LinearLayer::AmaxFrom::ExtraPass, dgate_up_operand);
+        layer.gate_up_proj.write_g_operand(lazy_activation_backward(gated_, gate_up, dact), dgate_up_operand);
         until_dgate_up.end();
         // gate and up projection, norm 2
         linear_and_norm_backward(norm2_of(l), dgate_up_operand);
@@ -709,8 +697,7 @@ public:
     }
     // The backward pass of the down projection, which computes dact.
     TensorRef make_dact(Layer& layer, const TensorRef& gate_up) {
-        const Operand g_operand =
-            layer.down_proj.make_g_operand(lazy_load(dresidual()), LinearLayer::AmaxFrom::EarlierKernel);
+        const Operand g_operand = layer.down_proj.make_g_operand(lazy_load(dresidual()));
         layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), overwrites_gradients());
         const TensorRef dact = allocate_tensor(micro_batch_.N, config_.F);
         layer.down_proj.dgrad(g_operand, dact);
@@ -722,7 +709,7 @@ public:
         const Arena::Scope scope(arena_);
         Layer& layer = layers_[l];
         void* const place_of_gate_up = saved_tensor(layer, SavedKind::GateUp).data;
-        // dqkv replaces the layer's gate and up, if it fits there: nobody needs them any more
+        // dqkv replaces the layer's gate and up, which are not needed any more, if it fits there
         const TensorRef dqkv = dqkv_replaces_gate_up_
                                    ? tensor_at(place_of_gate_up, micro_batch_.N, config_.qkv_cols())
                                    : allocate_tensor(micro_batch_.N, config_.qkv_cols());
@@ -737,22 +724,18 @@ public:
         core_attention_backward(layer, dattention_output, dqkv);
         until_dqkv.end();
         // q, k, v projection, norm 1
-        const auto g_amax_from =
-            qk_norms_ ? LinearLayer::AmaxFrom::ExtraPass : LinearLayer::AmaxFrom::EarlierKernel;
-        const Operand g_operand = layer.qkv_proj.make_g_operand(lazy_load(dqkv), g_amax_from);
+        const Operand g_operand = layer.qkv_proj.make_g_operand(lazy_load(dqkv));
         linear_and_norm_backward(norm1_of(l), g_operand);
         finish_bucket(layer.qkv_proj.bucket());
     }
     void attention_out_proj_backward(Layer& layer, const TensorRef& dattention_output) {
         const Arena::Scope scope(arena_);
-        const Operand g_operand = layer.attention_out_proj.make_g_operand(
-            lazy_load(dresidual()), LinearLayer::AmaxFrom::EarlierKernel);
+        const Operand g_operand = layer.attention_out_proj.make_g_operand(lazy_load(dresidual()));
         const TensorRef attention_output = saved_tensor(layer, SavedKind::AttentionOutput);
         layer.attention_out_proj.wgrad(g_operand, lazy_load(attention_output), overwrites_gradients());
         layer.attention_out_proj.dgrad(g_operand, dattention_output);
     }
-    // dattention_output -> dqkv, the gradient of what the q, k, v projection has written; and the amax of
-    // dqkv. (Qwen3: without the amax, because the backward pass of qk_norms follows, which changes dqkv.)
+    // dattention_output -> dqkv, the gradient of what the q, k, v projection has written.
     void core_attention_backward(Layer& layer, const TensorRef& dattention_output, const TensorRef& dqkv) {
         const Arena::Scope scope(arena_);
         // (Llama: qkv and attention_output are the saved tensors themselves)
@@ -769,12 +752,12 @@ public:
                             .dqkv = dqkv.data,
                             .workspace = workspace,
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
-                            .dqkv_amax_to_raise = qk_norms_ ? nullptr : layer.qkv_proj.g_amax_to_raise()},
+                            .dqkv_amax_to_raise = layer.qkv_proj.g_amax_to_raise()},
                            stream_);
         if (qk_norms_) backward_of_qk_norms(layer, qkv, dqkv);
     }
-    // The tensor that forward had in place of a saved one: the saved tensor itself. (With --attention groups
-    // a buffer, to which the groups are written.)
+    // Where the backward pass of attention reads what is saved: the saved tensor itself. (With --attention
+    // groups, a buffer to which the values of the groups are written.)
     TensorRef make_loaded_buffer_if_in_groups(const TensorRef& saved) {
         const TensorRef buffer = allocate_buffer_if_in_groups(saved);
         if (saves_attention_in_groups_) write_values(lazy_load(saved), buffer, stream_);
@@ -846,8 +829,9 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // The update
 
-    // Updates the parameters of the buckets [first_bucket, end_bucket): all of a step. (With --gradients none
-    // finish_bucket() updates one at a time.) Their gradients are complete, and loss_or_nan is written.
+    // Updates the parameters of the buckets [first_bucket, end_bucket), which are all buckets. Their
+    // gradients are complete, and loss_or_nan is written. (With --gradients none finish_bucket() updates one
+    // bucket at a time.)
     //
     // Clipping needs the norm of all gradients, so their squares come first. (With several ranks each
     // computes a row of loss_and_squares, from what it owns, and gets those of the others.)
@@ -969,7 +953,7 @@ public:
 // 2. A step, and what else one asks of a model
 
 class GpuModel final : public Model {
-    // Network says what the members are that it has, too.
+    // Network explains the members that it has under the same name.
     GpuContext context_;
     const RunSettings& settings_ = context_.settings;
     const cudaStream_t stream_ = context_.stream;
@@ -981,7 +965,7 @@ class GpuModel final : public Model {
     const std::unique_ptr<Sharding> sharding_;
     Network network_;
 
-    // What begin_step_or_evaluation() copies to the GPU. It must stay, too.
+    // What begin_step_or_evaluation() copies to the GPU. It must stay until the host waits for the GPU again.
     double loss_weight_ = 0;
 
     // Network::forward_and_backward(), recorded: for the first micro-batch of a step, which overwrites
@@ -994,7 +978,7 @@ class GpuModel final : public Model {
     bool cached_weights_are_valid_ = false;
 
 public:
-    // bytes: of the allocation, or DRY_RUN_BYTES.
+    // bytes: the size of the allocation, or DRY_RUN_BYTES.
     GpuModel(const RunSettings& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : context_(s, bytes),
           sharding_(make_sharding(context_, memory_, parameter_state_, scale_table_, std::move(transport))),
@@ -1032,7 +1016,7 @@ public:
     }
 
     int64_t tokens_of_rank() const { return settings_.micro_batches_per_rank * settings_.B * settings_.T; }
-    // With one rank: `mine`.
+    // The sum of the values of all ranks. With one rank it is `mine`.
     template <class Value> Value sum_over_ranks(const Value& mine) const {
         if (!settings_.communicator) return mine;
         Value sum{};

@@ -7,12 +7,13 @@
 
 namespace coat::gpu {
 
-LinearLayer::LinearLayer(LinearLayerContext& shared, size_t weight_index)
+LinearLayer::LinearLayer(LinearLayerContext& shared, size_t weight_index, ExtraAmaxPasses extra_amax_passes)
     : shared_(shared), weight_index_(weight_index),
       bias_index_(shared_.parameter_state.bias_index(weight_index)),
       out_(shared_.parameter_state.params[weight_index].rows),
       in_(shared_.parameter_state.params[weight_index].cols),
       linear_layer_index_(shared_.parameter_state.linear_layer_index(weight_index)),
+      extra_amax_passes_(extra_amax_passes),
       x_tensor_scale_(shared_.scale_table.of_operand(OperandKind::X, linear_layer_index_)),
       w_tensor_scale_(shared_.scale_table.of_operand(OperandKind::W, linear_layer_index_)),
       g_tensor_scale_(shared_.scale_table.of_operand(OperandKind::G, linear_layer_index_)) {
@@ -31,6 +32,7 @@ static int64_t rows_of_gemm(const TensorFormat& format, int64_t rows) {
 
 void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
+    if (extra_amax_passes_.over_x) compute_amax_if_needed(x, x_tensor_scale_);
     const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Fprop);
     const Operand w_operand = get_or_make_w_operand(GemmKind::Fprop);
     const void* const bias = bias_index_ ? shared_.parameter_state.weights[*bias_index_].data : nullptr;
@@ -56,7 +58,7 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
 // -----------------------------------------------------------------------------------------------------------
 // Operands
 
-bool LinearLayer::is_its_own_operand(OperandKind kind, const LazyTensor& source) const {
+bool LinearLayer::is_read_as_stored(OperandKind kind, const LazyTensor& source) const {
     const bool is_stored_plain = source.op == LazyOp::Load && !source.input.format.is_fp8();
     return is_stored_plain && !format_of(shared_.formats, kind).is_fp8();
 }
@@ -89,7 +91,7 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
 // The operand of x or of w in the form that `gemm` reads (Operand in gpu/tensors.h): row-major for fprop,
 // else transposed.
 Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const {
-    if (is_its_own_operand(kind, source)) return {source.input};  // not in FP8
+    if (is_read_as_stored(kind, source)) return {source.input};  // not in FP8
     const bool fp8 = format_of(shared_.formats, kind).is_fp8();
     const Form form = fp8 && gemm != GemmKind::Fprop ? Form::Transposed : Form::RowMajor;
     const Operand operand = allocate_operand(kind, source.rows, form);
@@ -98,24 +100,25 @@ Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, Ge
 }
 
 // The operand of w in the form that `gemm` reads: from the cache, if weights are cached; else it is made here
-// from the weight.
+// from the weight. (Delayed scaling: the update leaves no amax of w. So it is computed here, as long as some
+// history of amaxes is empty.)
 Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     shared_.sharding.gather_weights(Sharding::gather_unit_of(linear_layer_index_),
                                     gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);
     if (shared_.caches_weights) return cached_w_operand_;
     const TensorRef w = shared_.parameter_state.weights[weight_index_];
     if (w.format.is_fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
-    if (shared_.scale_table.delayed()) compute_w_amax_if_needed();
+    if (shared_.scale_table.delayed()) compute_amax_if_needed(lazy_load(w), w_tensor_scale_);
     return make_operand(OperandKind::W, lazy_load(w), gemm);
 }
 
-Operand LinearLayer::make_g_operand(const LazyTensor& g, AmaxFrom g_amax_from) {
-    if (is_its_own_operand(OperandKind::G, g)) {  // not in FP8
+Operand LinearLayer::make_g_operand(const LazyTensor& g) {
+    if (is_read_as_stored(OperandKind::G, g)) {  // not in FP8
         if (bias_index_) add_dbias(g, /*amax_to_compute=*/nullptr);
         return {g.input};
     }
     const Operand g_operand = allocate_g_operand(g.rows, /*row_major=*/nullptr);
-    write_g_operand(g, g_amax_from, g_operand);
+    write_g_operand(g, g_operand);
     return g_operand;
 }
 
@@ -124,15 +127,14 @@ Operand LinearLayer::allocate_g_operand(int64_t N, void* row_major) const {
     return allocate_operand(OperandKind::G, N, form, row_major);
 }
 
-void LinearLayer::write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand) {
-    float* const amax_to_compute = g_amax_from == AmaxFrom::ExtraPass ? g_amax_to_raise() : nullptr;
-    if (bias_index_) return write_g_operand_and_add_dbias(g, amax_to_compute, g_operand);  // this can wait
-    if (amax_to_compute) compute_amax(g, amax_to_compute, stream());
+void LinearLayer::write_g_operand(const LazyTensor& g, const Operand& g_operand) {
+    if (bias_index_) return write_g_operand_and_add_dbias(g, g_operand);  // this can wait
+    if (extra_amax_passes_.over_g) compute_amax_if_needed(g, g_tensor_scale_);
     write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
 }
 
-void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
-    if (float* const amax = x_amax_to_raise()) compute_amax(x, amax, stream());
+void LinearLayer::compute_amax_if_needed(const LazyTensor& source, TensorScale* tensor_scale) const {
+    if (float* const amax = amax_if_needed(tensor_scale)) compute_amax(source, amax, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -150,10 +152,8 @@ void LinearLayer::compute_x_amax_if_needed(const LazyTensor& x) const {
 //   te, rowwise, deepseek   where the table says "operand and dbias": dbias in a first pass, the operand in a
 //                           second one (write_operand_and_add_column_sums() in gpu/column_sums.cu)
 //   in BF16                 first the operand, then dbias, as the sum of the values that were stored
-//
-// amax_to_compute: where the amax of g goes, if it is to be computed; else null.
-void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, float* amax_to_compute,
-                                                const Operand& g_operand) {
+void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, const Operand& g_operand) {
+    float* const amax_to_compute = extra_amax_passes_.over_g ? amax_if_needed(g_tensor_scale_) : nullptr;
     QuantStats* const quant_stats = quant_stats_of(OperandKind::G);
     if (!shared_.formats.g.is_fp8()) {
         write_operand(g, g_operand, quant_stats, stream());
@@ -192,18 +192,10 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
             .transposed_block_scales = scales_of(transposed)};
 }
 
-// With delayed scaling the update leaves no amax of the weight in the table of scales. So as long as some
-// history of amaxes is empty, the amax is computed here.
-void LinearLayer::compute_w_amax_if_needed() const {
-    if (!shared_.needs_amax_before_codes()) return;
-    const TensorRef& w = shared_.parameter_state.weights[weight_index_];
-    compute_amax(lazy_load(w), &w_tensor_scale_->amax, stream());
-}
-
 void LinearLayer::write_cached_w_operand() {
-    if (shared_.scale_table.delayed()) compute_w_amax_if_needed();
-    write_operand(lazy_load(shared_.parameter_state.weights[weight_index_]), cached_w_operand_,
-                  quant_stats_of(OperandKind::W), stream());
+    const LazyTensor w = lazy_load(shared_.parameter_state.weights[weight_index_]);
+    if (shared_.scale_table.delayed()) compute_amax_if_needed(w, w_tensor_scale_);
+    write_operand(w, cached_w_operand_, quant_stats_of(OperandKind::W), stream());
 }
 
 // With several ranks, other GPUs may have sent the row-major codes of w. They only have to be transposed, for

@@ -2,32 +2,26 @@
 // its three GEMMs, and how their operands are made.
 //
 // g (N, out) is the gradient of y. GEMMs do not read x, w and g themselves, but operands that are made of
-// them: x_operand, w_operand and g_operand. These are FP8 codes, row-major or transposed. The table at
-// Operand in gpu/tensors.h says which GEMM reads which of these two forms. (In recipes without FP8 the
-// operands are BF16 or FP32 values, in one form.)
+// them: x_operand, w_operand and g_operand. These are FP8 codes, row-major or transposed: Operand in
+// gpu/tensors.h says which GEMM reads which form. (In recipes without FP8 the operands are BF16 or FP32
+// values, in one form.)
 //
-// What is quantized when, and how long the operand lives:
+// When each operand is made:
 //
-//   x_operand   made for one GEMM: in forward for fprop, and in backward for wgrad. In between, the tensors
-//               are saved from which x is computed, and the amax of x is in the ScaleTable
-//   w_operand   made for one GEMM: in forward for fprop, and in backward for dgrad. (If weights are cached,
-//               it is made once per step: `caches_weights`, below)
-//   g_operand   made once in backward, for dgrad and wgrad. The caller makes it, and decides when its memory
-//               is given back
+//   x_operand   in forward for fprop, and again in backward for wgrad. In between, the tensors are saved from
+//               which x is computed, and the amax of x is in the ScaleTable
+//   w_operand   in forward for fprop, and again in backward for dgrad
+//   g_operand   once in backward, for dgrad and wgrad. The caller makes it, and decides when its memory is
+//               given back
 //
-// A function whose name begins with allocate_ takes memory from the Arena, one with write_ writes codes to
-// it, and one with make_ does both. An operand lives as long as the Arena::Scope in which its memory was
-// taken.
+// (This can wait: if weights are cached, w_operand is made once per step.)
 //
-// Amaxes. In coat a tensor has one scale, so its amax must be known before its codes are made. Usually an
-// earlier kernel has the values in registers, and stores their amax: at x_amax_to_raise() of the linear
-// layer whose x they are, or at g_amax_to_raise() of the one whose g they are. For example, the residual sum
-// (gpu/norm.h) computes the output of the next norm, which is x of the linear layer after this norm; so it
-// stores the amax of x. If no earlier kernel has the values, an extra pass over the tensor computes the amax
-// just before the codes are made: compute_x_amax_if_needed(), or AmaxFrom::ExtraPass.
+// A function whose name begins with allocate_ takes memory from the Arena, one with write_ writes the
+// elements of an operand to memory, and one with make_ does both. An operand lives as long as the
+// Arena::Scope in which its memory was taken.
 //
-// (Several GPUs: gather_weights() waits for the weight. It is in gpu/sharding.h, with Direction and
-// gather_unit_of(), and with one GPU it does nothing.)
+// (Several GPUs: gather_weights() waits for the weight. This function is in gpu/sharding.h, with Direction
+// and gather_unit_of(). With one GPU it does nothing.)
 #pragma once
 #include <optional>
 
@@ -48,19 +42,26 @@ struct LinearLayerContext {
     const bool caches_weights;
     const LinearFormats formats = linear_formats(gpu_context.settings);
 
-    // Whether the amax of an operand must be known before its codes are made: if operands are in FP8 and have
-    // one scale. So in coat it must. In every recipe the answer is the same for x, w and g. (This can wait:
-    // with delayed scaling the answer is yes only as long as some history of amaxes is empty.)
+    // Whether the amaxes of x, w and g must be known before codes are made: if operands are in FP8 and have
+    // one scale for the tensor, as in coat. (This can wait: with delayed scaling the answer is yes only as
+    // long as some history of amaxes is empty.)
     bool needs_amax_before_codes() const {
         const bool per_tensor = formats.x.is_fp8() && formats.x.granularity == PER_TENSOR;
         return per_tensor && (!scale_table.delayed() || scale_table.any_empty_history);
     }
 };
 
+// Whether a linear layer computes the amax of x, or of g, by an extra pass just before it makes the codes. It
+// does where no earlier kernel finds the amax. (Two tables in model.cu say which kernel finds which amax.)
+struct ExtraAmaxPasses {
+    bool over_x = false;  // in fprop()
+    bool over_g = false;  // in write_g_operand()
+};
+
 class LinearLayer {
 public:
     // weight_index: the index of w in ParameterState::params.
-    LinearLayer(LinearLayerContext& shared, size_t weight_index);
+    LinearLayer(LinearLayerContext& shared, size_t weight_index, ExtraAmaxPasses extra_amax_passes);
 
     // --- The three GEMMs
     // y = x w^T + bias. An FP8 GEMM writes a multiple of 16 rows: y must have memory for these.
@@ -71,30 +72,23 @@ public:
     void wgrad(const Operand& g_operand, const LazyTensor& x, bool overwrite);
 
     // --- The operand of g
-    // Where the amax of g comes from, if it is needed:
-    //   EarlierKernel   an earlier kernel has left it in *g_amax_to_raise()
-    //   ExtraPass       an extra pass over g computes it first
-    enum class AmaxFrom : uint8_t { EarlierKernel, ExtraPass };
     // Makes the operand of g. (If the layer has a bias, which those of Llama have not, this also adds the
     // column sums of g to dbias, the gradient of the bias.)
-    Operand make_g_operand(const LazyTensor& g, AmaxFrom g_amax_from);
+    Operand make_g_operand(const LazyTensor& g);
     // The two parts of make_g_operand(), for a caller that computes g from a temporary tensor which the
     // operand outlives: mlp_half_backward() in model.cu.
-    //   row_major   where the row-major elements go; if null, memory is allocated for them, too
+    //   row_major   where the row-major elements go; if null, memory is allocated for them
     Operand allocate_g_operand(int64_t N, void* row_major) const;
-    void write_g_operand(const LazyTensor& g, AmaxFrom g_amax_from, const Operand& g_operand);
+    void write_g_operand(const LazyTensor& g, const Operand& g_operand);
 
     // --- Amaxes
-    // Points to the amax of x, or of g: a kernel that has the values raises it. Null if none is needed.
+    // The amax of x, or of g, which an earlier kernel is to raise; null if no earlier kernel needs to.
     float* x_amax_to_raise() const {
-        return shared_.needs_amax_before_codes() ? &x_tensor_scale_->amax : nullptr;
+        return extra_amax_passes_.over_x ? nullptr : amax_if_needed(x_tensor_scale_);
     }
     float* g_amax_to_raise() const {
-        return shared_.needs_amax_before_codes() ? &g_tensor_scale_->amax : nullptr;
+        return extra_amax_passes_.over_g ? nullptr : amax_if_needed(g_tensor_scale_);
     }
-    // Computes the amax of x by an extra pass over x, if the amax is needed. To be called before fprop(), if
-    // no earlier kernel had the values of x.
-    void compute_x_amax_if_needed(const LazyTensor& x) const;
 
     // The bucket (gpu/memory_layout.h) to which the gradients of w and of the bias belong.
     int64_t bucket() const { return shared_.parameter_state.params[weight_index_].bucket; }
@@ -111,6 +105,7 @@ private:
     const std::optional<size_t> bias_index_;  // the index of the bias (out), if there is one
     const int64_t out_, in_;
     const int64_t linear_layer_index_;  // the number of this layer in the order of forward
+    const ExtraAmaxPasses extra_amax_passes_;
     // The amax of each operand, and its one scale. (If rows or blocks have scales, these lie elsewhere. The
     // amax, which gpu/other_scaling.cu then writes, serves only to notice infinity and NaN.)
     TensorScale* const x_tensor_scale_;
@@ -126,18 +121,23 @@ private:
         return shared_.gpu_context.quant_stats_of(measured_kind(kind));
     }
 
-    // Whether a GEMM can read `source` as it is: in recipes without FP8, if it is stored in the compute
-    // format.
-    bool is_its_own_operand(OperandKind kind, const LazyTensor& source) const;
+    // An amax in the ScaleTable; null if it need not be known before codes are made.
+    float* amax_if_needed(TensorScale* tensor_scale) const {
+        return shared_.needs_amax_before_codes() ? &tensor_scale->amax : nullptr;
+    }
+    void compute_amax_if_needed(const LazyTensor& source, TensorScale* tensor_scale) const;
+
+    // Whether GEMMs read the stored tensor `source` itself: in recipes without FP8, if it is stored in the
+    // compute format.
+    bool is_read_as_stored(OperandKind kind, const LazyTensor& source) const;
     Operand allocate_operand(OperandKind kind, int64_t needed_rows, Form form,
                              void* row_major = nullptr) const;
     Operand make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const;
     Operand get_or_make_w_operand(GemmKind gemm) const;
 
     // These serve layers with a bias, delayed scaling, and several ranks (they can wait).
-    void write_g_operand_and_add_dbias(const LazyTensor& g, float* amax_to_compute, const Operand& g_operand);
+    void write_g_operand_and_add_dbias(const LazyTensor& g, const Operand& g_operand);
     void add_dbias(const LazyTensor& g, float* amax_to_compute) const;
-    void compute_w_amax_if_needed() const;
     Operand w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const;
 };
 
