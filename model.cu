@@ -144,7 +144,8 @@ struct ResidualStream {
 
     // What a residual sum writes besides the input of `next`, the norm that will read it.
     ResidualSumOutputs outputs_for(const ResidualNorm& next) const {
-        return {.plain_sum = next.saves_groups() ? buffer : TensorRef{},
+        return {.norm = next.args,
+                .plain_sum = next.saves_groups() ? buffer : TensorRef{},
                 .norm_output_amax_to_raise = next.output_amax_to_raise()};
     }
     // To be called after that sum.
@@ -435,7 +436,7 @@ public:
     void embed_and_save(ResidualStream& residual, const ResidualNorm& first_norm) {
         sharding_.gather_weights(Sharding::EMBEDDING_GATHER_UNIT, Direction::Forward);
         const TensorRef positions = rotary_ ? TensorRef{} : weight(parameter_state_.param_index("positions"));
-        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T, first_norm.args,
+        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T,
               residual.outputs_for(first_norm), stream_);
         residual.advance_to(first_norm);
         if (context_.quant_stats) measure_norm_input_errors(residual, first_norm);
@@ -527,7 +528,7 @@ public:
     // The residual sum at the end of half a layer: adds `branch` to the residual stream, and saves the sum as
     // the input of the norm `next`.
     void add_branch_and_save(ResidualStream& residual, const TensorRef& branch, const ResidualNorm& next) {
-        residual_add(residual.current, branch, next.args, residual.outputs_for(next), stream_);
+        residual_add(residual.current, branch, residual.outputs_for(next), stream_);
         residual.advance_to(next);
         if (context_.quant_stats) measure_norm_input_errors(residual, next);
     }

@@ -42,15 +42,15 @@ __device__ SourceRows find_source_rows(int64_t row, int64_t rows, const int32_t*
 }
 
 // The kernel of residual_add() and of embed() (gpu/norm.h). It adds the SourceRows of a and b; b may be no
-// tensor. norm_input is the view of next_norm.input.
+// tensor. ResidualSumOutputs says what is written: norm_input is the view of norm.input.
 template <class StoredView, class Element = typename StoredView::ComputeElement>
 __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     residual_add_kernel(PlainView<Element> a, PlainView<Element> b, const int32_t* tokens, int64_t T,
-                        PlainView<Element> plain_sum, StoredView norm_input, const Norm next_norm,
+                        PlainView<Element> plain_sum, StoredView norm_input, const Norm norm,
                         float* norm_output_amax_to_raise) {
     using LoadedChunk = typename PlainView<Element>::LoadedChunk;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
-    const int64_t rows = next_norm.input.rows, C = next_norm.input.cols;
+    const int64_t rows = norm.input.rows, C = norm.input.cols;
     auto live = [&](int c) { return row < rows && first_column_of_thread(c) < C; };
     const SourceRows source_rows = find_source_rows(row, rows, tokens, T);
     LoadedChunk loaded_a[MAX_CHUNKS_PER_THREAD] = {}, loaded_b[MAX_CHUNKS_PER_THREAD] = {};
@@ -73,36 +73,37 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
         // Rounds the sum to what the norm will read, in coat to groups.
         norm_input.round_and_store(i, sum[c], live(c));
     }
-    const RowStatistics statistics = compute_row_statistics(sum, C, next_norm.rms, next_norm.eps);
-    if (row < rows && threadIdx.x == 0) next_norm.row_statistics[row] = statistics;
+    const RowStatistics statistics = compute_row_statistics(sum, C, norm.rms, norm.eps);
+    if (row < rows && threadIdx.x == 0) norm.row_statistics[row] = statistics;
     if (norm_output_amax_to_raise)
         update_amax_by_warp(norm_output_amax_to_raise,
-                            magnitude_bits(amax_of_norm<Element>(next_norm, sum, statistics, live)));
+                            magnitude_bits(amax_of_norm<Element>(norm, sum, statistics, live)));
 }
 
 // Launches residual_add_kernel(); the two operators below say what it does.
 void launch_residual_add(const char* what, const TensorRef& a, const TensorRef& b, const int32_t* tokens,
-                         int64_t T, const Norm& next_norm, const ResidualSumOutputs& out,
-                         cudaStream_t stream) {
-    const dim3 block = block_shape(next_norm.input.cols);
-    with_view(next_norm.input, [&](auto input) {
-        using Element = typename decltype(input)::ComputeElement;
-        launch(what, residual_add_kernel<decltype(input)>, block_count(next_norm.input.rows, block.y), block,
+                         int64_t T, const ResidualSumOutputs& out, cudaStream_t stream) {
+    const dim3 block = block_shape(out.norm.input.cols);
+    with_view(out.norm.input, [&](auto norm_input) {
+        using StoredView = decltype(norm_input);
+        using Element = typename StoredView::ComputeElement;
+        launch(what, residual_add_kernel<StoredView>, block_count(out.norm.input.rows, block.y), block,
                /*shared_bytes=*/0, stream, plain_view<Element>(a.data), plain_view<Element>(b.data), tokens,
-               T, plain_view<Element>(out.plain_sum.data), input, next_norm, out.norm_output_amax_to_raise);
+               T, plain_view<Element>(out.plain_sum.data), norm_input, out.norm,
+               out.norm_output_amax_to_raise);
     });
 }
 
 }  // namespace
 
-void residual_add(const TensorRef& x, const TensorRef& branch, const Norm& next_norm,
-                  const ResidualSumOutputs& out, cudaStream_t stream) {
-    launch_residual_add("residual_add", x, branch, /*tokens=*/nullptr, /*T=*/1, next_norm, out, stream);
+void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSumOutputs& out,
+                  cudaStream_t stream) {
+    launch_residual_add("residual_add", x, branch, /*tokens=*/nullptr, /*T=*/1, out, stream);
 }
 
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
-           const Norm& next_norm, const ResidualSumOutputs& out, cudaStream_t stream) {
-    launch_residual_add("embed", embedding, positions, tokens, T, next_norm, out, stream);
+           const ResidualSumOutputs& out, cudaStream_t stream) {
+    launch_residual_add("embed", embedding, positions, tokens, T, out, stream);
 }
 
 }  // namespace coat::gpu

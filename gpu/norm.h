@@ -10,35 +10,36 @@ namespace coat::gpu {
 
 // --- Forward ---
 
-// residual_add() and embed() make a sum in FP32: the new residual stream. A norm reads it, next_norm, and so
-// does the next sum. In coat it is therefore stored twice: in groups for the norm, and in BF16 for the next
-// sum. The last sum, which only the final norm reads, is stored once, in BF16. (In other recipes every sum is
-// stored once, in the compute format.)
+// residual_add() and embed() make a sum in FP32: the new residual stream. A norm reads it, and so does the
+// next sum. In coat it is therefore stored twice: in groups for the norm, and in BF16 for the next sum. The
+// last sum, which only the final norm reads, is stored once, in BF16. (In other recipes every sum is stored
+// once, for both, in the compute format: plain_sum is no tensor.)
 //
 // This is what the two functions write:
 //
 //                               norms 1 and 2 in coat           final norm
-//   next_norm.input             the sum, in groups              the sum, in BF16
-//   next_norm.row_statistics    those of next_norm.input        those of next_norm.input
+//   norm.input                  the sum, in groups              the sum, in BF16
+//   norm.row_statistics         those of norm.input             those of norm.input
 //   plain_sum                   the sum, in BF16                no tensor: nothing is written
 //   norm_output_amax_to_raise   the amax of the norm's output   null: the output is not quantized
 //
 // The norm will read the rounded sum. So its row statistics, and the amax of its output, are computed from
-// next_norm.input as it is stored. The other members of next_norm are read.
+// norm.input as it is stored.
 struct ResidualSumOutputs {
+    Norm norm;            // the norm that reads the sum. Its weight, bias and eps are not written, but read
     TensorRef plain_sum;  // (N, C). It may be the memory of an operand of the sum
     float* norm_output_amax_to_raise;
 };
 // Adds a branch to the residual stream: x + branch, both (N, C).
-void residual_add(const TensorRef& x, const TensorRef& branch, const Norm& next_norm,
-                  const ResidualSumOutputs& out, cudaStream_t stream);
+void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSumOutputs& out,
+                  cudaStream_t stream);
 // The embedding, where the residual stream begins: row r is embedding[tokens[r]] + positions[r % T].
 //   tokens      (N)
 //   positions   the learned positions (max_T, C), or no tensor
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
-           const Norm& next_norm, const ResidualSumOutputs& out, cudaStream_t stream);
+           const ResidualSumOutputs& out, cudaStream_t stream);
 
-// --- Backward ---
+// --- Backward (this can wait until you come to gpu/norm_backward.cu) ---
 
 // What the backward pass of a norm is given besides the norm.
 struct NormBackwardTensors {
