@@ -6,16 +6,17 @@
 //
 // This file goes from small to large. Each part has a piece of a parameter, and says who updates it:
 //
-//   part   piece                                        updated by
+//   part   piece                                      updated by
 //   1      an element: dynamic range expansion
-//   2      eight consecutive elements                   a thread
-//   3      a span: 128 consecutive elements             half a warp: 16 lanes
-//   4      a bundle: eight spans, as four pairs         a warp, one pair after the other
-//   5      a share of the bundles of all parameters     a thread block: eight warps
-//   6      moments without expansion (this can wait)
-//   7      the launch
+//   2      eight consecutive elements                 a thread
+//   3      a span: 128 consecutive elements           half a warp: 16 lanes
+//   4      a bundle: eight consecutive spans          a warp
+//   5      a range of the bundles of all parameters   a thread block: eight warps
+//   6      moment groups that need care, and
+//   7      moments without expansion (these can wait)
+//   8      the launch
 //
-// The m of a span are a moment group, and so are its v.
+// The m of a span are one moment group, and its v another.
 //
 // Which bytes move. An update moves 14.25 bytes for each element:
 //   2 x 6.125   read and written: the BF16 weight (2), the remainder of its FP32 master (2), m (1), v (1),
@@ -106,8 +107,9 @@ template <bool IS_V> __device__ float with_sign(float magnitude, uint32_t code) 
 constexpr int CODES_WITHOUT_SIGN = 128;  // seven bits
 using Table = float[CODES_WITHOUT_SIGN];
 
-// A codec says how a moment is encoded and decoded. This is the codec of the optimizer coat, for m and for v.
-// The kernel is compiled for the two codecs of its moments. (Part 6 has another codec, which can wait.)
+// A codec says how a moment is encoded and decoded. The kernel is compiled for two of them: MCodec, that of
+// m, and VCodec, that of v. With the optimizer coat both are this codec, and the careful path of part 6
+// beside it. (Part 7 has another codec.)
 template <bool IS_V, Format FORMAT> struct ExpansionCodec {
     // The k of a moment group.
     static __device__ float k_of(float max_magnitude, float min_magnitude) {
@@ -139,75 +141,6 @@ template <bool IS_V, Format FORMAT> struct ExpansionCodec {
             moments.multiples[j] = with_sign<IS_V>(ratio, code);
         }
         return moments;
-    }
-
-    // -------------------------------------------------------------------------------------------------------
-    // The careful path (this can wait: go on with part 3)
-    //
-    // A few moment groups are so wide or so small that an intermediate result of part 1 is not a normal
-    // number of FP32. encode() and decode() compute all moment groups, these among them: so they have no
-    // branch, and the compiler can interleave what m and v need. Then the careful path computes these few
-    // again.
-    //
-    // nvcc inlines the careful path by itself. It should stay so: in a __noinline__ function the careful path
-    // makes the fast path, encode() and decode(), up to 24% slower.
-
-    // A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X)
-    // is LOG2_RANGE / k.)
-    static __device__ bool is_wide(const MaxAndK& max_and_k) {
-        return LOG2_RANGE<FORMAT> > 120.0f * max_and_k.k;
-    }
-    // Encoding divides by max, so it needs care also if max is very small: inverse_of_max() is wrong below
-    // 2^-126, and 2^-100 keeps away from there.
-    static __device__ bool is_wide_or_small(const MaxAndK& max_and_k) {
-        const bool large_enough = max_and_k.max >= 0x1p-100f || max_and_k.max == 0;
-        return is_wide(max_and_k) || !large_enough;
-    }
-
-    // Contracts, and returns |x|, not |x| / max as contract_to_ratio() does: the power alone may underflow
-    // where its product with max does not. If the product underflows, too, the result is 0, where the CPU's
-    // contract() returns 2^-149. For v this is harmless: beside eps = 1e-8 the root of 2^-149 vanishes, so
-    // the update is the same.
-    static __device__ float contract_carefully(float max, float inverse_k, float log2_ratio) {
-        const float root = exp2f(0.5f * (log2_ratio * inverse_k));
-        return root * max * root;
-    }
-    static __device__ void decode_again_if_wide(const MaxAndK& max_and_k, uint2 codes, const Table& table,
-                                                FactoredMoments& moments) {
-        if (!is_wide(max_and_k)) return;
-        moments.factor = 1.0f;
-        const float inverse_k = fast_reciprocal(max_and_k.k);
-        for (int j = 0; j < CHUNK_SIZE; j++) {
-            const uint32_t code = code_of(codes, j);
-            const float log2_ratio = table[code % CODES_WITHOUT_SIGN];
-            const float magnitude = contract_carefully(max_and_k.max, inverse_k, log2_ratio);
-            moments.multiples[j] = with_sign<IS_V>(magnitude, code);
-        }
-    }
-
-    // expand_magnitude() with intermediate results that stay normal: the difference of two logarithms takes
-    // the place of the logarithm of a ratio.
-    static __device__ float expand_carefully(const MaxAndK& max_and_k, float x) {
-        return FMAX<FORMAT> * fast_exp2(max_and_k.k * (log2f(fabsf(x)) - log2f(max_and_k.max)));
-    }
-    // An element of v above zero must not get the code 0: the update divides by its root and eps, and eps
-    // alone is tiny. So its y is raised to FMIN here.
-    //
-    // encode() need not do so. If R_X is at most about 2^120, the smallest element of the moment group,
-    // max / R_X, gets the code of FMIN:
-    //   - With the exact k of equation 4, y would be FMAX (1 / R_X)^k = FMIN.
-    //   - k is rounded to a multiple of 1/256, so k may be larger by 1/512. Then y is FMIN R_X^(-1/512), at
-    //     least 2^(-120/512) = 0.85 FMIN. This is nearer to FMIN than to 0, so y is rounded to FMIN.
-    //   - The limit of 64 makes k smaller, and y larger. (The limit of 1/16 concerns wide moment groups.)
-    static __device__ void encode_again_if_wide_or_small(const MaxAndK& max_and_k, const ChunkValues& x,
-                                                         uint2& codes) {
-        if (!is_wide_or_small(max_and_k)) return;
-        ChunkValues y;
-        for (int j = 0; j < CHUNK_SIZE; j++) {
-            y[j] = expand_carefully(max_and_k, x[j]);
-            if (IS_V && x[j] > 0 && y[j] < FMIN<FORMAT>) y[j] = FMIN<FORMAT>;
-        }
-        codes = encode_with_signs<IS_V, FORMAT>(y, x);
     }
 };
 
@@ -293,7 +226,8 @@ template <class WeightsKind> struct ElementsOfThread {
                 .g = arguments.gradients.load(rank_position - arguments.elements.first + i)};
     }
     // Stores nothing for a span past the last one.
-    __device__ void store(int span, ChunkValues& w, const MAndV<uint2>& codes, uint32_t& largest_bits) const {
+    __device__ void store(int span, const ChunkValues& w, const MAndV<uint2>& codes,
+                          uint32_t& largest_bits) const {
         const bool live = span < shard_spans;
         const int64_t i = clamped_offset(span);
         weights.store(i, w, arguments.rounding_key, flat_position + i, live, largest_bits);
@@ -308,7 +242,8 @@ template <class WeightsKind> struct ElementsOfThread {
 //   old_fields           of the span, by which its moments are decoded
 //   clip_factor, decay   as in adamw_of_chunk()
 //   largest_bits         is raised: the bits of the largest magnitude of the thread's new weights
-// (The functions with _again_ in their names are the careful path. For most moment groups they do nothing.)
+// (The functions with _again_ in their names are the careful path, part 6. For most moment groups they do
+// nothing.)
 template <class WeightsKind, class MCodec, class VCodec>
 __device__ SpanFields update_span(const ElementsOfThread<WeightsKind>& elements, int span,
                                   const LoadedElements<WeightsKind>& loaded, const SpanFields& old_fields,
@@ -516,8 +451,7 @@ template <class Codec> __device__ void fill_table(Table& table) {
         table[code] = Codec::table_entry(code);
 }
 
-// The kernel is compiled for each WeightsKind (gpu/adamw.cuh, part 2), and for the codecs of each optimizer's
-// m and v.
+// The kernel is compiled for each WeightsKind (gpu/adamw.cuh, part 2), and for the codecs of each optimizer.
 template <class WeightsKind, class MCodec, class VCodec>
 __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
     adamw_kernel(const AdamWArguments arguments) {
@@ -543,7 +477,78 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
 }
 
 // ===========================================================================================================
-// 6. Moments without expansion: the optimizer fp8 (this can wait)
+// 6. The careful path (this can wait)
+//
+// A few moment groups are so wide or so small that an intermediate result of part 1 is not a normal number of
+// FP32. encode() and decode() of part 2 compute all moment groups, these among them: so they have no branch,
+// and the compiler can interleave what m and v need. Then the careful path computes these few again.
+//
+// nvcc inlines the careful path by itself. It should stay so: in a __noinline__ function the careful path
+// makes the fast path, encode() and decode(), up to 24% slower.
+
+// The codec of the optimizer coat, with the careful path.
+template <bool IS_V, Format FORMAT> struct CarefulExpansionCodec : ExpansionCodec<IS_V, FORMAT> {
+    // A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X)
+    // is LOG2_RANGE / k.)
+    static __device__ bool is_wide(const MaxAndK& max_and_k) {
+        return LOG2_RANGE<FORMAT> > 120.0f * max_and_k.k;
+    }
+    // Encoding divides by max, so it needs care also if max is very small: inverse_of_max() is wrong below
+    // 2^-126, and 2^-100 keeps away from there.
+    static __device__ bool is_wide_or_small(const MaxAndK& max_and_k) {
+        const bool large_enough = max_and_k.max >= 0x1p-100f || max_and_k.max == 0;
+        return is_wide(max_and_k) || !large_enough;
+    }
+
+    // Contracts, and returns |x|, not |x| / max as contract_to_ratio() does: the power alone may underflow
+    // where its product with max does not. If the product underflows, too, the result is 0, where the CPU's
+    // contract() returns 2^-149. For v this is harmless: beside eps = 1e-8 the root of 2^-149 vanishes, so
+    // the update is the same.
+    static __device__ float contract_carefully(float max, float inverse_k, float log2_ratio) {
+        const float root = exp2f(0.5f * (log2_ratio * inverse_k));
+        return root * max * root;
+    }
+    static __device__ void decode_again_if_wide(const MaxAndK& max_and_k, uint2 codes, const Table& table,
+                                                FactoredMoments& moments) {
+        if (!is_wide(max_and_k)) return;
+        moments.factor = 1.0f;
+        const float inverse_k = fast_reciprocal(max_and_k.k);
+        for (int j = 0; j < CHUNK_SIZE; j++) {
+            const uint32_t code = code_of(codes, j);
+            const float log2_ratio = table[code % CODES_WITHOUT_SIGN];
+            const float magnitude = contract_carefully(max_and_k.max, inverse_k, log2_ratio);
+            moments.multiples[j] = with_sign<IS_V>(magnitude, code);
+        }
+    }
+
+    // expand_magnitude() with intermediate results that stay normal: the difference of two logarithms takes
+    // the place of the logarithm of a ratio.
+    static __device__ float expand_carefully(const MaxAndK& max_and_k, float x) {
+        return FMAX<FORMAT> * fast_exp2(max_and_k.k * (log2f(fabsf(x)) - log2f(max_and_k.max)));
+    }
+    // An element of v above zero must not get the code 0: the update divides by its root and eps, and eps
+    // alone is tiny. So its y is raised to FMIN here.
+    //
+    // encode() need not do so. If R_X is at most about 2^120, the smallest element of the moment group,
+    // max / R_X, gets the code of FMIN:
+    //   - With the exact k of equation 4, y would be FMAX (1 / R_X)^k = FMIN.
+    //   - k is rounded to a multiple of 1/256, so k may be larger by 1/512. Then y is FMIN R_X^(-1/512), at
+    //     least 2^(-120/512) = 0.85 FMIN. This is nearer to FMIN than to 0, so y is rounded to FMIN.
+    //   - The limit of 64 makes k smaller, and y larger. (The limit of 1/16 concerns wide moment groups.)
+    static __device__ void encode_again_if_wide_or_small(const MaxAndK& max_and_k, const ChunkValues& x,
+                                                         uint2& codes) {
+        if (!is_wide_or_small(max_and_k)) return;
+        ChunkValues y;
+        for (int j = 0; j < CHUNK_SIZE; j++) {
+            y[j] = expand_carefully(max_and_k, x[j]);
+            if (IS_V && x[j] > 0 && y[j] < FMIN<FORMAT>) y[j] = FMIN<FORMAT>;
+        }
+        codes = encode_with_signs<IS_V, FORMAT>(y, x);
+    }
+};
+
+// ===========================================================================================================
+// 7. Moments without expansion: the optimizer fp8 (this can wait)
 
 // A moment group has one scale, max / FMAX, and no k. There is no careful path: its functions are empty.
 template <bool IS_V, Format FORMAT> struct CodecWithoutExpansion {
@@ -578,7 +583,7 @@ template <bool IS_V, Format FORMAT> struct CodecWithoutExpansion {
 };
 
 // ===========================================================================================================
-// 7. The launch
+// 8. The launch
 
 // If a block has this many bundles, its start and its end take little of its time.
 constexpr int64_t MIN_BUNDLES_PER_BLOCK = 2048;
@@ -586,7 +591,7 @@ constexpr int64_t MIN_BUNDLES_PER_BLOCK = 2048;
 // The number of blocks for an update:
 //   - as many as the GPU runs at once;
 //   - several times as many, if each block still has MIN_BUNDLES_PER_BLOCK. Bundles that take the careful
-//     path (part 2) are slow, and they are neighbours: the embeddings of tokens that no longer occur. More
+//     path (part 6) are slow, and they are neighbours: the embeddings of tokens that no longer occur. More
 //     blocks share out the slow bundles better;
 //   - fewer, about one for each bundle, if the update is small. A bundle is the work of one warp, so a block
 //     for each bundle spreads the bundles over all multiprocessors.
@@ -618,9 +623,9 @@ template <class F> void with_codecs(const OptimizerFormats& o, F f) {
     const bool both_e4m3 = o.m_format == E4M3 && o.v_format == E4M3;
     // The first argument of a codec is IS_V.
     if (both_e4m3 && o.expansion)
-        f.template operator()<ExpansionCodec<false, E4M3>, ExpansionCodec<true, E4M3>>();
+        f.template operator()<CarefulExpansionCodec<false, E4M3>, CarefulExpansionCodec<true, E4M3>>();
     else if (o.m_format == E4M3 && o.v_format == E5M2 && o.expansion)
-        f.template operator()<ExpansionCodec<false, E4M3>, ExpansionCodec<true, E5M2>>();
+        f.template operator()<CarefulExpansionCodec<false, E4M3>, CarefulExpansionCodec<true, E5M2>>();
     else if (both_e4m3)
         f.template operator()<CodecWithoutExpansion<false, E4M3>, CodecWithoutExpansion<true, E4M3>>();
     else require(false, "adamw.cu has no kernel for moments in these formats");
@@ -641,7 +646,6 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
     require(is_fp8(optimizer.m_format) == is_fp8(optimizer.v_format),
             "first and second moments must both be in FP8, or neither");
     const AdamWArguments arguments{.constants = kernel_constants(options),
-                                   .has_fp8_moment_groups = optimizer.has_fp8_moment_groups(),
                                    .shards = shards.shards,
                                    .shard_count = shards.count,
                                    .elements = shards.elements,
@@ -651,7 +655,7 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
                                    .state = state};
     launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(shards.count, 128), 128,
            /*shared_bytes=*/0, stream, arguments);
-    update_other_shards(arguments, stream);
+    update_other_shards(optimizer, arguments, stream);
     if (!optimizer.has_fp8_moment_groups() || shards.elements.count == 0) return;
     with_weights(weights, [&]<class WeightsKind>() {
         with_codecs(optimizer, [&]<class MCodec, class VCodec>() {

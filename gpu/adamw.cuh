@@ -83,7 +83,8 @@ inline __device__ MAndV<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& 
 //   load()            eight weights from position first + i on, and what belongs to their masters
 //   unpack()          these as FP32 values: the masters, if there are any
 //   store()           rounds eight FP32 values to weights and, if they are live, writes them. It raises
-//                     largest_bits, the bits of the largest magnitude of rounded weights so far.
+//                     largest_bits, the bits of the largest magnitude of rounded weights so far. (Weights
+//                     that are not live are copies of live ones, so they do not change it.)
 //                     (This can wait: without masters it needs random bits. They follow from `key`, the
 //                     rounding_key() of the update, and from `element`, the number of the first of these
 //                     weights in the flat order. See common/random.h)
@@ -161,7 +162,7 @@ struct Fp32Weights {
         : weights{static_cast<float*>(w.values) + first} {}
     __device__ LoadedChunk load(int64_t i) const { return weights.load(i); }
     __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const { weights.unpack(loaded, v); }
-    __device__ void store(int64_t i, ChunkValues& v, uint64_t, uint64_t, bool live,
+    __device__ void store(int64_t i, const ChunkValues& v, uint64_t, uint64_t, bool live,
                           uint32_t& largest_bits) const {
         weights.store(i, v, live);
         for (int j = 0; j < CHUNK_SIZE; j++) largest_bits = max(largest_bits, magnitude_bits(v[j]));
@@ -180,7 +181,6 @@ template <class F> void with_weights(const Weights& w, F f) {
 
 struct AdamWArguments {
     AdamWKernelConstants constants;
-    bool has_fp8_moment_groups;  // with this optimizer, m and v of matrices have FP8 moment groups
     const Shard* shards;
     int shard_count;
     Range elements;  // of these shards, in the rank's order: whole moment groups
@@ -196,6 +196,7 @@ inline __device__ bool in_fp8_moment_groups(const Shard& shard) { return is_fp8(
 
 // Updates the other shards, for which in_fp8_moment_groups() is false (other_optimizers.cu). With the
 // optimizer coat these are norm weights and biases.
-void update_other_shards(const AdamWArguments& arguments, cudaStream_t stream);
+void update_other_shards(const OptimizerFormats& optimizer, const AdamWArguments& arguments,
+                         cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -40,12 +40,13 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     if (shard.weight_amax) update_amax_by_warp(shard.weight_amax, largest_bits);
 }
 
-void update_other_shards(const AdamWArguments& arguments, cudaStream_t stream) {
+void update_other_shards(const OptimizerFormats& optimizer, const AdamWArguments& arguments,
+                         cudaStream_t stream) {
     if (arguments.elements.count == 0) return;
     const unsigned shards = static_cast<unsigned>(arguments.shard_count);
     const int64_t useful = ceil_div(arguments.elements.count, ADAMW_THREADS * CHUNK_SIZE);
     // If adamw_kernel updates the matrices, the rest, norm weights and biases, needs few blocks each.
-    const int64_t most_blocks = arguments.has_fp8_moment_groups ? 8 : 4 * multiprocessors();
+    const int64_t most_blocks = optimizer.has_fp8_moment_groups() ? 8 : 4 * multiprocessors();
     const dim3 grid(static_cast<unsigned>(std::min(useful, most_blocks)), shards);
     with_weights(arguments.weights, [&]<class WeightsKind>() {
         launch("update_other_shards", update_other_shards_kernel<WeightsKind>, grid, ADAMW_THREADS,
