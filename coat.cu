@@ -60,8 +60,7 @@ namespace coat::gpu {
 // The kernel below is for what no other kernel has at hand, for instance the gradient of gate and up. (Two
 // tables in model.cu, which can wait, say which kernel finds which amax.)
 
-// gpu/lazy_tensor.cuh begins with this kernel and its launch, as an example. A chunk that is not live is a
-// copy of one inside the tensor, so it does not change the maximum.
+// A chunk that is not live is a copy of one inside the tensor, so it does not change the maximum.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_to_raise) {
@@ -95,6 +94,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     write_values_kernel(Producer producer, int64_t rows, Bf16OrFp32 out) {
     constexpr int PLANES = Producer::PLANES;
     const ThreadTile thread_tile(blockIdx.y);
+    // `out` may be the memory of the input (the rule at for_each_row() in gpu/lazy_tensor.cuh).
     if (!thread_tile.inside(rows, producer.width)) return;
     for_each_row(producer, thread_tile, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++)
@@ -114,7 +114,7 @@ void write_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
 // ===========================================================================================================
 // 3. Mixed granularity: groups of 1 x 16, for what norms and activation functions save
 //
-// GroupsView (gpu/device.cuh) says what a group is, and has the code that makes one. Who makes groups:
+// gpu/groups.cuh says what a group is, and has the code that makes one. Who makes groups:
 //
 //   of the input of the activation      quantize_groups_kernel(). It has this input at hand, so it also takes
 //                                       the amax of the activation's output, the operand of the next GEMM
@@ -171,16 +171,16 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
         update_amax_by_warp(activation_amax_to_raise, magnitude_bits(largest));
 }
 
-// x has the two planes of [gate | up] if TWO_PLANES, else one plane.
-template <ExtraTask TASK, bool TWO_PLANES = false>
+// PLANES is 2 if x is [gate | up], the input of a gated activation, else 1.
+template <ExtraTask TASK, int PLANES = 1>
 static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
                                    float* activation_amax_to_raise, QuantStats* quant_stats,
                                    cudaStream_t stream) {
     require(x.format.element_format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
     measure_quant_errors(lazy_load(x), Operand{.tensor = groups}, quant_stats, stream);
-    using P = LazyProducer<LazyOp::Load, PlainView<bf16>, TWO_PLANES>;
-    const P producer{plain_view<bf16>(x.data), TWO_PLANES ? x.cols / 2 : x.cols, lazy_load(x)};
+    using P = LazyProducer<LazyOp::Load, PlainView<bf16>, PLANES>;
+    const P producer{plain_view<bf16>(x.data), x.cols / PLANES, lazy_load(x)};
     launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(x.rows, producer.width),
            TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, groups_view(groups),
            activation_amax_to_raise);
@@ -201,8 +201,8 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
     // multiple of 16: no group has elements of both.)
     if (!activation_amax_to_raise)
         return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
-    auto* launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*TWO_PLANES=*/false>;
-    if (gated) launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*TWO_PLANES=*/true>;
+    auto* launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*PLANES=*/1>;
+    if (gated) launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*PLANES=*/2>;
     launch_variant(x, groups, activation_amax_to_raise, quant_stats, stream);
 }
 

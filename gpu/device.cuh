@@ -172,14 +172,6 @@ inline __device__ float scale_of(float fmax, float amax) {
     if (!(amax > 0 && amax < INFINITY)) return 1.0f;
     return fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f);
 }
-// Returns amax / 448, rounded to nearest as a division rounds it, if the result is a normal number. (The
-// caller replaces smaller results by 2^-126.) A first quotient q is corrected by what it lacks:
-//   q = amax * (1 / 448),  result = q + (amax - 448 q) * (1 / 448)
-// With a division, a kernel that makes groups would have a quarter to a half more instructions.
-inline __device__ float divide_by_448(float amax) {
-    const float q = __fmul_rn(amax, 1 / 448.0f);
-    return __fmaf_rn(__fmaf_rn(-448.0f, q, amax), 1 / 448.0f, q);
-}
 inline __device__ float round_to_bf16(float x) { return __bfloat162float(__float2bfloat16_rn(x)); }
 constexpr uint32_t NAN_BITS = 0x7FC00000u;  // a NaN in FP32. Its upper 16 bits are a NaN in BF16
 
@@ -214,7 +206,7 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 //
 //   PlainView<bf16>    elements in BF16, without scales
 //   PlainView<float>   elements in FP32, without scales
-//   GroupsView         E4M3 codes, with one BF16 scale for 16 elements
+//   GroupsView         E4M3 codes, with one BF16 scale for 16 elements (gpu/groups.cuh)
 //
 // A kernel is compiled for each type of view that it reads. StoredView is the template parameter that stands
 // for this type. (Bf16OrFp32, at the end, is for a tensor whose format a kernel learns at run time.) Whatever
@@ -289,71 +281,11 @@ template <class Element, int N = CHUNK_SIZE> struct PlainView {
     }
 };
 
-// E4M3 codes in groups of 1 x 16 with BF16 scales. A group is 16 neighbouring elements of a row, so all are
-// of one token. An outlier costs precision only in its own group. For each group:
-//
-//   amax    the largest |x|
-//   scale   amax / 448, at least 2^-126, rounded to BF16. (448 is the FMAX of E4M3.) It is 1 if amax is 0
-//   code    x / scale, rounded to E4M3; what is larger than 448 becomes 448
-//   value   code * scale. Forward and backward both compute with it
-//
-// Two remarks:
-//   - Rounding the scale may make it smaller. Then amax / scale is larger than 448, at most 448 (1 + 2^-8) =
-//     449.75. It becomes 448: an error of less than 2, where any value above 256 may have an error of 16.
-//   - A group with NaN or infinity gets the scale NaN, because its codes would hide what is not finite.
-//
-// The number of columns is a multiple of the group size, so the group of element i is i / GROUP_SIZE. Two
-// neighbouring lanes have one group: both must call round_and_store(), and the lane with the even number
-// writes the scale.
-constexpr int GROUP_SIZE = PER_1x16.cols;
-static_assert(GROUP_SIZE == 2 * CHUNK_SIZE);
-struct GroupsView {
-    using ComputeElement = bf16;
-    struct LoadedChunk {
-        uint2 codes;
-        uint16_t scale;
-    };
-    uint8_t* codes;
-    uint16_t* scales;
-
-    __device__ GroupsView starting_at(int64_t i) const { return {codes + i, scales + i / GROUP_SIZE}; }
-    __device__ LoadedChunk load(int64_t i) const {
-        return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP_SIZE]};
-    }
-    __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
-        decode(/*e5m2=*/false, loaded.codes, __uint_as_float(static_cast<uint32_t>(loaded.scale) << 16), v);
-    }
-    // The scale of the group that this lane and its neighbour have.
-    static __device__ float group_scale(const ChunkValues& v) {
-        float amax = larger_magnitude(0, v);
-        amax = larger_magnitude(amax, __shfl_xor_sync(ALL_LANES, amax, 1));  // with the other lane
-        if (!(amax < INFINITY)) return __uint_as_float(NAN_BITS);
-        return amax > 0 ? round_to_bf16(fmaxf(divide_by_448(amax), 0x1p-126f)) : 1.0f;
-    }
-    // Returns 1 / scale, rounded to nearest as a division rounds it. r is nearly 1 / scale, and the result is
-    // r + (1 - scale r) r. (A BF16 scale has 8 significant bits, so 1 - scale r is exact.)
-    static __device__ float inverse_of_scale(float scale) {
-        const float r = fast_reciprocal(scale);
-        return __fmaf_rn(__fmaf_rn(-scale, r, 1.0f), r, r);
-    }
-    __device__ void round_and_store(int64_t i, ChunkValues& v, bool live) const {
-        const float scale = group_scale(v);
-        const uint2 c = encode<Format::E4M3>(v, inverse_of_scale(scale));
-        if (live) {
-            store_in_one_instruction(codes + i, c);
-            if (threadIdx.x % 2 == 0)
-                scales[i / GROUP_SIZE] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
-        }
-        decode(/*e5m2=*/false, c, scale, v);
-    }
-};
-
-// The view of a tensor in BF16 or FP32, and that of a tensor in groups. (A view can load and store, so its
-// pointers are not const, even where a kernel only loads.)
+// The view of a tensor in BF16 or FP32. (A view can load and store, so its pointer is not const, even where a
+// kernel only loads.)
 template <class Element> __host__ __device__ PlainView<Element> plain_view(const void* p) {
     return {static_cast<Element*>(const_cast<void*>(p))};
 }
-inline GroupsView groups_view(const TensorRef& t) { return {static_cast<uint8_t*>(t.data), t.group_scales}; }
 
 // How the host chooses among kernels. A function whose name begins with with_ turns what is known at run time
 // into a type: it calls f with an object of this type. f, which launches a kernel, is compiled for each type.
@@ -364,11 +296,6 @@ inline GroupsView groups_view(const TensorRef& t) { return {static_cast<uint8_t*
 template <class F> void with_plain_view(const TensorRef& t, F f) {
     if (t.format.element_format == Format::FP32) return f(plain_view<float>(t.data));
     f(plain_view<bf16>(t.data));
-}
-// The same for a tensor that may also be in groups.
-template <class F> void with_view(const TensorRef& t, F f) {
-    if (t.format != E4M3_PER_1x16) return with_plain_view(t, f);
-    f(groups_view(t));
 }
 
 // A tensor in BF16 or FP32. The kernel learns at run time which of the two it is. All threads take the same

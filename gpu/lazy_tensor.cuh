@@ -6,37 +6,24 @@
 //   3. producers: how a thread loads or computes eight neighbouring elements
 //   4. rows: a thread's loop over its eight rows
 //
-// For example, this is the first kernel of coat.cu, which finds the largest magnitude of a tensor, and its
-// launch. All kernels there have this form:
+// For example, these lines of a kernel find the largest magnitude of a tensor x. `producer` and `rows` are
+// arguments of the kernel; the host chose the producer:
 //
-//   template <class Producer>
-//   static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-//       compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_to_raise) {
-//       constexpr int PLANES = Producer::PLANES;
-//       const ThreadTile thread_tile(blockIdx.y);
-//       float largest = 0;
-//       for_each_row(producer, thread_tile, rows, [&](int, const ChunkValues(&v)[PLANES], bool) {
-//           for (int p = 0; p < PLANES; p++) largest = larger_magnitude(largest, v[p]);
-//       });
-//       update_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
-//   }
+//   constexpr int PLANES = Producer::PLANES;
+//   const ThreadTile thread_tile(blockIdx.y);
+//   float largest = 0;
+//   for_each_row(producer, thread_tile, rows, [&](int, const ChunkValues(&v)[PLANES], bool) {
+//       for (int p = 0; p < PLANES; p++) largest = larger_magnitude(largest, v[p]);
+//   });
 //
-//   void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stream) {
-//       with_producer_of_bf16_or_groups(x, [&](auto producer) {
-//           using P = decltype(producer);
-//           launch("compute_amax", compute_amax_kernel<P>, tile_grid(x.rows, producer.width), TILE_THREADS,
-//                  /*shared_bytes=*/0, stream, producer, x.rows, x_amax_to_raise);
-//       });
-//   }
-//
-// What it uses of this file:
+// What they use of this file:
 //   ThreadTile       where the thread's 8 x 8 elements of x are (part 1)
-//   Producer         loads or computes the values of x (part 3). The host chooses it. PLANES is 2 for
-//                    [gate | up], else 1
+//   Producer         the type of the producer, which loads or computes the values of x (part 3). PLANES is 2
+//                    for [gate | up], else 1
 //   for_each_row()   calls the lambda for each of the thread's 8 rows (part 4). The lambda is given the
 //                    number of the row, its values v, and whether they are live. Here it needs only v
 #pragma once
-#include "device.cuh"
+#include "groups.cuh"
 
 namespace coat::gpu {
 
@@ -160,11 +147,11 @@ inline __device__ uint32_t row_offset(int i, int64_t width) {
 }
 
 // The producer of the LazyTensors whose op is OP, and whose input is read through a StoredView (device.cuh).
-// The input has two planes if TWO_PLANES, else one. SiLU(gate) x up is computed from two planes and has one.
-template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProducer {
+// The input of a gated activation has two planes, any other input one. The activation's output, SiLU(gate) x
+// up, has one plane.
+template <LazyOp OP, class StoredView, int INPUT_PLANES = 1> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           ACTIVATION_BACKWARD = OP == LazyOp::ActivationBackward;
-    static constexpr int INPUT_PLANES = TWO_PLANES ? 2 : 1;
     static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // how many planes the result has
     using ComputeElement = typename StoredView::ComputeElement;
     struct ThreadInputs {
@@ -214,17 +201,17 @@ template <LazyOp OP, class StoredView, bool TWO_PLANES = false> struct LazyProdu
         for (int j = 0; j < CHUNK_SIZE; j++) {
             if constexpr (NORM) {
                 v[0][j] = norm_output(x[0][j], loaded.statistics, inputs.weight[j], inputs.bias[j]);
-            } else if constexpr (ACTIVATION && TWO_PLANES) {
+            } else if constexpr (ACTIVATION && INPUT_PLANES == 2) {
                 v[0][j] = gated_silu(x[0][j], x[1][j]);
             } else if constexpr (ACTIVATION) {
                 v[0][j] = gelu(x[0][j]);
-            } else if constexpr (ACTIVATION_BACKWARD && TWO_PLANES) {
+            } else if constexpr (ACTIVATION_BACKWARD && INPUT_PLANES == 2) {
                 gated_silu_backward(x[0][j], x[1][j], d[j], v[0][j], v[1][j]);
             } else if constexpr (ACTIVATION_BACKWARD) {
                 v[0][j] = gelu_backward(x[0][j], d[j]);
             } else {
                 v[0][j] = x[0][j];
-                if constexpr (TWO_PLANES) v[1][j] = x[1][j];
+                if constexpr (INPUT_PLANES == 2) v[1][j] = x[1][j];
             }
         }
     }
@@ -241,10 +228,10 @@ template <class StoredView, class F> void with_producer_of_view(const LazyTensor
     if (x.op == LazyOp::Load) f(LazyProducer<LazyOp::Load, StoredView>{input, cols, x});
     else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, StoredView>{input, cols, x});
     else if (x.op == LazyOp::Activation && x.gated)
-        f(LazyProducer<LazyOp::Activation, StoredView, /*TWO_PLANES=*/true>{input, cols / 2, x});
+        f(LazyProducer<LazyOp::Activation, StoredView, /*INPUT_PLANES=*/2>{input, cols / 2, x});
     else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, StoredView>{input, cols, x});
     else if (x.gated)
-        f(LazyProducer<LazyOp::ActivationBackward, StoredView, /*TWO_PLANES=*/true>{input, cols / 2, x});
+        f(LazyProducer<LazyOp::ActivationBackward, StoredView, /*INPUT_PLANES=*/2>{input, cols / 2, x});
     else f(LazyProducer<LazyOp::ActivationBackward, StoredView>{input, cols, x});
 }
 template <class F> void with_producer_of_bf16_or_groups(const LazyTensor& x, F f) {
