@@ -1,9 +1,8 @@
 // gpu/cuda.h - CUDA for the host: how its errors are reported, what the program asks about the GPU, and how
 // work is put on a stream. (gpu/handles.h makes streams, and has what else the host needs of CUDA.)
 //
-// (This can wait: a dry run finds out how much memory a training step takes. It runs the same code, but needs
-// no GPU, because its stream is DRY_RUN: enqueue(), through which nearly all work is put on a stream, then
-// does nothing.)
+// A dry run finds out how much memory a training step takes. It runs the same code, but needs no GPU: its
+// stream is DRY_RUN, and enqueue(), through which nearly all work is put on a stream, then does nothing.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -43,7 +42,8 @@ inline int device_attribute(cudaDeviceAttr which, int without_gpu = 0) {
 }
 // The number of multiprocessors. (In names a multiprocessor is an SM.)
 inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount, /*without_gpu=*/132); }
-// cudaSuccess if this GPU can run the program's kernels, else the reason why it cannot.
+// cudaSuccess if this GPU can run the program's kernels, else the reason why it cannot
+// (gpu/kernel_status.cu).
 cudaError_t kernel_status();
 
 // -----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,8 @@
 //   1. transposed codes, which pass through shared memory
 //   2. the codes of a tile, row-major and transposed
 //
-// (Operand in gpu/tensors.h says which GEMM reads transposed codes.)
+// If you left out rungs 5 to 7 of dev/ladders/quantize_transpose.cu, read them first. (Operand in
+// gpu/tensors.h says which GEMM reads transposed codes.)
 //
 // A thread has 8 x 8 elements of a tile: in each of 8 rows a chunk of 8 columns (gpu/lazy_tensor.cuh, part
 // 1). The thread stores row-major codes itself: the 8 codes of a chunk lie side by side. Of a column it has
@@ -68,10 +69,9 @@ inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column
 //                slots from 4 * (p ^ (across / 2)) on. Where `across` is even, its words are there in the
 //                order 0, 1, 3, 2; where it is odd, in the order 3, 2, 0, 1.
 //
-// (dev/ladders/quantize_transpose.cu leads to such a tile step by step. In its rung 7 the words of a piece
-// stay in order. There a thread has all of its words before it writes the first, so `across` can choose which
-// it writes first. Here it writes its upper words as soon as it has the codes of four rows. This takes fewer
-// registers.)
+// (In rung 7 of the ladder the words of a piece stay in order. There a thread has all of its words before it
+// writes the first, so `across` can choose which it writes first. Here it writes its upper words as soon as
+// it has the codes of four rows. This takes fewer registers.)
 struct TransposeTile {
     static constexpr int WORDS = TILE_SIDE / 4;  // of a column
     static constexpr int PIECE_ROWS = 16;

@@ -36,7 +36,7 @@ struct alignas(16) TensorScale {
 // is its code times a scale. Where the scale is depends on `format`:
 //   one for the tensor   tensor_scale->scale
 //   one for each group   group_scales
-// Null data means "no tensor". (In an Operand, below, null data means that there are no row-major codes.)
+// Null data means "no tensor".
 struct TensorRef {
     void* data;  // (rows, cols) elements of format.element_format
     int64_t rows, cols;

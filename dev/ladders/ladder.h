@@ -1,6 +1,7 @@
 // ladder.h - what the ladders share: wide accesses, which rungs use; and, for the program around them, random
 // data and the table that it prints. Device memory and the clock are in gpu_tools.h. What one ladder's
-// kernels are given, and how they are compared with the CPU reference, is in its own header: adamw_data.h.
+// kernels are given, and how they are compared with the CPU reference, is in its own header, such as
+// adamw_data.h.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
