@@ -108,8 +108,8 @@ constexpr int CODES_WITHOUT_SIGN = 128;  // seven bits
 using Table = float[CODES_WITHOUT_SIGN];
 
 // A codec says how a moment is encoded and decoded. The kernel is compiled for two of them: MCodec, that of
-// m, and VCodec, that of v. With the optimizer coat both are this codec, and the careful path of part 6
-// beside it. (Part 7 has another codec.)
+// m, and VCodec, that of v. In the optimizer coat both are this codec. (This can wait: part 6 adds the
+// careful path to it, and part 7 has another codec.)
 template <bool IS_V, Format FORMAT> struct ExpansionCodec {
     // The k of a moment group.
     static __device__ float k_of(float max_magnitude, float min_magnitude) {

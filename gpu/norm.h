@@ -26,7 +26,7 @@ namespace coat::gpu {
 // The norm will read the rounded sum. So its row statistics, and the amax of its output, are computed from
 // norm.input as it is stored.
 struct ResidualSumOutputs {
-    Norm norm;            // the norm that reads the sum. Its weight, bias and eps are not written, but read
+    Norm norm;            // the norm that reads the sum. Its weight, bias and eps are read
     TensorRef plain_sum;  // (N, C). It may be the memory of an operand of the sum
     float* norm_output_amax_to_raise;
 };

@@ -95,7 +95,7 @@ struct alignas(8) RowStatistics {
 
 // A norm layer. Its output is not stored: a kernel that needs the output computes it from `input` and the row
 // statistics. The row statistics are temporary. Forward writes them for the kernels that come next, and
-// norm_backward() (gpu/norm.h) writes them again. So all norms of a model can share their memory.
+// norm_backward() (gpu/norm.h) writes them again. So all norms of a model can share one array of them.
 struct Norm {
     TensorRef input;                // (N, C) in the compute format, or in groups
     const void* weight;             // (C) compute format
