@@ -12,8 +12,8 @@
 //   3      a span: 128 consecutive elements           half a warp: 16 lanes
 //   4      a bundle: eight consecutive spans          a warp
 //   5      a range of the bundles of all parameters   a thread block: eight warps
-//   6      moment groups that need care, and
-//   7      moments without expansion (these can wait)
+//   6      the careful path, for a few moment groups (this can wait)
+//   7      moments without expansion (this can wait)
 //   8      the launch
 //
 // The m of a span are one moment group, and its v another.
