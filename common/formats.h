@@ -161,7 +161,8 @@ inline constexpr TensorFormat E4M3_PER_128x128{.element_format = Format::E4M3, .
 //   wgrad  dw = g^T x   sums over tokens            along columns of g   along columns of x
 //
 // A Hopper GPU's FP8 GEMM wants the dimension that it sums over contiguous in memory. So where the sum goes
-// along columns, it reads codes that were stored transposed.
+// along columns, it reads codes that were stored transposed. All its dimensions are multiples of 16
+// (FP8_GEMM_MULTIPLE).
 //
 // A GEMM adds up products of codes, and multiplies the sum by the scales. So it has to stop wherever a scale
 // changes. With groups of 1x16 it would stop after every 16 products, and the tensor cores would mostly wait.
@@ -175,6 +176,8 @@ inline constexpr TensorFormat E4M3_PER_128x128{.element_format = Format::E4M3, .
 // granularity 1x128 has these scale blocks:
 //   in fprop, which sums along the rows of x (N, in):       128 features of one token
 //   in wgrad, which sums along the rows of x^T (in, N):     128 tokens of one feature
+
+inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;
 
 enum class SumAlong : uint8_t { Row, Column };
 

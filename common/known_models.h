@@ -106,8 +106,8 @@ inline void require_supported(const ModelConfig& config) {
     for (const auto& [name, value, limit] : sizes)
         unsupported_unless(value > 0 && value <= limit, "its ", name, " is ", value, ", not from 1 to ",
                            limit);
-    // Dimensions of FP8 GEMMs are multiples of 16, and no group may have elements of both q and k.
-    constexpr int64_t multiple = std::max(16, PER_1x16.cols);
+    // FP8 GEMMs need a multiple of 16, and no group of 16 may have elements of both q and k.
+    constexpr int64_t multiple = std::max<int64_t>(FP8_GEMM_MULTIPLE, PER_1x16.cols);
     unsupported_unless(config.C % multiple == 0 && config.F % multiple == 0, "hidden size ", config.C,
                        " and feed-forward size ", config.F, " must be multiples of ", multiple,
                        ", as FP8 GEMMs and groups need");

@@ -80,16 +80,16 @@ inline const std::vector<Recipe>& recipes() {
     return table;
 }
 
-// The formats of the operands of a linear layer's GEMMs. Hopper's FP8 GEMMs need every dimension to be a
-// multiple of 16. If the number of tokens N is not, all linear layers of the run fall back to the compute
-// format.
+// The formats of the operands of a linear layer's GEMMs. The dimensions of an FP8 GEMM are multiples of 16.
+// If the number of tokens N is not, all linear layers of the run fall back to the compute format.
 struct LinearFormats {
     TensorFormat x, w, g;
     bool fallback;
 };
 inline LinearFormats linear_formats(const Recipe& r, int64_t N) {
     const TensorFormat plain{.element_format = r.compute_format};
-    if (N % 16 != 0 && r.x.is_fp8()) return {.x = plain, .w = plain, .g = plain, .fallback = true};
+    if (N % FP8_GEMM_MULTIPLE != 0 && r.x.is_fp8())
+        return {.x = plain, .w = plain, .g = plain, .fallback = true};
     return {.x = r.x, .w = r.w, .g = r.g, .fallback = false};
 }
 

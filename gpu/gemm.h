@@ -15,9 +15,6 @@ namespace coat::gpu {
 // Which of the three GEMMs of a linear layer. (FastAccumulation of common/recipes.h has the same order.)
 enum class GemmKind : uint8_t { Fprop, Dgrad, Wgrad };
 
-// An FP8 GEMM has a multiple of 16 rows.
-inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;
-
 struct GemmOptions {
     bool overwrite = true;       // out = the product; otherwise out += the product
     const void* bias = nullptr;  // (out features), in the format of out; added to each row of out

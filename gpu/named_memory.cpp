@@ -9,7 +9,6 @@
 
 namespace coat::gpu {
 
-constexpr int64_t FLOAT_BYTES = sizeof(float);
 constexpr int64_t HALF_BYTES = sizeof(uint16_t);  // of a half of a master
 
 NamedMemory::NamedMemory(const GpuContext& context, const MemoryMap& memory,

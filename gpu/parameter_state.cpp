@@ -6,8 +6,6 @@
 
 namespace coat::gpu {
 
-constexpr int64_t FLOAT_BYTES = sizeof(float);
-
 ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memory,
                                const ScaleTable& scale_table)
     : settings(context.settings), params(context.params), buckets(bucket_ranges(params)),

@@ -18,6 +18,9 @@
 
 namespace coat::gpu {
 
+// The bytes of an FP32 value, such as the max of a moment group.
+inline constexpr int64_t FLOAT_BYTES = sizeof(float);
+
 // Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, the table of
 // common/architecture.h in the order of forward. The memory is allocated elsewhere (gpu/memory_map.h): this
 // class finds what belongs to a parameter.
