@@ -105,8 +105,9 @@ figures: $(PROGRAM)
 # The comment at the top of this file.
 help:
 	@sed -n '/^#/!q; s/^# \?//p' Makefile
+# A folder that was built in has a file settings. Any other may have sources, as in `make clean O=gpu`.
 clean:
-	rm -rf $(O) $(PROGRAM)
+	$(if $(wildcard $(O)/settings),rm -rf $(O) $(PROGRAM))
 
 # ---------------------------------------------------------------------------------------------------------------
 # Flags
