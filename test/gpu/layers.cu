@@ -286,7 +286,7 @@ GPU_TEST_CASE("qk_norms_and_rope and qk_norms_backward: heads of q and of k have
 }
 
 // Columns from V on are NaN: the GEMM that makes the logits may leave anything there.
-GPU_TEST_CASE("cross_entropy and loss_sum: losses and gradients and their sum") {
+GPU_TEST_CASE("cross_entropy and add_loss_sum: losses and gradients and their sum") {
     SEEDED_RANDOM(rng);
     // A row of the last one does not fit the shared memory of a block.
     const auto all = shapes({{3, 1}, {5, 50}, {4, 64}, {6, 1001}, {2, 32000}, {3, 50257}, {2, 152064}});

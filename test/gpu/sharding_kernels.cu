@@ -1,5 +1,5 @@
-// sharding_kernels.cu - what several ranks combine: sums of gradients, and amaxes of weights
-// (../../gpu/sharding_kernels.cu).
+// sharding_kernels.cu - what several ranks combine: sums of gradients, and amaxes of weights; and weights that
+// arrive as codes (../../gpu/sharding_kernels.cu).
 #include "../../gpu/sharding_kernels.h"
 #include "../help/gpu.h"
 
@@ -59,4 +59,15 @@ GPU_TEST_CASE("combine_amaxes: the largest amax of the ranks and its scale or th
                 CHECK(combined[i].delayed_scale == delayed);
             }
         }
+}
+
+GPU_TEST_CASE("transpose_codes: equals the transpose byte for byte") {
+    SEEDED_RANDOM(rng);
+    for (Shape s : shapes({{16, 16}, {48, 80}, {128, 128}, {272, 144}, {1008, 1040}})) {
+        CAPTURE(s.rows);
+        const Tensor codes(normals(rng, Format::FP32, s.n()), s, E4M3_PER_TENSOR);
+        const Buffer<uint8_t> column_major(s.n());
+        gpu::transpose_codes(codes.ref(), column_major.get(), 0);
+        CHECK(same_bytes(column_major.read(), transposed(codes.codes.read(), s.rows, s.cols)));
+    }
 }
