@@ -1,5 +1,5 @@
-// gpu/attention.h - causal attention on the GPU, forward and backward, as flash attention: no T x T
-// matrix is ever stored.
+// gpu/attention.h - causal attention on the GPU, forward and backward, as flash attention: no T x T matrix is
+// ever stored.
 //
 // For each sequence and query head, with k and v of its key/value head (NH / NKV query heads share one):
 //   s = q k^T / sqrt(HS), where keys after the query are masked;   p = softmax(s);   out = p v.

@@ -12,9 +12,9 @@
 //     things, and wait before they touch the registers again.
 //   setmaxnreg: an instruction by which a warpgroup that needs few registers leaves them to the others.
 //
-// A block has one producer warpgroup and two or three consumer warpgroups. One thread of the producer
-// asks TMA for tiles; the consumers do the GEMMs and the softmax. Each buffer in shared memory has two
-// mbarriers between them: `full` (the tile has arrived) and `empty` (the consumers no longer need it).
+// A block has one producer warpgroup and two or three consumer warpgroups. One thread of the producer asks
+// TMA for tiles; the consumers do the GEMMs and the softmax. Each buffer in shared memory has two mbarriers
+// between them: `full` (the tile has arrived) and `empty` (the consumers no longer need it).
 //   Forward: a consumer warpgroup owns 64 queries. The GEMM p v of one tile of keys runs together with the
 //     scores of the next tile. Warpgroups issue GEMMs in turns: one computes exponentials while the GEMMs of
 //     another run.
@@ -55,10 +55,10 @@ template <int STAGES> struct Ring {
 // -----------------------------------------------------------------------------------------------------------
 // Tiles and GEMMs
 //
-// A tile (rows, HS) is stored in shared memory as panels of 64 columns. A panel has rows of 128 bytes
-// and is swizzled: the 16-byte chunks of row r are permuted by exclusive or with r % 8, so that a
-// column touches all banks. Each warp of a warpgroup holds 16 of its 64 accumulator rows, in the
-// layout described in attention_common.cuh.
+// A tile (rows, HS) is stored in shared memory as panels of 64 columns. A panel has rows of 128 bytes and is
+// swizzled: the 16-byte chunks of row r are permuted by exclusive or with r % 8, so that a column touches all
+// banks. Each warp of a warpgroup holds 16 of its 64 accumulator rows, in the layout described in
+// attention_common.cuh.
 
 // The first row that a thread holds of its warpgroup's 64 rows; the second is 8 rows below.
 __device__ int fragment_row() { return threadIdx.x % WARPGROUP / WARP * 16 + threadIdx.x % WARP / 4; }
