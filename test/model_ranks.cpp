@@ -1,6 +1,8 @@
 // model_ranks.cpp - a model on several ranks has the same bits every time, and trains as on one rank.
 #include <dlfcn.h>
 
+#include <set>
+
 #include "help/program.h"
 #include "help/ranks.h"
 
@@ -36,8 +38,12 @@ RANKS_PROPERTY("with FP32 sums R ranks have the bits of one rank with R times th
         for (const char* recipe : {"fp32", "bf16", "coat", "rowwise", "deepseek", "colossal"})
             for (int64_t ranks : {2, 3, 4, 8})
                 rows.emplace_back(recipe, LLAMA, ceil_div(5, ranks), ranks, ranks == 2);
+    std::set<int64_t> left_out;  // numbers of ranks for which there are too few GPUs
     for (const auto& [recipe, arch, each, ranks, masked] : rows) {
-        if (make == make_gpu_model && ranks > most) continue;
+        if (make == make_gpu_model && ranks > most) {
+            left_out.insert(ranks);
+            continue;
+        }
         const RunSettings s = small(recipe, arch, each);
         const RunSettings one = small(recipe, arch, each * ranks);
         INFO(text(s), ", ", ranks, " ranks, masked: ", masked);
@@ -45,6 +51,7 @@ RANKS_PROPERTY("with FP32 sums R ranks have the bits of one rank with R times th
         const RankRun got = train_ranks(make, s, ranks, 3, masked);
         check_same(got, train_ranks(make, one, 1, 3, masked));
     }
+    for (int64_t ranks : left_out) MESSAGE(ranks, " ranks were left out: there are ", most, " GPUs");
 }
 
 RANKS_PROPERTY("the same bits every time in every recipe and mode") {
