@@ -204,31 +204,34 @@ inline void check_quantized(const Tensor& out, const Floats& x, std::optional<fl
     if (out.per_tensor()) CHECK(out.scale() == (delayed ? *delayed : reference::scale_of(out.format, amax)));
 }
 
-// Each value against the exact one, with a bound of its own; both limits are rounded by stored(i, x).
+// How many values are farther from the exact ones than bounds, one for each value, allow. Both limits of a
+// value are rounded by stored(i, x).
 template <class Rounding>
-void check_within(const Floats& got, const Doubles& exact, const Doubles& bounds, Rounding stored) {
-    REQUIRE(got.size() == exact.size());
+int64_t count_outside(const Floats& got, const Doubles& exact, const Doubles& bounds, Rounding stored) {
     int64_t wrong = 0;
     for (size_t i = 0; i < got.size(); i++) {
         const auto low = stored(i, exact[i] - bounds[i]), high = stored(i, exact[i] + bounds[i]);
         if (low <= got[i] && got[i] <= high) continue;
         if (wrong++ == 0) MESSAGE("element ", i, " is ", got[i], ", expected ", low, " to ", high);
     }
-    CHECK(wrong == 0);
+    return wrong;
+}
+template <class Rounding>
+void check_within(const Floats& got, const Doubles& exact, const Doubles& bounds, Rounding stored) {
+    REQUIRE(got.size() == exact.size());
+    CHECK(count_outside(got, exact, bounds, stored) == 0);
 }
 inline void check_within(const Floats& got, const Doubles& exact, const Doubles& bounds) {
     check_within(got, exact, bounds, [](size_t, double x) { return x; });
 }
 
-// Compares the FP32 values of a kernel with the exact ones. In each row of `cols` values, the reference in
-// float shows how much FP32 loses. A kernel adds in another order and has faster functions: it may lose SLACK
-// times as much, with as many roundings U of the row's largest value. Rounding to what is stored, stored(i,
-// x), is monotone, so the result lies between the limits of the value, rounded. terms: for each value the
-// largest magnitude of what is added up to it, where that may cancel in a whole row; or none.
+// How far the FP32 values of a kernel may be from the exact ones. In each row of `cols` values, the reference
+// in float shows how much FP32 loses. A kernel adds in another order and has faster functions: it may lose
+// SLACK times as much, with as many roundings U of the row's largest value. terms: for each value the largest
+// magnitude of what is added up to it, where that may cancel in a whole row; or none.
 constexpr double SLACK = 32, U = 0x1p-24;
-template <class Rounding>
-void check_limits(const Floats& got, const Doubles& exact, const Floats& in_float, int64_t cols,
-                  Rounding stored, const Doubles& terms = {}) {
+inline Doubles bounds_as_float(const Doubles& exact, const Floats& in_float, int64_t cols,
+                               const Doubles& terms = {}) {
     Doubles bounds;
     while (bounds.size() < exact.size()) {
         const size_t first = bounds.size(), last = std::min(exact.size(), first + size_t(cols));
@@ -242,7 +245,14 @@ void check_limits(const Floats& got, const Doubles& exact, const Floats& in_floa
             bounds.push_back(SLACK * (lost + U * size) + 0x1p-126);
         }
     }
-    check_within(got, exact, bounds, stored);
+    return bounds;
+}
+// Compares with these bounds. Rounding to what is stored, stored(i, x), is monotone, so the result lies
+// between the limits of the value, rounded.
+template <class Rounding>
+void check_limits(const Floats& got, const Doubles& exact, const Floats& in_float, int64_t cols,
+                  Rounding stored, const Doubles& terms = {}) {
+    check_within(got, exact, bounds_as_float(exact, in_float, cols, terms), stored);
 }
 inline void check_as_float(const Floats& got, const Doubles& exact, const Floats& in_float, int64_t cols,
                            Format stored = Format::FP32, const Doubles& terms = {}) {
