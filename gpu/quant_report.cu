@@ -2,15 +2,19 @@
 // lose by the CPU reference.
 #include "quant_report.h"
 
+#include <cmath>
+
 #include "../reference/optimizer.h"
 #include "lazy_tensor.cuh"
 #include "other_scaling.cuh"
 
 namespace coat::gpu {
 
-// Half the distance from FMAX to the value below it; the distance is 32 in E4M3 and 8192 in E5M2. A value
-// that exceeds FMAX by no more is rounded to FMAX, and so does not saturate.
-constexpr float HALF_STEP_E4M3 = 16, HALF_STEP_E5M2 = 4096;
+// The largest value that does not saturate, before it is multiplied by the scale: FMAX and half the distance
+// from FMAX to the value below it. (The distance is 32 in E4M3, so this is 464. It is rounded to 448.)
+static float saturation_limit(const FormatInfo& f) {
+    return f.fmax + std::ldexp(0.5f, std::ilogb(f.fmax) - f.mantissa_bits);
+}
 
 // Adds to quant_stats what x loses if it is quantized. The scale of an element is that of the tensor, if
 // tensor_scale is not null; that of its scale block, if block_scale_grid.scales is not null; else that of
@@ -18,7 +22,8 @@ constexpr float HALF_STEP_E4M3 = 16, HALF_STEP_E5M2 = 4096;
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
     measure_quant_errors_kernel(Producer producer, int64_t rows, const TensorScale* tensor_scale,
-                                ScaleGrid block_scale_grid, bool e5m2, float fmax, QuantStats* quant_stats) {
+                                ScaleGrid block_scale_grid, bool e5m2, float fmax, float saturation_limit,
+                                QuantStats* quant_stats) {
     const ThreadTile thread_tile(blockIdx.y);
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
@@ -37,13 +42,11 @@ static __global__ void __launch_bounds__(TILE_THREADS)
                                                       p * producer.width + thread_tile.col + j);
                 const uint32_t code = encode_two(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
                 const float back = decode_two(e5m2, code).x * scale;
-                const float half_step = e5m2 ? HALF_STEP_E5M2 : HALF_STEP_E4M3;
-                const float limit = (fmax + half_step) * scale;
                 const double error = static_cast<double>(value) - back;
                 signal += static_cast<double>(value) * value;
                 noise += error * error;
                 counts[0]++;
-                counts[1] += fabsf(value) > limit;
+                counts[1] += fabsf(value) > saturation_limit * scale;
                 counts[2] += value != 0 && back == 0;
             }
         }
@@ -63,12 +66,13 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
                           cudaStream_t stream) {
     if (!quant_stats) return;
     const TensorFormat& format = out.tensor.format;
+    const FormatInfo& f = format_info(format.element_format);
     auto launch_with = [&](const TensorScale* tensor_scale, const ScaleGrid& block_scale_grid) {
         with_producer_of_bf16_or_groups(x, [&](auto producer) {
             launch("measure_quant_errors", measure_quant_errors_kernel<decltype(producer)>,
                    tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer,
-                   x.rows, tensor_scale, block_scale_grid, format.element_format == Format::E5M2,
-                   format_info(format.element_format).fmax, quant_stats);
+                   x.rows, tensor_scale, block_scale_grid, format.element_format == Format::E5M2, f.fmax,
+                   saturation_limit(f), quant_stats);
         });
     };
     if (format == E4M3_PER_1x16) return launch_with(nullptr, {});
