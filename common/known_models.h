@@ -1,8 +1,7 @@
-// common/known_models.h - the models that --model knows by name, how a row of a table is found by its name,
-// and the limits that the shape of a model has.
+// common/known_models.h - the models that --model knows by name, and the limits that the shape of a model
+// has.
 #pragma once
 #include <algorithm>
-#include <string_view>
 
 #include "architecture.h"
 
@@ -61,25 +60,6 @@ inline const std::vector<ModelConfig>& known_models() {
     };
     // clang-format on
     return table;
-}
-
-// -----------------------------------------------------------------------------------------------------------
-// Tables by name
-
-// The row of a table that has this name, or null.
-template <class Table> const auto* find_row_or_null(const Table& table, std::string_view name) {
-    const auto has_name = [&](const auto& row) { return name == row.name; };
-    const auto row = std::find_if(std::begin(table), std::end(table), has_name);
-    return row == std::end(table) ? nullptr : &*row;
-}
-
-// The row of a table that has this name. An unknown name is an Error that lists the known ones; `flag` is the
-// flag that gave it.
-template <class Table> const auto& find_row(const Table& table, std::string_view name, const char* flag) {
-    if (const auto* row = find_row_or_null(table, name)) return *row;
-    std::string known;
-    for (const auto& row : table) known += (known.empty() ? "" : ", ") + std::string(row.name);
-    throw Error(flag, " ", name, " is not known; choose one of ", known, ".");
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -1,8 +1,11 @@
-// common/text.h - text that the user reads: how it is put together and made printable; and errors, each of
-// which is one sentence that names the file or the flag, and says what to do.
+// common/text.h - text that the user reads: how it is put together and made printable; errors, each of which
+// is one sentence that names the file or the flag, and says what to do; and how a row of a table is found by
+// the name that the user gives.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -88,6 +91,22 @@ struct Error : std::runtime_error {
     template <class... Parts>
     explicit Error(const Parts&... parts) : std::runtime_error(printable(concat(parts...))) {}
 };
+
+// The row of a table that has this name, or null.
+template <class Table> const auto* find_row_or_null(const Table& table, std::string_view name) {
+    const auto has_name = [&](const auto& row) { return name == row.name; };
+    const auto row = std::find_if(std::begin(table), std::end(table), has_name);
+    return row == std::end(table) ? nullptr : &*row;
+}
+
+// The row of a table that has this name. An unknown name is an Error that lists the known ones; `flag` is the
+// flag that gave it.
+template <class Table> const auto& find_row(const Table& table, std::string_view name, const char* flag) {
+    if (const auto* row = find_row_or_null(table, name)) return *row;
+    std::string known;
+    for (const auto& row : table) known += (known.empty() ? "" : ", ") + std::string(row.name);
+    throw Error(flag, " ", name, " is not known; choose one of ", known, ".");
+}
 
 // Flushes standard output first: the error comes after what was printed before.
 inline void print_error(const std::string& sentence) {

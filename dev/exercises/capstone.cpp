@@ -7,7 +7,7 @@
 #include <random>
 #include <utility>
 
-#include "../../common/known_models.h"
+#include "../../common/recipes.h"
 #include "comparison.h"
 
 using namespace coat;

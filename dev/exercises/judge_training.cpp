@@ -2,7 +2,7 @@
 // reference makes of them, and what typical mistakes do.
 #include <array>
 
-#include "../../common/known_models.h"
+#include "../../common/recipes.h"
 #include "comparison.h"
 
 using namespace judge;

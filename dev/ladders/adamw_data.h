@@ -1,7 +1,7 @@
 // adamw_data.h - for the ladder adamw.cu: what a kernel is given; and, which a reader of the rungs can skip,
 // the data of the program and how they are compared with the CPU reference.
 #pragma once
-#include "../../common/known_models.h"
+#include "../../common/recipes.h"
 #include "ladder.h"
 
 namespace ladder {
