@@ -31,16 +31,16 @@ public:
             if (!ended_) end();
         }
         Scope(const Scope&) = delete;
-        // Ends the scope before the braces around it do: what is allocated from now on may get the same
-        // memory.
+        // Ends the scope before the braces around it do. What is allocated from now on may get the memory
+        // that was given back.
         void end() {
-            arena_.used_ = used_;
+            arena_.used_ = used_at_begin_;
             ended_ = true;
         }
 
     private:
         Arena& arena_;
-        const int64_t used_ = arena_.used_;  // the bytes in use when the scope began
+        const int64_t used_at_begin_ = arena_.used_;  // the bytes in use when the scope began
         bool ended_ = false;
     };
 

@@ -1,8 +1,8 @@
 // gpu/column_sums.h - column sums, for the gradients of biases and of the weights of norms (kernels:
 // gpu/column_sums.cu). The rules of gpu/tensors.h hold here.
 //
-// Column sums are taken in two stages. First, thread blocks each add up a part of the rows; their partial
-// sums are the rows of the workspace. Then the partial sums are added up.
+// Column sums are taken in two stages. First, each thread block adds up a part of the rows, and writes its
+// partial sums to a row of the workspace. Then the partial sums are added up.
 #pragma once
 #include "../common/quant_errors.h"
 #include "tensors.h"

@@ -79,10 +79,10 @@ const float* scales_of(const Operand& operand, bool reads_transposed_codes) {
     return reads_transposed_codes ? operand.transposed_block_scales : operand.block_scales;
 }
 
-// The Matrix of an operand, which is A of cuBLAS if is_a, else B. cuBLAS sums along the rows of its A and
-// along the columns of its B, and what is contiguous in memory is a column for it. TRANSA and TRANSB tell it
-// whether it is to transpose first: T, or not: N. In FP8 A is always T, and B is always N, because an operand
-// is given in the form in which the sum goes along contiguous elements.
+// The Matrix of an operand, which is A of cuBLAS if is_a, else B. For cuBLAS, what is contiguous in memory is
+// a column. It sums along the rows of A and along the columns of B. TRANSA and TRANSB tell it to transpose
+// A or B first (T), or not (N). In FP8 A is always T, and B is always N, because an operand is given in the
+// form in which the sum goes along contiguous elements.
 //
 //                                           in FP8              TRANS  in BF16 and FP32    TRANS
 //   A: our right operand, summed along its

@@ -29,9 +29,9 @@ public:
 };
 
 // Work that is launched again and again with the same arguments. The first run() calls work(), and records
-// what work() launches as a CUDA graph: hundreds of kernels, which then start as one. Every run(), the first
-// one too, launches the graph. So the host goes through work() once. What it must do each time, such as
-// copies of tokens, stands outside. (A dry run must not call run(): it has no stream to record.)
+// what work() launches as a CUDA graph: hundreds of kernels, which then start as one. Every run(), also the
+// first one, launches the graph. So the host goes through work() once. What the host must do each time, such
+// as copying tokens, stands outside of work(). (A dry run must not call run(): it has no stream to record.)
 class CudaGraph : UniqueHandle<cudaGraphExec_t, cudaGraphExecDestroy> {
 public:
     template <class Work> void run(cudaStream_t stream, Work work) {

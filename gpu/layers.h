@@ -1,6 +1,5 @@
 // gpu/layers.h - what any transformer has around its GEMMs, attention and norms: RoPE, the loss, the
-// embedding's backward pass, and qk_norms (kernels: gpu/layers.cu). The rules of gpu/tensors.h hold here,
-// too.
+// embedding's backward pass, and qk_norms (kernels: gpu/layers.cu). The rules of gpu/tensors.h hold here.
 #pragma once
 #include <vector>
 
@@ -18,8 +17,9 @@ struct Rope {
     int64_t T, HS, rotated_cols;
 };
 void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream);
-// Rotates qkv (B*T, qkv_cols) in place. (In gpu/attention.cu, with `inverse`, qkv is the gradient, which is
-// rotated by the opposite angles. The amax is that of all columns, also of v.)
+// Rotates qkv (B*T, qkv_cols) in place. (The backward pass of attention, gpu/attention.cu, calls rope() with
+// `inverse`: qkv is then the gradient, which is rotated by the opposite angles. The amax is that of all
+// columns, those of v included.)
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, float* qkv_amax_to_raise, cudaStream_t stream);
 
 // ===========================================================================================================
@@ -83,7 +83,7 @@ void qk_norms_and_rope(const QkNorms& n, const Rope& rope, const TensorRef& qkv,
 // The backward pass of the norms alone, without that of RoPE.
 //   dqkv        on entry the gradient of the norms' outputs; on return that of their inputs, qkv
 //   dweight     (2 HS), is added to
-//   workspace   (COLUMN_PARTIALS, q_cols + k_cols) floats
+//   workspace   (COLUMN_PARTIALS, q_cols + k_cols) floats (COLUMN_PARTIALS: gpu/column_sums.h)
 void qk_norms_backward(const QkNorms& n, const TensorRef& qkv, const TensorRef& dqkv,
                        const TensorRef& dweight, float* workspace, cudaStream_t stream);
 

@@ -17,6 +17,7 @@ LinearLayer::LinearLayer(LinearLayerContext& shared, size_t weight_index, ExtraA
       x_tensor_scale_(shared_.scale_table.of_operand(OperandKind::X, linear_layer_index_)),
       w_tensor_scale_(shared_.scale_table.of_operand(OperandKind::W, linear_layer_index_)),
       g_tensor_scale_(shared_.scale_table.of_operand(OperandKind::G, linear_layer_index_)) {
+    // The cache is allocated outside of any Arena::Scope, so it lasts for the run.
     if (shared_.caches_weights) cached_w_operand_ = allocate_operand(OperandKind::W, out_, Form::Both);
 }
 
@@ -81,15 +82,14 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
     TensorScale* const by_kind[] = {x_tensor_scale_, w_tensor_scale_, g_tensor_scale_};
     const TensorRef tensor{
         .data = row_major, .rows = rows, .cols = cols, .format = format, .tensor_scale = by_kind[int(kind)]};
-    // In FP8 both forms have the one scale of the tensor. BF16 and FP32, whose granularity counts as
-    // PER_TENSOR, too, have no scale and no second form.
+    // Both forms share the one scale of the tensor. (BF16 and FP32 count as PER_TENSOR. They have no scale,
+    // and no transposed form.)
     if (format.granularity == PER_TENSOR)
         return {.tensor = tensor, .transposed = transposed, .delayed = shared_.scale_table.delayed()};
     return with_block_scales(tensor, transposed);
 }
 
-// The operand of x or of w in the form that `gemm` reads (Operand in gpu/tensors.h): row-major for fprop,
-// else transposed.
+// The operand of x or of w, in the form that `gemm` reads.
 Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const {
     if (is_read_as_stored(kind, source)) return {source.input};  // not in FP8
     const bool fp8 = format_of(shared_.formats, kind).is_fp8();
@@ -99,9 +99,9 @@ Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, Ge
     return operand;
 }
 
-// The operand of w in the form that `gemm` reads: from the cache, if weights are cached; else it is made here
-// from the weight. (Delayed scaling: the update leaves no amax of w. So it is computed here, as long as some
-// history of amaxes is empty.)
+// The operand of w: from the cache, if weights are cached; else it is made here, in the form that `gemm`
+// reads. (Delayed scaling: the update leaves no amax of w. So it is computed here, as long as some history of
+// amaxes is empty.)
 Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     shared_.sharding.gather_weights(Sharding::gather_unit_of(linear_layer_index_),
                                     gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);

@@ -97,7 +97,7 @@ public:
     void write_cached_w_operand();
 
 private:
-    // The forms of an operand (Operand in gpu/tensors.h) that are made.
+    // Which forms of an operand are made (Operand in gpu/tensors.h).
     enum class Form : uint8_t { RowMajor, Transposed, Both };
 
     LinearLayerContext& shared_;              // what all linear layers share

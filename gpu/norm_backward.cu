@@ -7,11 +7,11 @@
 //               dweight += dy xhat,  dbias += dy
 //   RMSNorm     the same with mean = 0 and without mean(d) and dbias. So rstd is 1 / rms
 //
-// A team goes through many rows. In shared memory it has sums of its own, dweight (C) and dbias (C), over the
-// rows that it has had so far. At its end the thread block adds the sums of its teams and writes the result
-// to memory. Then reduce_partials() adds the sums of all blocks (gpu/column_sums.cu). The number of blocks
-// depends only on the shape (N, C) and on the GPU's multiprocessors. So the order of additions is always the
-// same on GPUs of one kind.
+// A team (gpu/norm.cuh) goes through many rows. In shared memory it has sums of its own, dweight (C) and
+// dbias (C), over the rows that it has had so far. After the last row the thread block adds the sums of its
+// teams, and writes the result to memory. Then reduce_partials() adds the results of all blocks
+// (gpu/column_sums.cu). The number of blocks depends only on the shape (N, C) and on the number of
+// multiprocessors. So the order of additions is always the same on GPUs of one kind.
 #include "column_sums.h"
 #include "norm.cuh"
 
@@ -46,7 +46,7 @@ __device__ void write_partials(const float4* sums_of_teams, int C, float* partia
 }
 
 // A thread's chunks of a row, as they are stored: of the norm's input, of dy, and of dresidual_in.
-template <class StoredView> struct LoadedRow {
+template <class StoredView> struct LoadedNormRow {
     using LoadedGradient = typename PlainView<typename StoredView::ComputeElement>::LoadedChunk;
     typename StoredView::LoadedChunk x[MAX_CHUNKS_PER_THREAD];
     LoadedGradient dy[MAX_CHUNKS_PER_THREAD], dresidual[MAX_CHUNKS_PER_THREAD];
@@ -86,8 +86,8 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
     }
 
     // A row past the last one is zeros, and so is a chunk past the end of its row.
-    __device__ LoadedRow<StoredView> load(int64_t row) const {
-        LoadedRow<StoredView> loaded{};
+    __device__ LoadedNormRow<StoredView> load(int64_t row) const {
+        LoadedNormRow<StoredView> loaded{};
         if (row >= norm.input.rows) return loaded;
         const int64_t row_begin = row * norm.input.cols;
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
@@ -100,9 +100,9 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
         return loaded;
     }
 
-    // Gives dy and d = dy weight of a chunk. Both passes over the row call it, rather than keep dy and d in
-    // registers, of which they would take many. The weight is read again each time, from the cache.
-    __device__ void get_dy_and_d(const LoadedRow<StoredView>& loaded, int c, ChunkValues& dy,
+    // Gives dy and d = dy weight of a chunk. normalize() and write_gradients() both call it: to keep dy and d
+    // in between would take many registers. The weight is read each time, from the cache.
+    __device__ void get_dy_and_d(const LoadedNormRow<StoredView>& loaded, int c, ChunkValues& dy,
                                  ChunkValues& d) const {
         ChunkValues weight;
         dnorm_output.unpack(loaded.dy[c], dy);
@@ -110,8 +110,9 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
         for (int j = 0; j < CHUNK_SIZE; j++) d[j] = dy[j] * weight[j];
     }
 
-    // All threads of the block call it, because it takes sums along rows. `buffer` is that of sum_over_row().
-    __device__ NormedRow normalize(const LoadedRow<StoredView>& loaded, int buffer) const {
+    // Computes xhat and the means over the row. All threads of the block must call it, because it calls
+    // sum_over_row(), to which `buffer` is passed on.
+    __device__ NormedRow normalize(const LoadedNormRow<StoredView>& loaded, int buffer) const {
         const int64_t C = norm.input.cols;
         const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(C));
         ChunkValues x[MAX_CHUNKS_PER_THREAD], dy, d;
@@ -135,7 +136,7 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
             row.mean_d = 0;
             row.mean_d_xhat = sum[1] * inverse_C * row.statistics.rstd;
         } else {
-            // The statistics come first, and then the means, which need xhat.
+            // The statistics come first. Then xhat is known, which the means need.
             row.statistics = compute_row_statistics(x, C, /*rms=*/false, norm.eps);
             compute_xhat(x, row);
             float sum[2] = {0, 0};  // of d, and of d xhat
@@ -156,8 +157,9 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
 
     // Writes dresidual_out = dresidual_in + dx, and adds the row to the sums dweight and dbias. `largest` is
     // the largest magnitude of dresidual_out so far.
-    __device__ void write_gradients(int64_t row, const LoadedRow<StoredView>& loaded, const NormedRow& normed,
-                                    float4* dweight, float4* dbias, float& largest) const {
+    __device__ void write_gradients(int64_t row, const LoadedNormRow<StoredView>& loaded,
+                                    const NormedRow& normed, float4* dweight, float4* dbias,
+                                    float& largest) const {
         if (row >= norm.input.rows) return;
         const uint32_t C = static_cast<uint32_t>(norm.input.cols);
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
@@ -206,7 +208,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     for (int64_t first_row = static_cast<int64_t>(blockIdx.x) * blockDim.y; first_row < rows;
          first_row += static_cast<int64_t>(gridDim.x) * blockDim.y) {
         const int64_t row = first_row + threadIdx.y;
-        const LoadedRow<StoredView> loaded = row_backward.load(row);
+        const LoadedNormRow<StoredView> loaded = row_backward.load(row);
         const NormedRow normed = row_backward.normalize(loaded, buffer);
         if (row < rows && threadIdx.x == 0) row_backward.norm.row_statistics[row] = normed.statistics;
         row_backward.write_gradients(row, loaded, normed, dweight, dbias, largest);
@@ -220,7 +222,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
 
 // How many blocks there are decides in which order dweight and dbias are summed.
 constexpr int NORM_BLOCKS_PER_SM = 4;
-int most_norm_blocks() { return multiprocessors() * NORM_BLOCKS_PER_SM; }
+int max_norm_blocks() { return multiprocessors() * NORM_BLOCKS_PER_SM; }
 
 template <class StoredView, bool RMS, int CHUNKS_PER_THREAD>
 void launch_norm_backward(const Norm& n, StoredView input, const NormBackwardTensors& tensors,
@@ -255,11 +257,11 @@ void launch_for_width(const Norm& n, StoredView input, const NormBackwardTensors
 
 }  // namespace
 
-int64_t norm_backward_workspace_floats(int64_t C) { return 2 * most_norm_blocks() * C; }
+int64_t norm_backward_workspace_floats(int64_t C) { return 2 * max_norm_blocks() * C; }
 
 void norm_backward(const Norm& n, const NormBackwardTensors& tensors, float* workspace, cudaStream_t stream) {
     const unsigned blocks = std::min(block_count(n.input.rows, block_shape(n.input.cols).y),
-                                     static_cast<unsigned>(most_norm_blocks()));
+                                     static_cast<unsigned>(max_norm_blocks()));
     with_view(n.input, [&](auto input) {
         if (n.rms)
             launch_for_width<decltype(input), /*RMS=*/true>(n, input, tensors, workspace, blocks, stream);

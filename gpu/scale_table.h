@@ -45,19 +45,19 @@ public:
     bool any_empty_history = false;
     // To be called after the state has been initialized or written: histories may be empty now.
     void expect_empty_histories();
-    // To be called after the update. The amaxes of the step enter the histories, from which the scales of the
-    // next step follow, and the empty histories are counted in outcome, which is on the device. (If linear
-    // layers are not in FP8, this does nothing.)
+    // To be called after the update. Adds the amaxes of the step to the histories, computes the scales of the
+    // next step from the histories, and counts the empty histories in `outcome`, which is on the device. (If
+    // linear layers are not in FP8, this function does nothing.)
     void update_histories(StepOutcome* outcome) const;
 
 private:
     const RunSettings& settings_;
     const cudaStream_t stream_;
     TensorScale* const entries_;
-    const int64_t entry_count_;  // of the entries
+    const int64_t entry_count_;
     float* const histories_;
 
-    // The index of an operand in the table. All w come first, then all x, then all g.
+    // The index of an operand in the table.
     int64_t index_of(OperandKind o, int64_t linear_layer) const {
         constexpr int64_t KINDS_BEFORE[] = {1, 0, 2};  // before X, W and G: the order of OperandKind
         return KINDS_BEFORE[int(o)] * linear_layer_count + linear_layer;

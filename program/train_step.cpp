@@ -40,9 +40,9 @@ static void count_step(Run& run, const StepResult& result) {
     } else if (result.target_count) {
         run.skipped_in_a_row++;
     }
-    // If the run ends early, because a signal comes or data cannot be read, this step may be saved. After a
-    // step that was skipped for its loss or gradients it is not: an update before it may have made weights
-    // overflow. But if there is no earlier checkpoint, it is saved all the same.
+    // If the run ends early, because a signal comes or data cannot be read, this step may be saved. But a
+    // step that was skipped for its loss or gradients is not saved, because an earlier update may have made
+    // weights overflow. (If there is no earlier checkpoint, even such a step is saved.)
     run.at_savable_step = run.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
@@ -67,6 +67,7 @@ AdamWOptions options_of_next_update(const Run& run) {
 }
 
 int64_t warmup_steps(int64_t warmup, int64_t steps) {
+    // --steps 0 evaluates, and trains no step whose warm-up could be shortened.
     return steps > 0 && warmup > steps ? steps / 10 : warmup;
 }
 
