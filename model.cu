@@ -123,8 +123,8 @@ struct Layer {
 struct ResidualNorm {
     Norm args;            // as kernels are given it; args.input is the norm's saved input
     size_t weight_index;  // the index of the norm's weight in ParameterState::params
-    // The linear layer whose output was added to the residual stream last. In backward it reads the gradient
-    // that this norm computes. Null for the first norm 1: the embedding comes before it.
+    // The linear layer whose output was added to the residual stream last. In backward this linear layer
+    // reads the gradient that the norm computes. Null for the first norm 1: the embedding comes before it.
     LinearLayer* linear_before;
     // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
     LinearLayer* linear_after;
@@ -298,8 +298,8 @@ public:
         return {.data = data, .rows = n, .cols = cols, .format = {recipe_.compute_format}};
     }
 
-    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves. (Tables at
-    // the beginning of forward and of backward say where amaxes come from without extra passes.)
+    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves. The tables
+    // of amaxes, before forward() and mlp_half_backward(), show where a linear layer makes an extra pass.
     Layer make_layer(int64_t l) {
         const int64_t N = settings_.B * settings_.T;
         auto index = [&](const char* param) {
@@ -337,9 +337,9 @@ public:
         return tensor;
     }
 
-    // The residual stream (N, C) after the last layer. In backward its gradient takes its place, and stays
-    // there while it becomes the gradient of the stream before the last layer, before the one before, ...:
-    // the backward pass of the final norm overwrites its input.
+    // The residual stream (N, C) after the last layer, which is the input of the final norm. The backward
+    // pass of this norm overwrites it with the gradient of the residual stream, dresidual(). The further
+    // norms, in backward's order, add their parts to dresidual() in place.
     TensorRef final_norm_input() const {
         return tensor_at(memory_.final_norm_input_or_dresidual, micro_batch_.N, config_.C);
     }
@@ -565,7 +565,7 @@ public:
     // or that reads the weights of the bucket. Llama: does nothing, because the gradients are where the
     // update reads them.
     void finish_bucket(int64_t bucket) {
-        // Several ranks: each sends the gradients to those that own them, where they are added
+        // Several ranks: each rank sends the gradients to the ranks that own them, which add them up
         if (sharding_.sends_gradients() && !context_.quant_report)
             sharding_.reduce_gradients(bucket, micro_batch_.is_first);
         // --gradients none: the weights of the bucket are updated
@@ -659,17 +659,18 @@ public:
     //   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
     //   qkv_proj.g            dqkv                       attention_backward()
     //
-    // (Qwen3: qk_norms_backward() changes dqkv after attention_backward(). So its amax takes an extra pass.)
+    // (Qwen3: qk_norms_backward() changes dqkv after attention_backward(). So the amax of dqkv takes an extra
+    // pass.)
 
     // From the gradient of the residual stream after layer l to that before norm 2 of this layer. This is
     // what is on the stack, from one kernel to the next. In brackets is what a linear layer allocates for one
-    // GEMM. Of dgate_up_operand only the transposed codes are here in coat: the row-major ones take the place
-    // of gate_up.
+    // GEMM. Of dgate_up_operand only the transposed codes are on the stack in coat: the row-major codes take
+    // the place of gate_up.
     //
     //   on the stack                                                     what runs, and what it computes
     //   dgate_up_operand | g_operand of down_proj | [x_operand]          wgrad of down_proj
     //   dgate_up_operand | g_operand of down_proj | dact | [w_operand]   dgrad of down_proj: dact
-    //   dgate_up_operand | g_operand of down_proj | dact                 activation: amax of dgate_up
+    //   dgate_up_operand | g_operand of down_proj | dact                 activation: the amax of dgate_up
     //   dgate_up_operand | g_operand of down_proj | dact                 activation: dgate_up_operand
     //   dgate_up_operand | dnorm_output | [w_operand]                    dgrad of gate_up_proj: dnorm_output
     //   dgate_up_operand | dnorm_output                                  norm 2: dresidual()
@@ -765,8 +766,8 @@ public:
         return buffer;
     }
 
-    // A norm and the linear layer that reads its output. dgrad computes the gradient of the norm's output;
-    // the norm's backward pass reads this gradient; wgrad reads the norm's output.
+    // The backward pass of a norm, and of the linear layer that reads the norm's output. dgrad computes the
+    // gradient of the norm's output; the norm's backward pass reads this gradient; wgrad reads the output.
     void linear_and_norm_backward(const ResidualNorm& norm, const Operand& g_operand) {
         Arena::Scope until_dresidual(arena_);  // for dnorm_output
         const TensorRef dnorm_output = allocate_tensor(micro_batch_.N, config_.C);
@@ -819,8 +820,8 @@ public:
         finish_bucket(bucket);
     }
 
-    // memory_.outcome()->loss_or_nan = the loss so far; or NaN, if an amax is not finite: FP8 codes hide
-    // infinity and NaN. If it is NaN, the step is skipped.
+    // memory_.outcome()->loss_or_nan = the loss so far; or NaN, if an amax is not finite, because FP8 codes
+    // hide infinity and NaN. A step whose loss_or_nan is NaN is skipped.
     void note_loss_or_nan() {
         StepOutcome* const outcome = memory_.outcome();
         write_loss_or_nan(scale_table_.entries(), scale_table_.entry_count(), &outcome->loss,

@@ -66,9 +66,9 @@ bool LinearLayer::is_read_as_stored(OperandKind kind, const LazyTensor& source) 
 
 static Operand with_block_scales(const TensorRef& tensor, void* transposed);  // rowwise, deepseek: below
 
-// Takes the memory of an operand in these forms.
+// Takes the memory of an operand.
 //   needed_rows   the operand's rows, before they are rounded up for an FP8 GEMM
-//   row_major     where the row-major elements go; if null, memory is allocated for them, too
+//   row_major     where the row-major elements go; if null, memory is allocated for them
 Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, Form form,
                                       void* row_major) const {
     const TensorFormat& format = format_of(shared_.formats, kind);

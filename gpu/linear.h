@@ -51,8 +51,8 @@ struct LinearLayerContext {
     }
 };
 
-// Whether a linear layer computes the amax of x, or of g, by an extra pass just before it makes the codes. It
-// does where no earlier kernel finds the amax. (Two tables in model.cu say which kernel finds which amax.)
+// Which amaxes a linear layer computes by an extra pass, just before it makes the codes: those that it needs,
+// and that no earlier kernel finds. (Two tables in model.cu say which kernel finds which amax.)
 struct ExtraAmaxPasses {
     bool over_x = false;  // in fprop()
     bool over_g = false;  // in write_g_operand()
