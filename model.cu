@@ -305,16 +305,15 @@ public:
         auto index = [&](const char* param) {
             return parameter_state_.param_index(concat("layers.", l, ".", param));
         };
-        auto linear_layer = [&](const char* weight, ExtraAmaxPasses extra_amax_passes) {
+        auto linear = [&](const char* weight, ExtraAmaxPasses extra_amax_passes) {
             return LinearLayer(linear_layer_context_, index(weight), extra_amax_passes);
         };
         Layer layer{.norm1_weight_index = index("norm1.weight"),
                     .norm2_weight_index = index("norm2.weight"),
-                    .qkv_proj = linear_layer("qkv", {.over_g = qk_norms_}),
-                    .attention_out_proj =
-                        linear_layer("attention_out", {.over_x = saves_attention_in_groups_}),
-                    .gate_up_proj = linear_layer("gate_up", {.over_g = true}),
-                    .down_proj = linear_layer("down", {.over_x = !saves_inputs_in_groups_})};
+                    .qkv_proj = linear("qkv", {.over_g = qk_norms_}),
+                    .attention_out_proj = linear("attention_out", {.over_x = saves_attention_in_groups_}),
+                    .gate_up_proj = linear("gate_up", {.over_g = true}),
+                    .down_proj = linear("down", {.over_x = !saves_inputs_in_groups_})};
         if (qk_norms_) layer.qk_norms_weight_index = index("qk_norm.weight");
         uint8_t* const saved_by_layer = memory_.saved_activations + l * saved_layer_bytes(settings_);
         const std::vector<int64_t> offsets = saved_tensor_offsets(settings_);
