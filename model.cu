@@ -142,7 +142,7 @@ struct ResidualStream {
     TensorRef buffer;   // no tensor in recipes that save no groups
     TensorRef current;  // the last sum, in the compute format: the buffer, or the input of the next norm
 
-    // What a residual sum writes besides the input of `next`, the norm that will read it.
+    // What a residual sum writes if `next` is the norm that will read it.
     ResidualSumOutputs outputs_for(const ResidualNorm& next) const {
         return {.norm = next.args,
                 .plain_sum = next.saves_groups() ? buffer : TensorRef{},
