@@ -147,7 +147,7 @@ template <bool IS_V, Format FORMAT> struct ExpansionCodec {
 // ===========================================================================================================
 // 3. A span, which half a warp updates
 //
-// A span is 128 consecutive elements of a shard. (On one GPU a shard is a whole parameter: adamw.h.) Each of
+// A span is 128 consecutive elements of a parameter. Each of
 // 16 lanes has eight of them. A warp updates two neighbouring spans at the same time:
 //
 //   lane        0       1        ...   15            16      17       ...   31
@@ -192,43 +192,43 @@ template <class WeightsKind> struct LoadedElements {
     Bf16OrFp32::LoadedChunk g;
 };
 
-// How many spans a shard has. The last one may have fewer than 128 elements, and then padding.
-__device__ int span_count(const Shard& shard) {
-    return static_cast<int>(ceil_div(shard.size, MOMENT_GROUP_SIZE));
+// How many spans a parameter has. The last one may have fewer than 128 elements, and then padding.
+__device__ int span_count(const AdamWParam& param) {
+    return static_cast<int>(ceil_div(param.size, MOMENT_GROUP_SIZE));
 }
 
-// Loads and stores a thread's eight elements of any span of a shard. All members are for the shard's span 0;
-// span s is 128 s elements on.
+// Loads and stores a thread's eight elements of any span of a parameter. All members are for the parameter's
+// span 0; span s is 128 s elements on.
 template <class WeightsKind> struct ElementsOfThread {
     const AdamWArguments& arguments;
-    const Shard& shard;
+    const AdamWParam& param;
 
-    const int shard_spans = span_count(shard);
+    const int param_spans = span_count(param);
     // The first of the eight elements, counted from the beginning of the span.
     const int in_span = threadIdx.x % LANES_PER_SPAN * CHUNK_SIZE;
-    // Its position in the rank's order, in which gradients lie, too, and its position in the flat order, for
+    // Its position in memory order, in which gradients lie, too, and its position in the flat order, for
     // random bits. (On one GPU they are the same number.)
-    const int64_t rank_position = shard.rank_offset + in_span;
-    const int64_t flat_position = shard.flat_offset + in_span;
-    const WeightsKind weights{arguments.weights, rank_position};
-    uint8_t* const codes_m = static_cast<uint8_t*>(shard.m.data) + in_span;
-    uint8_t* const codes_v = static_cast<uint8_t*>(shard.v.data) + in_span;
+    const int64_t memory_position = param.memory_offset + in_span;
+    const int64_t flat_position = param.flat_offset + in_span;
+    const WeightsKind weights{arguments.weights, memory_position};
+    uint8_t* const codes_m = static_cast<uint8_t*>(param.m.data) + in_span;
+    uint8_t* const codes_v = static_cast<uint8_t*>(param.v.data) + in_span;
 
-    // The distance, in elements, from the shard's first span to `span`. A span past the last one counts as
-    // the last span.
+    // The distance, in elements, from the parameter's first span to `span`. A span past the last one counts
+    // as the last span.
     __device__ int64_t clamped_offset(int span) const {
-        return static_cast<int64_t>(min(span, shard_spans - 1)) * MOMENT_GROUP_SIZE;
+        return static_cast<int64_t>(min(span, param_spans - 1)) * MOMENT_GROUP_SIZE;
     }
     __device__ LoadedElements<WeightsKind> load(int span) const {
         const int64_t i = clamped_offset(span);
         return {.codes = {load_global<uint2>(codes_m + i), load_global<uint2>(codes_v + i)},
                 .w = weights.load(i),
-                .g = arguments.gradients.load(rank_position - arguments.elements.first + i)};
+                .g = arguments.gradients.load(memory_position - arguments.elements.first + i)};
     }
     // Stores nothing for a span past the last one.
     __device__ void store(int span, const ChunkValues& w, const MAndV<uint2>& codes,
                           uint32_t& largest_bits) const {
-        const bool live = span < shard_spans;
+        const bool live = span < param_spans;
         const int64_t i = clamped_offset(span);
         weights.store(i, w, arguments.rounding_key, flat_position + i, live, largest_bits);
         if (!live) return;
@@ -275,8 +275,8 @@ __device__ SpanFields update_span(const ElementsOfThread<WeightsKind>& elements,
 //
 // Why there are bundles. The fields of a span are few bytes, 2% of those that move. But a warp that loads and
 // stores them for each pair of spans spends half of its accesses to memory on fields. With a bundle, eight
-// consecutive spans of a shard, one load instruction and one store instruction of a warp move the fields of
-// all eight.
+// consecutive spans of a parameter, one load instruction and one store instruction of a warp move the fields
+// of all eight.
 //
 // A warp updates a bundle as four pairs of spans, one pair after the other: pair p has the spans 2 p and
 // 2 p + 1, one for each half of the warp.
@@ -314,9 +314,9 @@ static_assert(SPANS_PER_BUNDLE * FIELDS_PER_SPAN == 32, "each lane has one field
 constexpr int WARPS_PER_BLOCK = 8;
 
 // Which field of a bundle this lane has (the drawing of lanes, fields and spans above), and where that field
-// of each span is in memory. Bundles are counted from the beginning of the shard.
+// of each span is in memory. Bundles are counted from the beginning of the parameter.
 struct FieldOfLane {
-    const Shard& shard;
+    const AdamWParam& param;
 
     const int lane = threadIdx.x % 32;
     const bool is_of_v = lane % FIELDS_PER_SPAN >= 2;
@@ -324,21 +324,21 @@ struct FieldOfLane {
     // Counted from the beginning of the bundle:
     const int pair = lane % LANES_PER_SPAN / FIELDS_PER_SPAN;
     const int span_in_bundle = pair * SPANS_PER_PAIR + lane / LANES_PER_SPAN;
-    const MomentRef moment = is_of_v ? shard.v : shard.m;
-    // This field of each span of the shard. (Null if it is a k, and the moment has none.)
+    const MomentRef moment = is_of_v ? param.v : param.m;
+    // This field of each span of the parameter. (Null if it is a k, and the moment has none.)
     float* const in_memory = is_k ? moment.k : moment.max;
-    const int shard_spans = span_count(shard);
+    const int param_spans = span_count(param);
 
-    // If the span is past the last one of the shard, load() reads the field of the last span, and store()
+    // If the span is past the last one of the parameter, load() reads the field of the last span, and store()
     // does nothing.
     __device__ float load(int bundle) const {
         if (!in_memory) return 1.0f;
         const int span = bundle * SPANS_PER_BUNDLE + span_in_bundle;
-        return load_global<float>(in_memory + min(span, shard_spans - 1));
+        return load_global<float>(in_memory + min(span, param_spans - 1));
     }
     __device__ void store(int bundle, float field) const {
         const int span = bundle * SPANS_PER_BUNDLE + span_in_bundle;
-        if (in_memory && span < shard_spans) store_in_one_instruction(in_memory + span, field);
+        if (in_memory && span < param_spans) store_in_one_instruction(in_memory + span, field);
     }
     // This lane's field, out of the four of its span.
     __device__ float own_field_of(const SpanFields& fields) const {
@@ -358,20 +358,20 @@ __device__ SpanFields fields_from_lanes(float field, int pair) {
     return {.m = m, .v = v};
 }
 
-// A warp updates the bundles `first`, first + 8, first + 16, and so on, below `end`, of a shard. (The other
-// seven warps of the block update those between.) Returns the bits of the largest magnitude of this lane's
-// new weights.
+// A warp updates the bundles `first`, first + 8, first + 16, and so on, below `end`, of a parameter. (The
+// other seven warps of the block update those between.) Returns the bits of the largest magnitude of this
+// lane's new weights.
 //
-// If the shard has an odd number of spans, the last span has no partner in its pair. Then the second half of
-// the warp computes the last span, too, and stores nothing.
+// If the parameter has an odd number of spans, the last span has no partner in its pair. Then the second half
+// of the warp computes the last span, too, and stores nothing.
 template <class WeightsKind, class MCodec, class VCodec>
-__device__ uint32_t update_bundles(const AdamWArguments& arguments, const Shard& shard, int first, int end,
-                                   const MAndV<Table>& tables) {
+__device__ uint32_t update_bundles(const AdamWArguments& arguments, const AdamWParam& param, int first,
+                                   int end, const MAndV<Table>& tables) {
     if (first >= end) return 0;
-    const ElementsOfThread<WeightsKind> elements{arguments, shard};
-    const FieldOfLane field_of_lane{shard};
+    const ElementsOfThread<WeightsKind> elements{arguments, param};
+    const FieldOfLane field_of_lane{param};
     const float clip_factor = arguments.state->clip_factor;
-    const float decay = shard.decays ? arguments.constants.weight_decay : 0.0f;
+    const float decay = param.decays ? arguments.constants.weight_decay : 0.0f;
     uint32_t largest_bits = 0;
 
     // The span that this half of the warp updates in a pair.
@@ -385,8 +385,8 @@ __device__ uint32_t update_bundles(const AdamWArguments& arguments, const Shard&
         const int next_bundle = bundle + WARPS_PER_BLOCK;
         float field = next_field;
         next_field = field_of_lane.load(next_bundle);
-        // The last bundle of the shard may have fewer than four pairs.
-        const int spans = elements.shard_spans - bundle * SPANS_PER_BUNDLE;
+        // The last bundle of the parameter may have fewer than four pairs.
+        const int spans = elements.param_spans - bundle * SPANS_PER_BUNDLE;
         const int pairs = min(PAIRS_PER_BUNDLE, (spans + 1) / SPANS_PER_PAIR);
 #pragma unroll 1  // one copy of this long body
         for (int pair = 0; pair < pairs; pair++) {
@@ -408,16 +408,16 @@ __device__ uint32_t update_bundles(const AdamWArguments& arguments, const Shard&
 // ===========================================================================================================
 // 5. The kernel: the bundles that a thread block updates
 //
-// The bundles of all shards are numbered (Shard::bundles_before_shard). Each block has a range of those of
-// the update, and the ranges are equally long, but for one bundle. So a block may have the end of one shard
-// and the beginning of the next:
+// The bundles of all parameters are numbered (AdamWParam::bundles_before). Each block has a range of those of
+// the update, and the ranges are equally long, but for one bundle. So a block may have the end of one
+// parameter and the beginning of the next:
 //
-//   shards     | 0                   | 1 | 2                                 | 3     |
+//   parameters | 0                   | 1 | 2                                 | 3     |
 //   blocks     | 0           | 1           | 2           | 3           | 4           |
 //
-// The block goes through the shards to which its bundles belong. In each shard warp 0 takes the first of
-// these bundles, warp 1 the second, and so on; after the last warp, warp 0 takes the next one. (Shards with
-// FP32 moments, those of norms and biases, are passed over.)
+// The block goes through the parameters to which its bundles belong. In each parameter warp 0 takes the first
+// of these bundles, warp 1 the second, and so on; after the last warp, warp 0 takes the next one. (Parameters
+// with FP32 moments, those of norms and biases, are passed over.)
 
 constexpr int BLOCKS_PER_SM = 2;  // on a multiprocessor at once: a thread may then have 128 registers
 
@@ -425,22 +425,22 @@ constexpr int BLOCKS_PER_SM = 2;  // on a multiprocessor at once: a thread may t
 struct BundleRange {
     int64_t begin, end;
 };
-__device__ BundleRange bundles_of_shard(const Shard& shard) {
-    const int64_t begin = shard.bundles_before_shard;
-    return {.begin = begin, .end = begin + ceil_div(shard.size, BUNDLE_SIZE)};
+__device__ BundleRange bundles_of(const AdamWParam& param) {
+    const int64_t begin = param.bundles_before;
+    return {.begin = begin, .end = begin + ceil_div(param.size, BUNDLE_SIZE)};
 }
 __device__ BundleRange bundles_of_block(const AdamWArguments& arguments) {
-    const int64_t first = bundles_of_shard(arguments.shards[0]).begin;
-    const int64_t count = bundles_of_shard(arguments.shards[arguments.shard_count - 1]).end - first;
+    const int64_t first = bundles_of(arguments.params[0]).begin;
+    const int64_t count = bundles_of(arguments.params[arguments.param_count - 1]).end - first;
     return {.begin = first + count * blockIdx.x / gridDim.x,
             .end = first + count * (blockIdx.x + 1) / gridDim.x};
 }
-// The number of the shard that has this bundle: the last one that begins with it or before it.
-__device__ int shard_of_bundle(const AdamWArguments& arguments, int64_t bundle) {
-    int low = 0, high = arguments.shard_count - 1;
+// The number of the parameter that has this bundle: the last one that begins with it or before it.
+__device__ int param_of_bundle(const AdamWArguments& arguments, int64_t bundle) {
+    int low = 0, high = arguments.param_count - 1;
     while (low < high) {
         const int middle = (low + high + 1) / 2;
-        if (arguments.shards[middle].bundles_before_shard <= bundle) low = middle;
+        if (arguments.params[middle].bundles_before <= bundle) low = middle;
         else high = middle - 1;
     }
     return low;
@@ -462,17 +462,17 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
     __syncthreads();
     const int warp = threadIdx.x / 32;
     const BundleRange of_block = bundles_of_block(arguments);
-    for (int i = shard_of_bundle(arguments, of_block.begin); i < arguments.shard_count; i++) {
-        const Shard shard = arguments.shards[i];
-        const BundleRange of_shard = bundles_of_shard(shard);
-        if (of_shard.begin >= of_block.end) return;
-        if (!in_fp8_moment_groups(shard)) continue;
-        // What the block has of the shard, counted from the shard's first bundle.
-        const int64_t begin = max(of_block.begin, of_shard.begin) - of_shard.begin;
-        const int64_t end = min(of_block.end, of_shard.end) - of_shard.begin;
+    for (int i = param_of_bundle(arguments, of_block.begin); i < arguments.param_count; i++) {
+        const AdamWParam param = arguments.params[i];
+        const BundleRange of_param = bundles_of(param);
+        if (of_param.begin >= of_block.end) return;
+        if (!in_fp8_moment_groups(param)) continue;
+        // What the block has of the parameter, counted from the parameter's first bundle.
+        const int64_t begin = max(of_block.begin, of_param.begin) - of_param.begin;
+        const int64_t end = min(of_block.end, of_param.end) - of_param.begin;
         const uint32_t largest_bits = update_bundles<WeightsKind, MCodec, VCodec>(
-            arguments, shard, static_cast<int>(begin) + warp, static_cast<int>(end), tables);
-        if (shard.weight_amax) update_amax_by_warp(shard.weight_amax, largest_bits);
+            arguments, param, static_cast<int>(begin) + warp, static_cast<int>(end), tables);
+        if (param.weight_amax) update_amax_by_warp(param.weight_amax, largest_bits);
     }
 }
 
@@ -595,8 +595,8 @@ constexpr int64_t MIN_BUNDLES_PER_BLOCK = 2048;
 //     blocks share out the slow bundles better;
 //   - fewer, about one for each bundle, if the update is small. A bundle is the work of one warp, so a block
 //     for each bundle spreads the bundles over all multiprocessors.
-// `bundles` is nearly the number of the update's bundles: as many as its elements would fill, if no shard had
-// a short last bundle.
+// `bundles` is nearly the number of the update's bundles: as many as its elements would fill, if no parameter
+// had a short last bundle.
 unsigned adamw_blocks(int64_t bundles) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, bundles / (at_once * MIN_BUNDLES_PER_BLOCK));
@@ -634,33 +634,33 @@ template <class F> void with_codecs(const OptimizerFormats& o, F f) {
 // The amaxes of the weights start at 0, because an update only raises them.
 __global__ void clear_weight_amaxes_kernel(const AdamWArguments arguments) {
     const int64_t i = thread_of_grid();
-    if (i >= arguments.shard_count || arguments.state->skip) return;
-    float* const weight_amax = arguments.shards[i].weight_amax;
+    if (i >= arguments.param_count || arguments.state->skip) return;
+    float* const weight_amax = arguments.params[i].weight_amax;
     if (weight_amax) *weight_amax = 0;
 }
 
 }  // namespace
 
-void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& shards,
+void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ParamsToUpdate& params,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
     require(is_fp8(optimizer.m_format) == is_fp8(optimizer.v_format),
             "first and second moments must both be in FP8, or neither");
     const AdamWArguments arguments{.constants = kernel_constants(options),
-                                   .shards = shards.shards,
-                                   .shard_count = shards.count,
-                                   .elements = shards.elements,
+                                   .params = params.table,
+                                   .param_count = params.count,
+                                   .elements = params.elements,
                                    .weights = weights,
                                    .rounding_key = rounding_key,
-                                   .gradients = bf16_or_fp32(shards.gradients, shards.gradient_format),
+                                   .gradients = bf16_or_fp32(params.gradients, params.gradient_format),
                                    .state = state};
-    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(shards.count, 128), 128,
+    launch("clear_weight_amaxes", clear_weight_amaxes_kernel, block_count(params.count, 128), 128,
            /*shared_bytes=*/0, stream, arguments);
-    update_other_shards(optimizer, arguments, stream);
-    if (!optimizer.has_fp8_moment_groups() || shards.elements.count == 0) return;
+    update_other_params(optimizer, arguments, stream);
+    if (!optimizer.has_fp8_moment_groups() || params.elements.count == 0) return;
     with_weights(weights, [&]<class WeightsKind>() {
         with_codecs(optimizer, [&]<class MCodec, class VCodec>() {
             launch("adamw", adamw_kernel<WeightsKind, MCodec, VCodec>,
-                   adamw_blocks(/*bundles=*/ceil_div(shards.elements.count, BUNDLE_SIZE)),
+                   adamw_blocks(/*bundles=*/ceil_div(params.elements.count, BUNDLE_SIZE)),
                    32 * WARPS_PER_BLOCK,
                    /*shared_bytes=*/0, stream, arguments);
         });

@@ -2,14 +2,12 @@
 // update (kernels: adamw.cu; for other moments than COAT's, gpu/other_optimizers.cu). The rules of
 // gpu/tensors.h hold here.
 //
-// Weights, masters, moments and sums of gradients lie in the flat order: all parameters one after the other
-// (Param::flat_offset), each padded to whole moment groups. The padding stays zero.
+// Weights, masters, moments and sums of gradients lie in memory order: all parameters one after the other,
+// each padded to whole moment groups. The padding stays zero.
 //
-// On one GPU read "shard" as "parameter", and "the rank's order" as "the flat order".
-//
-// With several GPUs (this can wait) each of them is a rank, and holds a part of every matrix:
-//   shard              what one rank owns of a parameter
-//   the rank's order   all shards of a rank, one after the other, each padded as in the flat order
+// (Several GPUs can wait. Each of them is a rank, which owns a part of every matrix. Then "parameter" means
+// what this rank owns of it, and memory order has only these parts. The flat order, Param::flat_offset, has
+// all parameters, whoever owns them. With one GPU the two orders are the same.)
 #pragma once
 #include "common/architecture.h"
 #include "common/step.h"
@@ -17,8 +15,8 @@
 
 namespace coat::gpu {
 
-// One moment, m or v, of one shard. In COAT an element is a byte, its FP8 code. 128 consecutive elements are
-// a moment group, which has two FP32 numbers (common/formats.h):
+// One moment, m or v, of a parameter. In COAT an element is a byte, its FP8 code. 128 consecutive elements
+// are a moment group, which has two FP32 numbers (common/formats.h):
 //   max   the largest magnitude in the moment group
 //   k     the expansion exponent
 // They say how the codes are decoded. The paper's scale follows from both, s = max^k / FMAX, so it is not
@@ -26,7 +24,7 @@ namespace coat::gpu {
 //
 // (In other optimizers a moment may be in FP32 or BF16. Then max is null.)
 struct MomentRef {
-    void* data;     // all elements of the shard
+    void* data;     // all elements of the parameter
     float* max;     // one for each moment group
     float* k;       // one for each moment group; null without expansion
     Format format;  // of the elements
@@ -38,36 +36,33 @@ struct MomentRef {
 // (This can wait: the remainders may be null. Then BF16 weights have no masters, and an update rounds them
 // stochastically. The FP32 weights of the recipe fp32 are their own masters.)
 struct Weights {
-    void* values;         // all elements of the rank's order
+    void* values;         // all elements, in memory order
     int16_t* remainders;  // of the same elements
     Format format;        // of values: BF16 or FP32
 };
 
-// The kernel of adamw.cu gives a warp 1,024 consecutive elements of a shard, which are called a bundle. (The
-// last bundle of a shard may have fewer.)
+// The kernel of adamw.cu gives a warp 1,024 consecutive elements of a parameter, which are called a bundle.
+// (The last bundle of a parameter may have fewer.)
 inline constexpr int BUNDLE_SIZE = 8 * MOMENT_GROUP_SIZE;
 
-// The part of one parameter that this rank updates: on one GPU, the whole parameter. The device has a table
-// of shards, in the rank's order.
-struct Shard {
-    int64_t rank_offset, size;  // elements before the shard in the rank's order, and its own elements
+// A parameter as AdamW sees it. The device has a table of them, in memory order.
+struct AdamWParam {
+    int64_t memory_offset, size;  // elements before it in memory order, and its own elements
     MomentRef m, v;
     bool decays;
     // The amax of the new weights, which adamw() writes. It is null if the parameter is not the weight of a
     // linear layer. (With delayed scaling it is always null.)
     float* weight_amax;
 
-    // How many bundles all shards before this one have. It is also the number of the shard's first bundle.
-    int64_t bundles_before_shard = 0;
+    // How many bundles all parameters before this one have: the number of its first bundle.
+    int64_t bundles_before = 0;
 
-    // With several GPUs (this can wait) results must not depend on the number of ranks. So random bits and
-    // sums of squares go by the flat order:
-    //   flat_offset                elements before the shard in the flat order, by which random bits are
-    //                              numbered
-    //   shard_units_before_shard   shard units (common/ranks.h, SHARD_UNIT) before the shard in that order,
-    //                              in which squares of gradients are summed
+    // How many units come before the parameter in the flat order. Squares of gradients are summed in units of
+    // UNIT_SIZE = 8192 elements (common/ranks.h).
+    int64_t units_before = 0;
+    // Elements before the parameter in the flat order, by which random bits are numbered. (So they do not
+    // depend on the number of ranks. With one GPU this is memory_offset.)
     int64_t flat_offset = 0;
-    int64_t shard_units_before_shard = 0;
 };
 
 // What a step knows of its gradients, on the device. It is cleared before the step.
@@ -80,22 +75,22 @@ struct GradientState {
     uint32_t skip;
 };
 
-// The shards of an update, and their gradients. They are all shards of this rank.
+// The parameters of an update, and their gradients: all parameters.
 //
 // (This can wait: with --gradients none they are some neighbours in the table, those of one bucket. A bucket
 // is the parameters whose gradients backward completes at the same time: Param::bucket.)
-struct ShardsToUpdate {
-    const Shard* shards;  // (count), on the device
+struct ParamsToUpdate {
+    const AdamWParam* table;  // (count), on the device
     int count;
-    Range elements;          // the elements of these shards, in the rank's order
+    Range elements;          // the elements of these parameters, in memory order
     const void* gradients;   // the gradients of these elements
     Format gradient_format;  // FP32, or that of the weights
 };
 
-// Updates shards by AdamW, and finds the amaxes of the new weights. If state->skip is set, everything stays
-// as it was. Matrices have their m in optimizer.m_format and their v in optimizer.v_format. Norm weights and
-// biases have FP32 moments. rounding_key: that of this update, for weights without a master.
-void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ShardsToUpdate& shards,
+// Updates parameters by AdamW, and finds the amaxes of the new weights. If state->skip is set, everything
+// stays as it was. Matrices have their m in optimizer.m_format and their v in optimizer.v_format. Norm
+// weights and biases have FP32 moments. rounding_key: that of this update, for weights without a master.
+void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const ParamsToUpdate& params,
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream);
 
 }  // namespace coat::gpu

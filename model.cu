@@ -837,19 +837,19 @@ public:
     // Clipping needs the norm of all gradients, so their squares come first. (With several ranks each
     // computes a row of loss_and_squares, from what it owns, and gets those of the others.)
     void update_buckets(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket) {
-        const ShardsToUpdate shards = parameter_state_.shards_of_buckets(first_bucket, end_bucket);
-        const Range shard_units = parameter_state_.shard_units_of_buckets(first_bucket, end_bucket);
+        const ParamsToUpdate params = parameter_state_.params_of_buckets(first_bucket, end_bucket);
+        const Range units = parameter_state_.units_of_buckets(first_bucket, end_bucket);
         StepOutcome* const outcome = memory_.outcome();
         GradientState* const gradient_state = &outcome->gradient_state;
         double* const loss_and_squares = memory_.loss_and_squares;
-        const int64_t row_size = 1 + shard_units.count;
+        const int64_t row_size = 1 + units.count;
         double* const own_row = loss_and_squares + settings_.rank * row_size;
 
-        compute_gradient_squares(shards, shard_units, &outcome->loss_or_nan, own_row, stream_);
+        compute_gradient_squares(params, units, &outcome->loss_or_nan, own_row, stream_);
         sharding_.all_gather(loss_and_squares, row_size * static_cast<int64_t>(sizeof(double)));
-        update_gradient_state(loss_and_squares, shard_units.count, settings_.ranks, options.clip,
-                              gradient_state, stream_);
-        adamw(options, settings_.optimizer, shards, memory_.owned_weights,
+        update_gradient_state(loss_and_squares, units.count, settings_.ranks, options.clip, gradient_state,
+                              stream_);
+        adamw(options, settings_.optimizer, params, memory_.owned_weights,
               rounding_key(settings_.seed, options.update_number), gradient_state, stream_);
     }
 

@@ -18,18 +18,18 @@ namespace coat {
 //              weights of its part to the others
 //   a vector   is small: every rank owns the whole vector, and computes the same update
 
-// A matrix is cut only at multiples of SHARD_UNIT elements.
+// A unit is UNIT_SIZE elements of a parameter, or fewer at its end. Matrices are cut between units.
 //   - So no moment group is cut.
-//   - Sums over a matrix are the same for any number of ranks, because each shard unit is summed first.
-//   - If a matrix has fewer shard units than there are ranks, some ranks own nothing of it.
-inline constexpr int64_t SHARD_UNIT = 64 * MOMENT_GROUP_SIZE;
+//   - Sums over a matrix are the same for any number of ranks, because each unit is summed first.
+//   - If a matrix has fewer units than there are ranks, some ranks own nothing of it.
+inline constexpr int64_t UNIT_SIZE = 64 * MOMENT_GROUP_SIZE;
 
 // The elements of a parameter that a rank owns.
 inline Range owned(const Param& p, int64_t rank, int64_t ranks) {
     if (p.is_vector()) return {.first = 0, .count = p.size()};
-    const int64_t units = ceil_div(p.size(), SHARD_UNIT);
-    const int64_t begin = std::min(p.size(), (units * rank / ranks) * SHARD_UNIT);
-    const int64_t end = std::min(p.size(), (units * (rank + 1) / ranks) * SHARD_UNIT);
+    const int64_t units = ceil_div(p.size(), UNIT_SIZE);
+    const int64_t begin = std::min(p.size(), (units * rank / ranks) * UNIT_SIZE);
+    const int64_t end = std::min(p.size(), (units * (rank + 1) / ranks) * UNIT_SIZE);
     return {.first = begin, .count = end - begin};
 }
 inline Range owned(const RunSettings& s, const Param& p) { return owned(p, s.rank, s.ranks); }

@@ -45,8 +45,9 @@ public:
                                TensorFormat{format}};
         Param param{};
         param.init_std = std;
-        initialize({.values = tensor.data, .remainders = nullptr, .format = format}, /*rank_offset=*/0, param,
-                   {.owned = all, .param_index = 0, .used = all.count, .seed = taken_.size()}, stream_);
+        initialize({.values = tensor.data, .remainders = nullptr, .format = format}, /*memory_offset=*/0,
+                   param, {.owned = all, .param_index = 0, .used = all.count, .seed = taken_.size()},
+                   stream_);
         return tensor;
     }
     template <class T> T* upload(const std::vector<T>& host) {
@@ -503,10 +504,10 @@ private:
         const bool remainder = compute_ != Format::FP32;
         const Weights w{random(1, n).data, remainder ? memory_.take<int16_t>(n * 2) : nullptr, compute_};
         const TensorRef gradient = random(1, n);
-        const Shard* shard = memory_.upload(
-            std::vector<Shard>{{0, n, moment(o.m_format), moment(o.v_format), true, amax_place_}});
+        const AdamWParam* param = memory_.upload(
+            std::vector<AdamWParam>{{0, n, moment(o.m_format), moment(o.v_format), true, amax_place_}});
         GradientState* state = memory_.take<GradientState>(sizeof(GradientState));
-        const int64_t units = ceil_div(n, SHARD_UNIT);
+        const int64_t units = ceil_div(n, UNIT_SIZE);
         double* sums = memory_.take<double>((1 + units) * 8);
         const double* loss = memory_.take<double>(sizeof(double));
 
@@ -519,7 +520,7 @@ private:
         const double weight = format_info(compute_).bytes + (remainder ? 2 : 0),
                      each = 2 * (weight + state_bytes(o.m_format) + state_bytes(o.v_format)) +
                             format_info(compute_).bytes;
-        const ShardsToUpdate g{.shards = shard,
+        const ParamsToUpdate g{.table = param,
                                .count = 1,
                                .elements = {0, n},
                                .gradients = gradient.data,

@@ -79,7 +79,7 @@ inline __device__ MAndV<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& 
 // A kernel is compiled for each kind of weights: COAT's by default are Bf16Weights<true>, with masters. (The
 // others can wait: Bf16Weights<false>, without masters, and Fp32Weights.) The template parameter WeightsKind
 // stands for one of them. All have these functions:
-//   constructor       `first` is a position in the rank's order, from which i counts below
+//   constructor       `first` is a position in memory order, from which i counts below
 //   load()            eight weights from position first + i on, and what belongs to their masters
 //   unpack()          these as FP32 values: the masters, if there are any
 //   store()           rounds eight FP32 values to weights and, if they are live, writes them. It raises
@@ -181,22 +181,22 @@ template <class F> void with_weights(const Weights& w, F f) {
 
 struct AdamWArguments {
     AdamWKernelConstants constants;
-    const Shard* shards;
-    int shard_count;
-    Range elements;  // of these shards, in the rank's order: whole moment groups
+    const AdamWParam* params;
+    int param_count;
+    Range elements;  // of these parameters, in memory order: whole moment groups
     Weights weights;
     uint64_t rounding_key;
-    Bf16OrFp32 gradients;  // the gradients of these shards, from elements.first on
+    Bf16OrFp32 gradients;  // the gradients of these parameters, from elements.first on
     const GradientState* state;
 };
 
-// Whether adamw.cu updates the shard. Only m is looked at: where m is in moment groups, v is, too
+// Whether adamw.cu updates the parameter. Only m is looked at: where m is in moment groups, v is, too
 // (OptimizerFormats::has_fp8_moment_groups()). Norm weights and biases have FP32 moments with all optimizers.
-inline __device__ bool in_fp8_moment_groups(const Shard& shard) { return is_fp8(shard.m.format); }
+inline __device__ bool in_fp8_moment_groups(const AdamWParam& param) { return is_fp8(param.m.format); }
 
-// Updates the other shards, for which in_fp8_moment_groups() is false (other_optimizers.cu). With the
+// Updates the other parameters, for which in_fp8_moment_groups() is false (other_optimizers.cu). With the
 // optimizer coat these are norm weights and biases.
-void update_other_shards(const OptimizerFormats& optimizer, const AdamWArguments& arguments,
+void update_other_params(const OptimizerFormats& optimizer, const AdamWArguments& arguments,
                          cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -20,8 +20,8 @@ ReceivedBytes received_bytes(const RunSettings& s) {
         // small
         int64_t gathered = 0;
         for (size_t i = b.first_param; i < b.end_param; i++) {
-            const int64_t most_units = ceil_div(ceil_div(params[i].size(), SHARD_UNIT), s.ranks);
-            elements += params[i].is_vector() ? params[i].padded_size() : most_units * SHARD_UNIT;
+            const int64_t most_units = ceil_div(ceil_div(params[i].size(), UNIT_SIZE), s.ranks);
+            elements += params[i].is_vector() ? params[i].padded_size() : most_units * UNIT_SIZE;
             gathered += gathered_bytes(s, params[i]);
         }
         most.gradients =

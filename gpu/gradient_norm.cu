@@ -33,7 +33,7 @@ static __device__ double sum_of_squares(const ChunkValues& v) {
     return exact;
 }
 
-// A warp computes the sum of squares of one shard unit: the elements [begin, end) of a shard, which begins
+// A warp computes the sum of squares of one unit: the elements [begin, end) of a parameter, which begins
 // at gradients[offset].
 constexpr int LOADS_IN_FLIGHT = 4;
 static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t offset, int64_t begin,
@@ -53,59 +53,58 @@ static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t of
     return sum_of_warp(sum);
 }
 
-static __device__ int64_t unit_count(const Shard& shard) { return ceil_div(shard.size, SHARD_UNIT); }
+static __device__ int64_t unit_count(const AdamWParam& param) { return ceil_div(param.size, UNIT_SIZE); }
 
-// Writes the sums of squares of all shard units of the shards. The warps of the grid take the units in turn:
-// of w warps, warp i takes the units i, i + w, i + 2 w, ..., counted over all shards. `first` is the element
-// of the rank's order with which the gradients begin.
+// Writes the sums of squares of all units of the parameters. The warps of the grid take the units in turn:
+// of w warps, warp i takes the units i, i + w, i + 2 w, ..., counted over all parameters. The gradients begin
+// with element `first` of memory order.
 constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
-    compute_gradient_squares_kernel(const Shard* shards, int shard_count, Bf16OrFp32 gradients, int64_t first,
-                                    int64_t first_shard_unit, const double* loss_or_nan,
+    compute_gradient_squares_kernel(const AdamWParam* params, int param_count, Bf16OrFp32 gradients,
+                                    int64_t first, int64_t first_unit, const double* loss_or_nan,
                                     double* loss_and_squares) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
     if (warp == 0 && lane == 0) loss_and_squares[0] = *loss_or_nan;
-    int64_t unit = warp;  // counted from the first unit of the shard
-    for (int i = 0; i < shard_count; i++) {
-        const Shard& shard = shards[i];
-        const int64_t units = unit_count(shard), offset = shard.rank_offset - first;
-        double* const sums_of_shard =
-            loss_and_squares + 1 + shard.shard_units_before_shard - first_shard_unit;
+    int64_t unit = warp;  // counted from the first unit of the parameter
+    for (int i = 0; i < param_count; i++) {
+        const AdamWParam& param = params[i];
+        const int64_t units = unit_count(param), offset = param.memory_offset - first;
+        double* const sums_of_param = loss_and_squares + 1 + param.units_before - first_unit;
         for (; unit < units; unit += warps) {
-            const int64_t begin = unit * SHARD_UNIT, end = min(shard.size, begin + SHARD_UNIT);
+            const int64_t begin = unit * UNIT_SIZE, end = min(param.size, begin + UNIT_SIZE);
             const double sum = squares_of_unit(gradients, offset, begin, end);
-            if (lane == 0) sums_of_shard[unit] = sum;
+            if (lane == 0) sums_of_param[unit] = sum;
         }
-        unit -= units;  // from here on counted from the first unit of the next shard
+        unit -= units;  // from here on counted from the first unit of the next parameter
     }
 }
 
-void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units,
-                              const double* loss_or_nan, double* loss_and_squares, cudaStream_t stream) {
-    // Shard units that other ranks sum stay 0 here.
-    clear_async(loss_and_squares, (1 + shard_units.count) * static_cast<int64_t>(sizeof(double)), stream);
+void compute_gradient_squares(const ParamsToUpdate& params, const Range& units, const double* loss_or_nan,
+                              double* loss_and_squares, cudaStream_t stream) {
+    // (Units that other ranks sum stay 0 here.)
+    clear_async(loss_and_squares, (1 + units.count) * static_cast<int64_t>(sizeof(double)), stream);
     const unsigned most_blocks = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
     // A warp for each unit, and one if there are no units, because the loss has to be written
-    const unsigned useful_blocks = block_count(32 * shard_units.count + 32, THREADS);
+    const unsigned useful_blocks = block_count(32 * units.count + 32, THREADS);
     launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful_blocks, most_blocks),
            THREADS,
-           /*shared_bytes=*/0, stream, shards.shards, shards.count,
-           bf16_or_fp32(shards.gradients, shards.gradient_format), shards.elements.first, shard_units.first,
+           /*shared_bytes=*/0, stream, params.table, params.count,
+           bf16_or_fp32(params.gradients, params.gradient_format), params.elements.first, units.first,
            loss_or_nan, loss_and_squares);
 }
 
-// Adds the squares of the shard units to the state (adamw.h, GradientState). There is one block.
+// Adds the squares of the units to the state (adamw.h, GradientState). There is one block.
 constexpr int STATE_THREADS = 1024;
 static __global__ void __launch_bounds__(STATE_THREADS)
-    update_gradient_state_kernel(const double* loss_and_squares, int64_t shard_units, int64_t ranks,
+    update_gradient_state_kernel(const double* loss_and_squares, int64_t units, int64_t ranks,
                                  float clip_limit, GradientState* state) {
     double mine = 0;
-    for (int64_t unit = threadIdx.x; unit < shard_units; unit += STATE_THREADS) {
+    for (int64_t unit = threadIdx.x; unit < units; unit += STATE_THREADS) {
         // The sum of a unit is the largest that a rank has. NaN counts as larger than any number
         double sum = 0;
         for (int64_t r = 0; r < ranks; r++) {
-            const double theirs = loss_and_squares[r * (1 + shard_units) + 1 + unit];
+            const double theirs = loss_and_squares[r * (1 + units) + 1 + unit];
             if (theirs > sum || isnan(theirs)) sum = theirs;
         }
         mine += sum;
@@ -119,14 +118,14 @@ static __global__ void __launch_bounds__(STATE_THREADS)
     // Below 2^62, squares are below 2^124, which every format of a second moment represents. NaN fails too.
     bool usable = sqrt(squares) * state->clip_factor < 0x1p62;
     for (int64_t r = 0; r < ranks; r++)  // the losses
-        usable = usable && isfinite(loss_and_squares[r * (1 + shard_units)]);
+        usable = usable && isfinite(loss_and_squares[r * (1 + units)]);
     state->skip |= !usable;
 }
 
-void update_gradient_state(const double* loss_and_squares, int64_t shard_units, int64_t ranks,
-                           float clip_limit, GradientState* state, cudaStream_t stream) {
+void update_gradient_state(const double* loss_and_squares, int64_t units, int64_t ranks, float clip_limit,
+                           GradientState* state, cudaStream_t stream) {
     launch("update_gradient_state", update_gradient_state_kernel, 1, STATE_THREADS, /*shared_bytes=*/0,
-           stream, loss_and_squares, shard_units, ranks, clip_limit, state);
+           stream, loss_and_squares, units, ranks, clip_limit, state);
 }
 
 }  // namespace coat::gpu

@@ -14,13 +14,13 @@ namespace coat::gpu {
 void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream);
 
-// Computes the sums of squares of the gradients, one for each shard unit (gpu/memory_layout.h). The loss and
-// the sums are one row, loss_and_squares (1 + shard_units.count), so that with several ranks one message has
+// Computes the sums of squares of the gradients, one for each unit (gpu/memory_layout.h). The loss and
+// the sums are one row, loss_and_squares (1 + units.count), so that with several ranks one message has
 // both:
 //   loss_and_squares[0]       *loss_or_nan
-//   loss_and_squares[1 + u]   the sum of squares of the shard unit shard_units.first + u
-void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_units,
-                              const double* loss_or_nan, double* loss_and_squares, cudaStream_t stream);
+//   loss_and_squares[1 + u]   the sum of squares of the unit units.first + u
+void compute_gradient_squares(const ParamsToUpdate& params, const Range& units, const double* loss_or_nan,
+                              double* loss_and_squares, cudaStream_t stream);
 // Completes the state: adds up the squares, and computes the norm, the factor that clips it, and whether the
 // step is skipped. A step makes one call, for all its gradients. (With --gradients none it makes a call for
 // each bucket, and state->norm is the norm of the buckets so far.) clip_limit is the largest norm that is
@@ -30,13 +30,13 @@ void compute_gradient_squares(const ShardsToUpdate& shards, const Range& shard_u
 //   - the norm of the gradients of this call is 2^62 or more after clipping: their squares might be too
 //     large for a second moment.
 //
-// loss_and_squares (ranks, 1 + shard_units) has one row with one GPU. The rest can wait: how several ranks
-// add their rows. A shard unit of a matrix has its sum on the rank that owns it, and 0 on the others. A
-// shard unit of a vector has the same sum on all ranks. Either way the largest of the ranks' numbers is the
-// sum. For example, of three shard units rank 0 owns the first, rank 1 owns the second, and the third is a
+// loss_and_squares (ranks, 1 + units) has one row with one GPU. The rest can wait: how several ranks
+// add their rows. A unit of a matrix has its sum on the rank that owns it, and 0 on the others. A
+// unit of a vector has the same sum on all ranks. Either way the largest of the ranks' numbers is the
+// sum. For example, of three units rank 0 owns the first, rank 1 owns the second, and the third is a
 // vector. Rank 0 has the sums (5, 0, 2), rank 1 has (0, 3, 2), and the result is 5 + 3 + 2. So the result is
 // the same for any number of ranks. If the loss of one rank is not finite, all ranks skip the step.
-void update_gradient_state(const double* loss_and_squares, int64_t shard_units, int64_t ranks,
-                           float clip_limit, GradientState* state, cudaStream_t stream);
+void update_gradient_state(const double* loss_and_squares, int64_t units, int64_t ranks, float clip_limit,
+                           GradientState* state, cudaStream_t stream);
 
 }  // namespace coat::gpu

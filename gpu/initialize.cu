@@ -9,12 +9,12 @@ namespace coat::gpu {
 constexpr int THREADS = 256;  // threads of a block
 
 // Writes the first values of the elements of a parameter that this rank owns. Thread i writes number i of
-// them, which is element rank_offset + i of the rank's order. The weight is the master, rounded to nearest.
+// them, which is element memory_offset + i of memory order. The weight is the master, rounded to nearest.
 // Ties go away from zero, so that the remainder fits into 16 bits.
-static __global__ void initialize_kernel(Weights w, int64_t rank_offset, Range owned, int64_t padded,
+static __global__ void initialize_kernel(Weights w, int64_t memory_offset, Range owned, int64_t padded,
                                          float init_std, bool ones, int64_t used, uint64_t seed,
                                          uint64_t param_index) {
-    const int64_t i = thread_of_grid(), to = rank_offset + i;
+    const int64_t i = thread_of_grid(), to = memory_offset + i;
     if (i >= padded) return;
     const float value =
         i < owned.count ? initial_value(init_std, ones, used, seed, param_index, owned.first + i) : 0.0f;
@@ -24,11 +24,11 @@ static __global__ void initialize_kernel(Weights w, int64_t rank_offset, Range o
     if (w.remainders) w.remainders[to] = static_cast<int16_t>(bits & 0xFFFFu);
 }
 
-void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& a,
+void initialize(const Weights& w, int64_t memory_offset, const Param& p, const InitializeArguments& a,
                 cudaStream_t stream) {
     const int64_t n = padded_count(a.owned);
     launch("initialize", initialize_kernel, block_count(n, THREADS), THREADS, /*shared_bytes=*/0, stream, w,
-           rank_offset, a.owned, n, p.init_std, p.starts_at_one(), a.used, a.seed, a.param_index);
+           memory_offset, a.owned, n, p.init_std, p.starts_at_one(), a.used, a.seed, a.param_index);
 }
 
 }  // namespace coat::gpu

@@ -12,9 +12,8 @@ struct InitializeArguments {
     int64_t used;          // used_elements() of common/architecture.h
     uint64_t seed;
 };
-// Writes the initial values of this rank's shard of the parameter p to w, from element rank_offset of the
-// rank's order on.
-void initialize(const Weights& w, int64_t rank_offset, const Param& p, const InitializeArguments& a,
+// Writes the initial values of the parameter p to w, from element memory_offset of memory order on.
+void initialize(const Weights& w, int64_t memory_offset, const Param& p, const InitializeArguments& a,
                 cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -3,16 +3,15 @@
 
 namespace coat {
 
-std::vector<ShardPlace> shard_places(const RunSettings& s) {
-    std::vector<ShardPlace> table;
-    int64_t rank_offset = 0, units = 0;
+std::vector<ParamPlace> param_places(const RunSettings& s) {
+    std::vector<ParamPlace> table;
+    int64_t memory_offset = 0, units = 0;
     for (const Param& p : parameters(s.config)) {
-        table.push_back(
-            {.owned = owned(s, p), .rank_offset = rank_offset, .shard_units_before_parameter = units});
-        rank_offset += padded_count(table.back().owned);
-        units += ceil_div(p.size(), SHARD_UNIT);
+        table.push_back({.owned = owned(s, p), .memory_offset = memory_offset, .units_before = units});
+        memory_offset += padded_count(table.back().owned);
+        units += ceil_div(p.size(), UNIT_SIZE);
     }
-    table.push_back({.owned = {}, .rank_offset = rank_offset, .shard_units_before_parameter = units});
+    table.push_back({.owned = {}, .memory_offset = memory_offset, .units_before = units});
     return table;
 }
 
@@ -53,13 +52,14 @@ int64_t gradients_offset(const RunSettings& s) {
     const int64_t layer_bytes = saved_layer_bytes(s);
     if (s.micro_batches_per_rank > 1) return config.L * layer_bytes;
     const std::vector<Param> params = parameters(config);
-    const std::vector<ShardPlace> places = shard_places(s);
+    const std::vector<ParamPlace> places = param_places(s);
     const int64_t bytes_per_gradient = format_info(gradient_format(s)).bytes;
     int64_t offset = 0;
     for (size_t i = 0; i < params.size(); i++) {
-        // Gradient i begins at offset + rank_offset * bytes_per_gradient: after needed_bytes, or right there
+        // Gradient i begins at offset + memory_offset * bytes_per_gradient: after needed_bytes, or right
+        // there
         const int64_t needed_bytes = layers_alive(config, params[i]) * layer_bytes;
-        offset = std::max(offset, needed_bytes - places[i].rank_offset * bytes_per_gradient);
+        offset = std::max(offset, needed_bytes - places[i].memory_offset * bytes_per_gradient);
     }
     return round_up(offset, GPU_ALIGNMENT);
 }

@@ -1,6 +1,6 @@
-// gpu/memory_layout.h - how the memory of a GPU is divided: what this rank owns of each parameter, the
-// buckets, what a layer saves, and where gradients begin. All of this follows from the settings of the run,
-// so a program without CUDA knows it, too, for --plan. gpu/memory_map.h then draws the memory.
+// gpu/memory_layout.h - how the memory of a GPU is divided: parameters, buckets, what a layer saves, and
+// where gradients begin. All of this follows from the settings of the run, so a program without CUDA knows
+// it, too, for --plan. gpu/memory_map.h then draws the memory.
 //
 // Parameters and their gradients lie in the order of forward. A bucket is a few parameters that are
 // neighbours in this order, and whose gradients backward completes at the same time:
@@ -9,10 +9,9 @@
 //   - the final norm, and the head if it is not tied.
 // Backward goes from the last bucket to the first one.
 //
-// With several GPUs each of them is a rank, which owns a shard of every matrix. The shards of a rank lie one
-// after the other, in the rank's order (adamw.h). A shard unit is SHARD_UNIT = 8192 elements of a parameter,
-// or fewer at its end. Matrices are cut between shard units. With one GPU, too, the squares of gradients are
-// first summed by shard unit: so the sums are the same for any number of GPUs.
+// A unit is UNIT_SIZE = 8192 elements of a parameter, or fewer at its end. The squares of gradients are first
+// summed by unit. (With several GPUs each of them is a rank, which owns a part of every matrix. Matrices are
+// cut between units, so the sums are the same for any number of GPUs.)
 #pragma once
 #include "../common/ranks.h"
 
@@ -24,15 +23,14 @@ inline constexpr int64_t GPU_ALIGNMENT = 256;
 // -----------------------------------------------------------------------------------------------------------
 // Parameters and buckets
 
-// The part of a parameter that this rank owns (with one rank, the whole), and where it is in the rank's
-// order.
-struct ShardPlace {
-    Range owned;                           // elements of the parameter: owned() of common/ranks.h
-    int64_t rank_offset;                   // elements before it in the rank's order
-    int64_t shard_units_before_parameter;  // shard units of all earlier parameters, whoever owns them
+// Where a parameter is in memory order (adamw.h), and what this rank owns of it: with one GPU, all elements.
+struct ParamPlace {
+    Range owned;            // elements of the parameter: owned() of common/ranks.h
+    int64_t memory_offset;  // elements before it in memory order
+    int64_t units_before;   // units of all earlier parameters
 };
 // The table by parameter. One more entry says where the last parameter ends.
-std::vector<ShardPlace> shard_places(const RunSettings& s);
+std::vector<ParamPlace> param_places(const RunSettings& s);
 
 // The parameters [first_param, end_param) of a bucket, and where they are in the flat order
 // (Param::flat_offset), in elements.

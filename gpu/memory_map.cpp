@@ -13,7 +13,7 @@ static void allocate_activations_and_one_buffer(MemoryMap& map, GpuContext& cont
 static std::vector<uint8_t*> allocate_gradient_buffers(GpuContext& context, bool two);
 
 // Allocates the moments of what this rank owns.
-static void allocate_moments(MemoryMap& map, GpuContext& context, const std::vector<ShardPlace>& places) {
+static void allocate_moments(MemoryMap& map, GpuContext& context, const std::vector<ParamPlace>& places) {
     Arena& arena = context.arena;
     const OptimizerFormats& o = context.settings.optimizer;
     map.moments_begin = arena.allocate(0);  // the place of the next allocation
@@ -37,17 +37,17 @@ static void allocate_moments(MemoryMap& map, GpuContext& context, const std::vec
 
 // Allocates the saved activations and the gradients, as in the drawing of gpu/memory_map.h.
 static void allocate_activations_and_gradients(MemoryMap& map, GpuContext& context,
-                                               const std::vector<ShardPlace>& places) {
+                                               const std::vector<ParamPlace>& places) {
     const RunSettings& s = context.settings;
     if (!s.keep_gradients) return allocate_activations_and_one_buffer(map, context);
     const int64_t activation_bytes = s.config.L * saved_layer_bytes(s);
     const int64_t bytes_per_gradient = format_info(gradient_format(s)).bytes;
     const int64_t offset = gradients_offset(s);
-    const int64_t end_of_gradients = offset + places.back().rank_offset * bytes_per_gradient;
+    const int64_t end_of_gradients = offset + places.back().memory_offset * bytes_per_gradient;
     map.saved_activations = context.arena.allocate(std::max(activation_bytes, end_of_gradients));
     for (const BucketRange& bucket : bucket_ranges(context.params))
         map.owned_gradient_sums.push_back(map.saved_activations + offset +
-                                          places[bucket.first_param].rank_offset * bytes_per_gradient);
+                                          places[bucket.first_param].memory_offset * bytes_per_gradient);
     map.gradients_to_write =
         s.ranks == 1 ? map.owned_gradient_sums : allocate_gradient_buffers(context, /*two=*/true);
 }
@@ -56,8 +56,8 @@ MemoryMap allocate_memory(GpuContext& context) {
     const RunSettings& s = context.settings;
     Arena& arena = context.arena;
     const ModelConfig& config = s.config;
-    const std::vector<ShardPlace> places = shard_places(s);
-    const int64_t owned_elements = places.back().rank_offset;
+    const std::vector<ParamPlace> places = param_places(s);
+    const int64_t owned_elements = places.back().memory_offset;
     const int64_t bytes_per_value = format_info(s.recipe.compute_format).bytes;
     const int64_t param_count = int64_t(context.params.size());
     const int64_t linear_layers = std::count_if(context.params.begin(), context.params.end(),
@@ -69,14 +69,14 @@ MemoryMap allocate_memory(GpuContext& context) {
     map.scale_entry_count = OPERAND_COUNT * linear_layers;
     map.step_exchange = arena.allocate<StepExchange>(1);
     map.gemm_scratch = arena.allocate(CublasGemms::SCRATCH_BYTES);
-    map.loss_and_squares = arena.allocate<double>(s.ranks * (1 + places.back().shard_units_before_parameter));
+    map.loss_and_squares = arena.allocate<double>(s.ranks * (1 + places.back().units_before));
     if (s.ranks > 1) allocate_places_of_received(map, context);
 
     map.owned_weights.values = arena.allocate(owned_elements * bytes_per_value);
     map.owned_weights.format = s.recipe.compute_format;
     if (s.keep_masters && s.recipe.compute_format != Format::FP32)
         map.owned_weights.remainders = arena.allocate<int16_t>(owned_elements);
-    map.shards = arena.allocate<Shard>(param_count);
+    map.adamw_params = arena.allocate<AdamWParam>(param_count);
     map.scale_entries = arena.allocate<TensorScale>(map.scale_entry_count);
     map.histories = arena.allocate<float>(delayed ? map.scale_entry_count * s.recipe.history_steps : 0);
     allocate_moments(map, context, places);

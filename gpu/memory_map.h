@@ -62,14 +62,14 @@ struct MemoryMap {
     StepExchange* step_exchange;
     StepOutcome* outcome() const { return &step_exchange->outcome; }  // on the device
     void* gemm_scratch;                                               // CublasGemms::SCRATCH_BYTES
-    // What decides whether a step is skipped, (ranks, 1 + shard units). A row has loss_or_nan, and then sums
-    // of squares of gradients, one for each shard unit. With one GPU there is one row.
+    // What decides whether a step is skipped, (ranks, 1 + units). A row has loss_or_nan, and then sums
+    // of squares of gradients, one for each unit. With one GPU there is one row.
     double* loss_and_squares;
     PlacesOfReceived received;  // several GPUs: where the other ranks write (gpu/extra_buffers.h)
 
-    // What this rank owns, in the rank's order
+    // In memory order (adamw.h)
     Weights owned_weights;
-    Shard* shards;               // AdamW's table of parameters
+    AdamWParam* adamw_params;    // AdamW's table of parameters
     TensorScale* scale_entries;  // (scale_entry_count): gpu/scale_table.h
     int64_t scale_entry_count;
     float* histories;       // with delayed scaling: (scale_entry_count, Recipe::history_steps)

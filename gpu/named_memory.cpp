@@ -22,10 +22,11 @@ void NamedMemory::list_tensors() {
     const bool fp32_masters = parameter_state_.format_of_weights.element_format == Format::FP32;
     for (size_t i = 0; i < parameter_state_.params.size(); i++) {
         const Param& p = parameter_state_.params[i];
-        const ShardPlace& place = parameter_state_.shard_places[i];
+        const ParamPlace& place = parameter_state_.param_places[i];
         const int64_t count = place.owned.count;
-        int16_t* const remainder =
-            memory_.owned_weights.remainders ? memory_.owned_weights.remainders + place.rank_offset : nullptr;
+        int16_t* const remainder = memory_.owned_weights.remainders
+                                       ? memory_.owned_weights.remainders + place.memory_offset
+                                       : nullptr;
         entries_[p.name] = {.param_index = i,
                             .data = parameter_state_.owned_weight_data(i),
                             .bytes = count * HALF_BYTES,
@@ -70,12 +71,12 @@ void NamedMemory::initialize() {
         most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP_SIZE);
     const std::vector<float> ones(most_moment_groups, 1.0f);
     for (size_t i = 0; i < params.size(); i++) {
-        const ShardPlace& place = parameter_state_.shard_places[i];
+        const ParamPlace& place = parameter_state_.param_places[i];
         const InitializeArguments arguments{.owned = place.owned,
                                             .param_index = i,
                                             .used = used_elements(context_.settings.config, params[i]),
                                             .seed = context_.settings.seed};
-        gpu::initialize(memory_.owned_weights, place.rank_offset, params[i], arguments, context_.stream);
+        gpu::initialize(memory_.owned_weights, place.memory_offset, params[i], arguments, context_.stream);
         compute_weight_amax(i);
         const int64_t moment_groups = ceil_div(place.owned.count, MOMENT_GROUP_SIZE);
         for (float* const k : {memory_.first_moments[i].k, memory_.second_moments[i].k})
@@ -123,7 +124,7 @@ void NamedMemory::write(const std::string& name, const void* in) {
 
 // The bits of this rank's part of the masters of parameter i.
 std::vector<uint32_t> NamedMemory::read_masters(size_t i) const {
-    const int64_t count = parameter_state_.shard_places[i].owned.count;
+    const int64_t count = parameter_state_.param_places[i].owned.count;
     std::vector<uint32_t> bits(count);
     context_.copy_to_host(bits.data(), parameter_state_.owned_weight_data(i), count * FLOAT_BYTES);
     return bits;
@@ -153,7 +154,7 @@ void NamedMemory::write_half_of_masters(const Entry& entry, const uint16_t* in) 
 
 // Reads the gradients of this rank's part as FP32. A BF16 value is the upper half of an FP32 one.
 void NamedMemory::read_gradient(size_t i, float* out) const {
-    const int64_t count = parameter_state_.shard_places[i].owned.count,
+    const int64_t count = parameter_state_.param_places[i].owned.count,
                   bytes = parameter_state_.bytes_per_gradient;
     std::vector<uint8_t> raw(count * bytes);
     context_.copy_to_host(raw.data(), parameter_state_.owned_gradient_sum(i), count * bytes);

@@ -15,41 +15,41 @@ static __device__ FactoredMoments load_moment(const MomentRef& m, int64_t i) {
     return old;
 }
 
-// blockIdx.y is the number of the shard.
+// blockIdx.y is the number of the parameter.
 constexpr int ADAMW_THREADS = 256;
 template <class WeightsKind>
 static __global__ void __launch_bounds__(ADAMW_THREADS)
-    update_other_shards_kernel(const AdamWArguments arguments) {
-    const Shard shard = arguments.shards[blockIdx.y];
-    if (arguments.state->skip || in_fp8_moment_groups(shard)) return;
-    const WeightsKind weights(arguments.weights, shard.rank_offset);
+    update_other_params_kernel(const AdamWArguments arguments) {
+    const AdamWParam param = arguments.params[blockIdx.y];
+    if (arguments.state->skip || in_fp8_moment_groups(param)) return;
+    const WeightsKind weights(arguments.weights, param.memory_offset);
     const float clip_factor = arguments.state->clip_factor;
-    const float decay = shard.decays ? arguments.constants.weight_decay : 0.0f;
+    const float decay = param.decays ? arguments.constants.weight_decay : 0.0f;
     uint32_t largest_bits = 0;  // of the new weights
-    for (int64_t i = thread_of_grid() * CHUNK_SIZE; i < shard.size;
+    for (int64_t i = thread_of_grid() * CHUNK_SIZE; i < param.size;
          i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK_SIZE) {
         ChunkValues w, g;
         weights.unpack(weights.load(i), w);
-        arguments.gradients.load_values(shard.rank_offset - arguments.elements.first + i, g);
-        const MAndV<FactoredMoments> old{.m = load_moment(shard.m, i), .v = load_moment(shard.v, i)};
+        arguments.gradients.load_values(param.memory_offset - arguments.elements.first + i, g);
+        const MAndV<FactoredMoments> old{.m = load_moment(param.m, i), .v = load_moment(param.v, i)};
         MAndV<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
-        weights.store(i, w, arguments.rounding_key, shard.flat_offset + i, /*live=*/true, largest_bits);
-        elements_of(shard.m).store(i, moments.m, /*live=*/true);
-        elements_of(shard.v).store(i, moments.v, /*live=*/true);
+        weights.store(i, w, arguments.rounding_key, param.flat_offset + i, /*live=*/true, largest_bits);
+        elements_of(param.m).store(i, moments.m, /*live=*/true);
+        elements_of(param.v).store(i, moments.v, /*live=*/true);
     }
-    if (shard.weight_amax) update_amax_by_warp(shard.weight_amax, largest_bits);
+    if (param.weight_amax) update_amax_by_warp(param.weight_amax, largest_bits);
 }
 
-void update_other_shards(const OptimizerFormats& optimizer, const AdamWArguments& arguments,
+void update_other_params(const OptimizerFormats& optimizer, const AdamWArguments& arguments,
                          cudaStream_t stream) {
     if (arguments.elements.count == 0) return;
-    const unsigned shards = static_cast<unsigned>(arguments.shard_count);
     const int64_t useful = ceil_div(arguments.elements.count, ADAMW_THREADS * CHUNK_SIZE);
     // If adamw_kernel updates the matrices, the rest, norm weights and biases, needs few blocks each.
     const int64_t most_blocks = optimizer.has_fp8_moment_groups() ? 8 : 4 * multiprocessors();
-    const dim3 grid(static_cast<unsigned>(std::min(useful, most_blocks)), shards);
+    const dim3 grid(static_cast<unsigned>(std::min(useful, most_blocks)),
+                    static_cast<unsigned>(arguments.param_count));
     with_weights(arguments.weights, [&]<class WeightsKind>() {
-        launch("update_other_shards", update_other_shards_kernel<WeightsKind>, grid, ADAMW_THREADS,
+        launch("update_other_params", update_other_params_kernel<WeightsKind>, grid, ADAMW_THREADS,
                /*shared_bytes=*/0, stream, arguments);
     });
 }

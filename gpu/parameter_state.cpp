@@ -9,7 +9,7 @@ namespace coat::gpu {
 ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memory,
                                const ScaleTable& scale_table)
     : settings(context.settings), params(context.params), buckets(bucket_ranges(params)),
-      shard_places(coat::shard_places(settings)), format_of_weights{settings.recipe.compute_format},
+      param_places(coat::param_places(settings)), format_of_weights{settings.recipe.compute_format},
       format_of_gradients(TensorFormat{gradient_format(settings)}),
       bytes_per_weight(format_info(format_of_weights.element_format).bytes),
       bytes_per_gradient(format_info(format_of_gradients.element_format).bytes), context_(context),
@@ -20,7 +20,7 @@ ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memor
         indices_[params[i].name] = i;
     }
     list_weights_and_gradients();
-    upload_shard_table();
+    upload_adamw_params();
 }
 
 size_t ParameterState::param_index(const std::string& name) const {
@@ -52,26 +52,25 @@ void ParameterState::list_weights_and_gradients() {
     }
 }
 
-// Fills memory_.shards, AdamW's table of parameters.
-void ParameterState::upload_shard_table() {
-    std::vector<Shard> table;
+// Fills memory_.adamw_params, AdamW's table of parameters.
+void ParameterState::upload_adamw_params() {
+    std::vector<AdamWParam> table;
     int64_t bundles = 0;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
-        const ShardPlace& place = shard_places[i];
-        table.push_back({.rank_offset = place.rank_offset,
+        const ParamPlace& place = param_places[i];
+        table.push_back({.memory_offset = place.memory_offset,
                          .size = place.owned.count,
                          .m = memory_.first_moments[i],
                          .v = memory_.second_moments[i],
                          .decays = p.decays(),
                          .weight_amax = weight_amax(i),
-                         .bundles_before_shard = bundles,
-                         .flat_offset = p.flat_offset + place.owned.first,
-                         .shard_units_before_shard =
-                             place.shard_units_before_parameter + place.owned.first / SHARD_UNIT});
+                         .bundles_before = bundles,
+                         .units_before = place.units_before + place.owned.first / UNIT_SIZE,
+                         .flat_offset = p.flat_offset + place.owned.first});
         bundles += ceil_div(place.owned.count, BUNDLE_SIZE);
     }
-    copy_async(memory_.shards, table.data(), int64_t(table.size() * sizeof(Shard)), stream_);
+    copy_async(memory_.adamw_params, table.data(), int64_t(table.size() * sizeof(AdamWParam)), stream_);
     // `table` must stay until the copy is complete
     context_.wait("Copying the table of parameters failed");
 }
@@ -85,7 +84,7 @@ TensorRef ParameterState::owned_weight(size_t i) const {
     if (settings.ranks == 1) return weights[i];
     constexpr int64_t COLS = 256;
     return {.data = owned_weight_data(i),
-            .rows = shard_places[i].owned.count / COLS,
+            .rows = param_places[i].owned.count / COLS,
             .cols = COLS,
             .format = format_of_weights};
 }
@@ -93,23 +92,24 @@ TensorRef ParameterState::owned_weight(size_t i) const {
 uint8_t* ParameterState::owned_gradient_sum(size_t i) const {
     const int64_t bucket = params[i].bucket;
     const int64_t in_bucket =
-        shard_places[i].rank_offset - shard_places[buckets[bucket].first_param].rank_offset;
+        param_places[i].memory_offset - param_places[buckets[bucket].first_param].memory_offset;
     return memory_.owned_gradient_sums[bucket] + in_bucket * bytes_per_gradient;
 }
 
-ShardsToUpdate ParameterState::shards_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
+ParamsToUpdate ParameterState::params_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
     const size_t first_param = buckets[first_bucket].first_param;
     const size_t end_param = buckets[end_bucket - 1].end_param;
-    const int64_t begin = shard_places[first_param].rank_offset, end = shard_places[end_param].rank_offset;
-    return {.shards = memory_.shards + first_param,
+    const int64_t begin = param_places[first_param].memory_offset,
+                  end = param_places[end_param].memory_offset;
+    return {.table = memory_.adamw_params + first_param,
             .count = int(end_param - first_param),
             .elements = {.first = begin, .count = end - begin},
             .gradients = owned_gradient_sum(first_param),
             .gradient_format = format_of_gradients.element_format};
 }
-Range ParameterState::shard_units_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
-    const int64_t begin = shard_places[buckets[first_bucket].first_param].shard_units_before_parameter;
-    const int64_t end = shard_places[buckets[end_bucket - 1].end_param].shard_units_before_parameter;
+Range ParameterState::units_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
+    const int64_t begin = param_places[buckets[first_bucket].first_param].units_before;
+    const int64_t end = param_places[buckets[end_bucket - 1].end_param].units_before;
     return {.first = begin, .count = end - begin};
 }
 
@@ -121,7 +121,7 @@ Range ParameterState::shard_units_of_buckets(int64_t first_bucket, int64_t end_b
 void ParameterState::measure_moment_errors_of(int64_t bucket, QuantReport& report) const {
     context_.wait();
     for (size_t i = buckets[bucket].first_param; i < buckets[bucket].end_param; i++) {
-        const Range& owned = shard_places[i].owned;
+        const Range& owned = param_places[i].owned;
         const uint8_t* const gradient = static_cast<const uint8_t*>(gradients[i].data);
         measure_moment_errors(settings.optimizer, memory_.first_moments[i], memory_.second_moments[i],
                               gradient + owned.first * bytes_per_gradient, format_of_gradients.element_format,
@@ -135,7 +135,7 @@ std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentR
         const float* const k = moments[i].k;
         if (!k) continue;
         const size_t before = all.size();
-        const int64_t moment_groups = ceil_div(shard_places[i].owned.count, MOMENT_GROUP_SIZE);
+        const int64_t moment_groups = ceil_div(param_places[i].owned.count, MOMENT_GROUP_SIZE);
         all.resize(before + size_t(moment_groups));
         context_.copy_to_host(all.data() + before, k, moment_groups * FLOAT_BYTES);
     }

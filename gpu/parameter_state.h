@@ -1,15 +1,15 @@
 // gpu/parameter_state.h - what one GPU keeps of each parameter: weights, gradients and moments. model.cu
 // updates them (Network::update_buckets()). How a checkpoint reads and writes them is in gpu/named_memory.h.
 //
-// The words rank, shard and bucket are explained in gpu/memory_layout.h. With one GPU there is one rank,
-// which owns all of each parameter. Then some names mean the same:
+// (Buckets are explained in gpu/memory_layout.h. With several GPUs each is a rank, which owns a part of each
+// matrix. With one GPU some names mean the same:
 //
 //   with several GPUs                        with one GPU
-//   shard_places[i].owned                    all elements of parameter i
-//   shard_places[i].rank_offset              params[i].flat_offset
+//   param_places[i].owned                    all elements of parameter i
+//   param_places[i].memory_offset            params[i].flat_offset
 //   owned_weight_data(i)                     weights[i].data
 //   owned_gradient_sum(i)                    gradients[i].data
-//   owned_gradient_sums in the MemoryMap     gradients_to_write in the MemoryMap
+//   owned_gradient_sums in the MemoryMap     gradients_to_write in the MemoryMap)
 #pragma once
 #include <map>
 #include <optional>
@@ -33,8 +33,8 @@ public:
     const RunSettings& settings;
     const std::vector<Param>& params;
     const std::vector<BucketRange> buckets;  // by bucket: its parameters
-    // By parameter: what this rank owns, and where. One more entry says where the last parameter ends.
-    const std::vector<ShardPlace> shard_places;
+    // By parameter: where it is. One more entry says where the last parameter ends.
+    const std::vector<ParamPlace> param_places;
     const TensorFormat format_of_weights, format_of_gradients;
     const int64_t bytes_per_weight, bytes_per_gradient;  // the bytes of one element
 
@@ -53,16 +53,16 @@ public:
     // none.
     int64_t linear_layer_index(size_t i) const { return linear_layer_indices_[i]; }
 
-    // What the update is given: the shards and the gradients of the buckets [first_bucket, end_bucket); and
-    // the numbers of their shard units (gpu/gradient_norm.h).
-    ShardsToUpdate shards_of_buckets(int64_t first_bucket, int64_t end_bucket) const;
-    Range shard_units_of_buckets(int64_t first_bucket, int64_t end_bucket) const;
+    // What the update is given: the parameters and gradients of the buckets [first_bucket, end_bucket); and
+    // the numbers of their units (gpu/gradient_norm.h).
+    ParamsToUpdate params_of_buckets(int64_t first_bucket, int64_t end_bucket) const;
+    Range units_of_buckets(int64_t first_bucket, int64_t end_bucket) const;
 
     // Where this rank's part of parameter i begins: its weights; and the sums of its gradients, which the
     // update reads.
     uint8_t* owned_weight_data(size_t i) const {
         return static_cast<uint8_t*>(memory_.owned_weights.values) +
-               shard_places[i].rank_offset * bytes_per_weight;
+               param_places[i].memory_offset * bytes_per_weight;
     }
     uint8_t* owned_gradient_sum(size_t i) const;
 
@@ -94,7 +94,7 @@ private:
     std::map<std::string, size_t> indices_;      // of parameters, by name
 
     void list_weights_and_gradients();
-    void upload_shard_table();
+    void upload_adamw_params();
 };
 
 }  // namespace coat::gpu

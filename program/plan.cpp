@@ -178,7 +178,7 @@ std::vector<MemoryRow> memory_plan(const RunSettings& s) {
     const GradientBufferSizes bucket = gradient_buffer_sizes(s);
     // How many elements of gradients exist at the same time.
     const int64_t gradients =
-        s.keep_gradients ? shard_places(s).back().rank_offset : bucket.largest + bucket.embedding;
+        s.keep_gradients ? param_places(s).back().memory_offset : bucket.largest + bucket.embedding;
     const bool fp32 = compute == Format::FP32;  // such a weight is its own master
     using enum Category;
     // Each row: its category, its name, its bytes, what an item is, and how many items there are. The names

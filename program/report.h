@@ -11,7 +11,7 @@ namespace coat {
 // the run takes.
 void print_start(const Run& run);
 // The settings of the last rank. No rank owns more of a matrix than the last one does (owned() in
-// common/ranks.h; of a matrix with a single shard unit it owns all). So its memory is what is printed.
+// common/ranks.h; of a matrix with a single unit it owns all). So its memory is what is printed.
 RunSettings settings_of_last_rank(const Run& run);
 
 // Prints and logs a step, which took `seconds`. The rest of the run will take `seconds_left`, with

@@ -270,11 +270,11 @@ private:
 
     // --- What ranks exchange ---
 
-    // Adds the squares of a gradient to `sum`, in parts of SHARD_UNIT elements, as on GPUs. There a part
+    // Adds the squares of a gradient to `sum`, in parts of UNIT_SIZE elements, as on GPUs. There a part
     // belongs to one rank. So the sum has the same bits for any number of ranks.
     static void add_squares(const Floats& gradient, double& sum) {
-        for (size_t first = 0; first < gradient.size(); first += SHARD_UNIT) {
-            const size_t end = std::min<size_t>(gradient.size(), first + SHARD_UNIT);
+        for (size_t first = 0; first < gradient.size(); first += UNIT_SIZE) {
+            const size_t end = std::min<size_t>(gradient.size(), first + UNIT_SIZE);
             double sum_of_part = 0;
             for (size_t e = first; e < end; e++) sum_of_part += double(gradient[e]) * gradient[e];
             sum += sum_of_part;

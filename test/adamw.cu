@@ -41,12 +41,12 @@ GPU_TEST_CASE("adamw: weights and moments and amax of every optimizer") {
 
 GPU_TEST_CASE("adamw: a rank that has nothing of a bucket sets the amax of its weights to 0") {
     const Buffer<float> amax(std::vector<float>{OLD_AMAX});
-    const Buffer<gpu::Shard> shard({gpu::Shard{
-        .rank_offset = 0, .size = 0, .m = {}, .v = {}, .decays = true, .weight_amax = amax.get()}});
+    const Buffer<gpu::AdamWParam> param({gpu::AdamWParam{
+        .memory_offset = 0, .size = 0, .m = {}, .v = {}, .decays = true, .weight_amax = amax.get()}});
     for (bool skip : {true, false}) {
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{
             {.sum_of_squares = 1, .norm = 1, .clip_factor = 1, .skip = skip}});
-        const gpu::ShardsToUpdate nothing{.shards = shard.get(),
+        const gpu::ParamsToUpdate nothing{.table = param.get(),
                                           .count = 1,
                                           .elements = {.first = 0, .count = 0},
                                           .gradients = nullptr,
@@ -106,7 +106,7 @@ TEST_CASE("adamw: moment groups of which only one moment is in FP8 are an error"
     auto update = [](Format m, Format v) {
         const OptimizerFormats optimizer{.name = "", .m_format = m, .v_format = v, .expansion = true};
         const gpu::Weights none{nullptr, nullptr, Format::BF16};
-        const gpu::ShardsToUpdate nothing{.shards = nullptr,
+        const gpu::ParamsToUpdate nothing{.table = nullptr,
                                           .count = 0,
                                           .elements = {},
                                           .gradients = nullptr,

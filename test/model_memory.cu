@@ -137,7 +137,7 @@ static std::map<std::string, int64_t> allocated_bytes(const RunSettings& s) {
     gpu::GpuContext context(s, 0);  // a dry run
     const gpu::MemoryMap m = gpu::allocate_memory(context);
     std::map<const void*, std::string> begins{{m.owned_weights.values, "weights"},
-                                              {m.shards, ""},
+                                              {m.adamw_params, ""},
                                               {m.scale_entries, ""},
                                               {m.histories, "histories and delayed scales"},
                                               {m.moments_begin, ""},

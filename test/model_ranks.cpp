@@ -9,7 +9,7 @@
 using namespace coat;
 using namespace coat::test;
 
-// Each gradient of an untied model is one sum. No number of ranks divides the shard units of all matrices.
+// Each gradient of an untied model is one sum. No number of ranks divides the units of all matrices.
 static RunSettings small(const std::string& words, Architecture arch = LLAMA, int64_t accumulate = 1,
                          bool tied = false) {
     return settings_of(words, tiny_config(arch, tied), 2, 16, accumulate);

@@ -167,14 +167,14 @@ TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a 
 // the first saved activation. Returns whether no layer's activations meet gradients while they are needed.
 static bool activations_stay_whole(const RunSettings& s, int64_t offset) {
     const std::vector<Param> params = parameters(s.config);
-    const std::vector<ShardPlace> shards = shard_places(s);
+    const std::vector<ParamPlace> params = param_places(s);
     const int64_t gradient_bytes = format_info(gradient_format(s)).bytes, layer_bytes = saved_layer_bytes(s);
     std::vector<Range> gradients;  // bytes that were written in this step
     auto write_gradients = [&](const auto& chosen) {
         for (size_t i = 0; i < params.size(); i++)
             if (chosen(params[i]))
-                gradients.push_back({offset + shards[i].rank_offset * gradient_bytes,
-                                     shards[i].owned.count * gradient_bytes});
+                gradients.push_back({offset + params[i].memory_offset * gradient_bytes,
+                                     params[i].owned.count * gradient_bytes});
     };
     auto layer_is_whole = [&](int64_t layer) {
         const int64_t first = layer * layer_bytes, end = first + layer_bytes;
@@ -223,7 +223,7 @@ TEST_CASE("gradients_offset: the lowest at which no gradient is written over act
 
 // A rank receives of each other rank the gradients of its part of a bucket, and the parts of matrices that it
 // does not own (gpu/sharding.cpp).
-TEST_CASE("received_bytes: what other ranks write fits; a model of whole shard units fills it") {
+TEST_CASE("received_bytes: what other ranks write fits; a model of whole units fills it") {
     for (const ModelConfig& model : {tiny_config(LLAMA, true), tiny_config(GPT2, false), LLAMA_7B})
         for (const int64_t ranks : {2, 3, 4, 8})
             for (const int64_t accumulate : {1, 5}) {

@@ -63,11 +63,11 @@ struct Difference {
 class Optimizer {
 public:
     explicit Optimizer(int64_t n)
-        : n_(n), weight_(n), gradient_(n), m_(n), v_(n), remainder_(n), fields_(4 * n / SPAN), shard_(1),
+        : n_(n), weight_(n), gradient_(n), m_(n), v_(n), remainder_(n), fields_(4 * n / SPAN), param_(1),
           gradient_state_(1) {
         const gpu::MomentRef m{m_.get(), fields(0), fields(1), Format::E4M3};
         const gpu::MomentRef v{v_.get(), fields(2), fields(3), Format::E4M3};
-        shard_.write({{0, n, m, v, true, nullptr}});
+        param_.write({{0, n, m, v, true, nullptr}});
         gradient_state_.write({{0, 0, 1.0f, 0}});
     }
     // Random weights and gradients; the moments after three steps from zero. Two spans have no gradient, so
@@ -144,12 +144,12 @@ private:
     Buffer<uint8_t> m_, v_;
     Buffer<int16_t> remainder_;
     Buffer<float> fields_;  // (4, n / 128): max and k of m, max and k of v
-    Buffer<gpu::Shard> shard_;
+    Buffer<gpu::AdamWParam> param_;
     Buffer<gpu::GradientState> gradient_state_;
 
     void run_as_in_training() {
         gpu::adamw(SETTINGS, optimizers()[0],
-                   {.shards = shard_.get(),
+                   {.table = param_.get(),
                     .count = 1,
                     .elements = {0, n_},
                     .gradients = gradient_.get(),

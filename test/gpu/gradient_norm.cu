@@ -11,10 +11,10 @@ GPU_TEST_CASE("gradient_norm: norm and clipping and steps to skip") {
         const Tensor x(g, f);
         Buffer<gpu::GradientState> state(1);
         state.zero();
-        const int64_t n = int64_t(g.size()), units = ceil_div(n, SHARD_UNIT);
+        const int64_t n = int64_t(g.size()), units = ceil_div(n, UNIT_SIZE);
         const Buffer<double> sums(1 + units), losses(Doubles{loss});
-        const Buffer<gpu::Shard> shard({gpu::Shard{0, n, {}, {}, true, nullptr}});
-        gpu::compute_gradient_squares({shard.get(), 1, {0, n}, x.codes.get(), f}, {0, units}, losses.get(),
+        const Buffer<gpu::AdamWParam> param({gpu::AdamWParam{0, n, {}, {}, true, nullptr}});
+        gpu::compute_gradient_squares({param.get(), 1, {0, n}, x.codes.get(), f}, {0, units}, losses.get(),
                                       sums.get(), 0);
         gpu::update_gradient_state(sums.get(), units, 1, clip, state.get(), 0);
         return state.read()[0];

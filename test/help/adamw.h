@@ -147,23 +147,23 @@ struct AdamWRun {
         const int64_t total = int64_t(master.size());
         const Buffer<float> amaxes(std::vector<float>(params.size(), OLD_AMAX));
         std::deque<DeviceMoment> m, v;
-        std::vector<gpu::Shard> table;
+        std::vector<gpu::AdamWParam> table;
         int64_t bundles = 0;
         for (const HostParam& p : params) {
             m.emplace_back(p.m, p.padded());
             v.emplace_back(p.v, p.padded());
             float* const amax_to_raise = amaxes.get() + table.size();
-            table.push_back({.rank_offset = p.offset,
+            table.push_back({.memory_offset = p.offset,
                              .size = p.size,
                              .m = m.back().ref(),
                              .v = v.back().ref(),
                              .decays = p.decays,
                              .weight_amax = amax_to_raise,
-                             .bundles_before_shard = bundles,
+                             .bundles_before = bundles,
                              .flat_offset = p.offset});
             bundles += ceil_div(p.size, gpu::BUNDLE_SIZE);
         }
-        const Buffer<gpu::Shard> shards(table);
+        const Buffer<gpu::AdamWParam> params(table);
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, 1.0, clip, skip}});
         const Tensor g(gradient, gradients);
         const bool splits = has_master && compute == Format::BF16;
@@ -184,7 +184,7 @@ struct AdamWRun {
             const int64_t begin = params[first].offset;
             const int64_t n = (end < params.size() ? params[end].offset : total) - begin;
             gpu::adamw(a, optimizer,
-                       {.shards = shards.get() + first,
+                       {.table = params.get() + first,
                         .count = int(end - first),
                         .elements = {begin, n},
                         .gradients = g.codes.get() + begin * format_info(gradients).bytes,
