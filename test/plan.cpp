@@ -167,14 +167,14 @@ TEST_CASE("precision plan: a layer saves what saved_per_layer() lists and has a 
 // the first saved activation. Returns whether no layer's activations meet gradients while they are needed.
 static bool activations_stay_whole(const RunSettings& s, int64_t offset) {
     const std::vector<Param> params = parameters(s.config);
-    const std::vector<ParamPlace> params = param_places(s);
+    const std::vector<ParamPlace> places = param_places(s);
     const int64_t gradient_bytes = format_info(gradient_format(s)).bytes, layer_bytes = saved_layer_bytes(s);
     std::vector<Range> gradients;  // bytes that were written in this step
     auto write_gradients = [&](const auto& chosen) {
         for (size_t i = 0; i < params.size(); i++)
             if (chosen(params[i]))
-                gradients.push_back({offset + params[i].memory_offset * gradient_bytes,
-                                     params[i].owned.count * gradient_bytes});
+                gradients.push_back({offset + places[i].memory_offset * gradient_bytes,
+                                     places[i].owned.count * gradient_bytes});
     };
     auto layer_is_whole = [&](int64_t layer) {
         const int64_t first = layer * layer_bytes, end = first + layer_bytes;
