@@ -163,7 +163,7 @@ struct AdamWRun {
                              .flat_offset = p.offset});
             bundles += ceil_div(p.size, gpu::BUNDLE_SIZE);
         }
-        const Buffer<gpu::AdamWParam> params(table);
+        const Buffer<gpu::AdamWParam> device_table(table);
         const Buffer<gpu::GradientState> state(std::vector<gpu::GradientState>{{1.0, 1.0, clip, skip}});
         const Tensor g(gradient, gradients);
         const bool splits = has_master && compute == Format::BF16;
@@ -184,7 +184,7 @@ struct AdamWRun {
             const int64_t begin = params[first].offset;
             const int64_t n = (end < params.size() ? params[end].offset : total) - begin;
             gpu::adamw(a, optimizer,
-                       {.table = params.get() + first,
+                       {.table = device_table.get() + first,
                         .count = int(end - first),
                         .elements = {begin, n},
                         .gradients = g.codes.get() + begin * format_info(gradients).bytes,
