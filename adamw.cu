@@ -108,8 +108,9 @@ constexpr int CODES_WITHOUT_SIGN = 128;  // seven bits
 using Table = float[CODES_WITHOUT_SIGN];
 
 // A codec says how a moment is encoded and decoded. The kernel is compiled for two of them: MCodec, that of
-// m, and VCodec, that of v. In the optimizer coat both are this codec. (This can wait: part 6 adds the
-// careful path to it, and part 7 has another codec.)
+// m, and VCodec, that of v. In the optimizer coat both are this codec and a careful path, which part 6 adds:
+// two functions with _again_ in their names, which compute a few moment groups once more. (That can wait.
+// Part 7 has another codec.)
 template <bool IS_V, Format FORMAT> struct ExpansionCodec {
     // The k of a moment group.
     static __device__ float k_of(float max_magnitude, float min_magnitude) {
@@ -147,8 +148,8 @@ template <bool IS_V, Format FORMAT> struct ExpansionCodec {
 // ===========================================================================================================
 // 3. A span, which half a warp updates
 //
-// A span is 128 consecutive elements of a parameter. Each of
-// 16 lanes has eight of them. A warp updates two neighbouring spans at the same time:
+// A span is 128 consecutive elements of a parameter. Each of 16 lanes has eight of them. A warp updates two
+// neighbouring spans at the same time:
 //
 //   lane        0       1        ...   15            16      17       ...   31
 //   elements    0 - 7   8 - 15         120 - 127     0 - 7   8 - 15         120 - 127
@@ -188,8 +189,8 @@ template <class Value> __device__ Value load_global(const void* from) {
 // What a thread loads of a span: its eight elements, as they are stored.
 template <class WeightsKind> struct LoadedElements {
     MAndV<uint2> codes;
-    typename WeightsKind::LoadedChunk w;
-    Bf16OrFp32::LoadedChunk g;
+    typename WeightsKind::StoredChunk w;
+    Bf16OrFp32::StoredChunk g;
 };
 
 // How many spans a parameter has. The last one may have fewer than 128 elements, and then padding.

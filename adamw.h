@@ -57,9 +57,9 @@ struct AdamWParam {
     // How many bundles all parameters before this one have: the number of its first bundle.
     int64_t bundles_before = 0;
 
-    // How many units come before the parameter in the flat order. Squares of gradients are summed in units of
-    // UNIT_SIZE = 8192 elements (common/ranks.h).
-    int64_t units_before = 0;
+    // The number of its first unit, in the flat order: squares of gradients are summed in units of UNIT_SIZE
+    // = 8192 elements (common/ranks.h). (This can wait: gpu/gradient_norm.cu.)
+    int64_t first_unit = 0;
     // Elements before the parameter in the flat order, by which random bits are numbered. (So they do not
     // depend on the number of ranks. With one GPU this is memory_offset.)
     int64_t flat_offset = 0;

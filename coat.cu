@@ -22,7 +22,7 @@
 // And on the GPU:
 //
 //   quantize_operand_kernel()              part 4            a thread block: one tile
-//     store_codes()                        quantize.cuh      the codes of the tile, both ways
+//     quantize_tile()                        quantize.cuh      the codes of the tile, both ways
 //       for_each_row()                     lazy_tensor.cuh   a thread's 8 rows
 //         load(), compute()                lazy_tensor.cuh   the values of a chunk, by the producer
 //         encode()                         device.cuh        the codes of these values
@@ -55,8 +55,8 @@ namespace coat::gpu {
 // Usually no kernel of its own is needed:
 //   - A kernel that writes the input of a norm or of an activation also computes what the norm or the
 //     activation will put out, and keeps only the amax of that.
-//   - A kernel that writes a tensor which is quantized next (attention forward and backward, the backward
-//     pass of norms, AdamW) finds the amax of what it writes.
+//   - A kernel that writes a tensor which is quantized next (attention forward and backward on Hopper,
+//     the backward pass of norms, AdamW) finds the amax of what it writes.
 // The kernel below is for what no other kernel has at hand, for instance the gradient of gate and up. (Two
 // tables in model.cu, which can wait, say which kernel finds which amax.)
 
@@ -212,8 +212,8 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 //   scale   amax / FMAX (scale_of() in gpu/device.cuh)
 //   code    x / scale, rounded to FP8. As on the CPU, a kernel multiplies by 1 / scale in FP32
 
-// Computes x and stores its codes, with store_codes() of gpu/quantize.cuh. row_major is null if no row-major
-// codes are wanted.
+// Computes x and stores its codes, with quantize_tile() of gpu/quantize.cuh. row_major is null if no
+// row-major codes are wanted.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_operand_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, uint8_t* row_major,
@@ -221,10 +221,10 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     // Just in time: every thread computes the same scale from the amax.
     const float scale = scale_of(FMAX<FP8>, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
-    store_codes<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
-                            [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool /*live*/) {
-                                return same_in_both(encode<FP8>(v, inverse_scale));
-                            });
+    quantize_tile<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
+                              [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool /*live*/) {
+                                  return same_in_both(encode<FP8>(v, inverse_scale));
+                              });
     // The GEMM multiplies by the scale. It is stored last, so that it delays no load of x.
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
 }

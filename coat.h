@@ -16,19 +16,19 @@
 // Each of these functions reads a tensor x:
 //
 //   function                      what x is                   what the function writes
-//   compute_amax()                a LazyTensor without FP32   the amax of x
-//   quantize_operand()            a LazyTensor without FP32   FP8 codes
+//   compute_amax()                a LazyTensor, see below     the amax of x
+//   quantize_operand()            a LazyTensor, see below     FP8 codes
 //   write_values()                a LazyTensor                values in BF16 or FP32
 //   write_operand()               a LazyTensor                codes or values: it calls one of these two
 //   quantize_activation_input()   gate and up, in BF16        groups, and the amax of the activation's output
 //   quantize_groups()             a tensor in BF16            groups; with write_back also x
 //
-// A LazyTensor without FP32 is computed from tensors in BF16 or in groups.
+// The LazyTensor of the first two is computed from tensors in BF16 or in groups, not from FP32.
 //
 // Three rules hold for those that write a tensor:
 //   - Row-major output may overwrite x.input, the stored tensor from which x is computed, if both have the
-//     same bytes per element. For example the codes of dgate_up may overwrite the groups of gate_up. (A
-//     thread loads its elements before it stores what it makes of them.)
+//     same shape and the same bytes per element. For example the codes of dgate_up may overwrite the groups
+//     of gate_up. (A thread loads its elements before it stores what it makes of them in the same place.)
 //   - Row-major output may have more rows than x, as for a prompt of any length (gpu/linear.cpp): an FP8 GEMM
 //     wants a multiple of 16. The other rows keep what they hold. (Transposed output has one column for each
 //     row of x, and no more.)

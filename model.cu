@@ -36,8 +36,9 @@
 // of its input and of its weight, and calls the GEMM.
 //
 // There are N tokens; C is the hidden size, and F the width of gate and of up. The residual sum in the
-// attention half has found the row statistics of norm 2, such as 1 / rms of each row, and the amax of the
-// output of norm 2. The last update has found the amaxes of the weights.
+// attention half has found the row statistics of norm 2, of RMSNorm 1 / rms of each row, and the amax of the
+// output of norm 2. The last update has found the amaxes of the weights. (So layer_forward() of the reference
+// is shifted: its save_and_load() of a norm's input is done here by the residual_add() of the half before.)
 //
 //   operator                      reads                          writes
 //   quantize_operand()            input of norm 2 (N, C), in     codes of the output of norm 2
@@ -169,8 +170,9 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 // How to read the two classes
 //
 // In each class the functions of the list at the top of this file stand in its order, with those that they
-// call between them. Before the head come begin_bucket() and finish_bucket(), which all of backward calls.
-// What can wait is at the end of the class: what other models and recipes need, evaluations and prompts.
+// call between them. The step itself is in the second class: GpuModel::step(), which can be read first.
+// Before the head come begin_bucket() and finish_bucket(), which all of backward calls. What can wait is at
+// the end of the class: what other models and recipes need, evaluations and prompts.
 //
 // Most conditions are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one GPU, no further
 // flags. In a first reading follow that run. It calls nothing that can wait. A comment "Llama: ..." says what

@@ -3,7 +3,7 @@
 
     python3 dev/coat.py        trains a small model in FP32 and in COAT, and compares the two
 
-In FP8, which has 8 bits, are: the operands of the matrix products (GEMMs) of linear layers; the inputs of norms 1 and 2
+These are in FP8, in 8 bits: the operands of the matrix products (GEMMs) of linear layers; the inputs of norms 1 and 2
 and of the activation function, as they are saved for backward; and AdamW's moments of matrices. q, k, v and attention's
 output are saved in BF16. (Where a title names lessons, the course explains it there: WALK.md. test/dev/arithmetic.cpp
 compares sections 1 to 5 and the loss with the CPU reference.)

@@ -32,13 +32,10 @@ struct AdamWKernelConstants {
     float root_factor, scaled_eps;
 };
 
-// Eight old elements of a moment, as multiples of a common factor: element j is factor * multiples[j]. For
-// example, the magnitude of an element of a moment group in COAT is max * (|y| / FMAX)^(1/k), where y is the
-// value of its code. There the factor is max.
-//
-// Why the two are not multiplied at once: the equations multiply an old element of m by b1, and one of v by
-// b2. The product of the factor and b1 is computed once for all eight elements (the compiler moves it out of
-// the loop). This saves one multiplication for each element.
+// Eight old elements of a moment, as multiples of a common factor: element j is factor * multiples[j]. The
+// equations multiply it by b1 or b2. So the product of factor and b1 is computed once for all eight elements,
+// and each needs one multiplication less. For example, the magnitude of an element of a moment group in COAT
+// is max * (|y| / FMAX)^(1/k), where y is the value of its code. There the factor is max.
 struct FactoredMoments {
     float factor;
     ChunkValues multiples;
@@ -100,8 +97,8 @@ inline __device__ MAndV<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& 
 //   without a master   the number is 16 random bits, so that an update is kept on average. Rounding to
 //                      nearest would lose every update below half the distance to the next BF16 value
 template <bool MASTER> struct Bf16Weights {
-    using EightOf16Bits = PlainView<bf16>::LoadedChunk;  // two in a word
-    struct LoadedChunk {
+    using EightOf16Bits = PlainView<bf16>::StoredChunk;  // two in a word
+    struct StoredChunk {
         EightOf16Bits weights, remainders;
     };
     bf16* weights;
@@ -110,13 +107,13 @@ template <bool MASTER> struct Bf16Weights {
     __device__ Bf16Weights(const Weights& w, int64_t first)
         : weights(static_cast<bf16*>(w.values) + first), remainders(MASTER ? w.remainders + first : nullptr) {
     }
-    __device__ LoadedChunk load(int64_t i) const {
-        LoadedChunk loaded{};
+    __device__ StoredChunk load(int64_t i) const {
+        StoredChunk loaded{};
         loaded.weights = *reinterpret_cast<const EightOf16Bits*>(weights + i);
         if (MASTER) loaded.remainders = *reinterpret_cast<const EightOf16Bits*>(remainders + i);
         return loaded;
     }
-    __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
+    __device__ void unpack(const StoredChunk& loaded, ChunkValues& v) const {
         PlainView<bf16>::unpack(loaded.weights, v);
         if constexpr (MASTER) {
             for (int j = 0; j < CHUNK_SIZE; j++) {
@@ -155,13 +152,13 @@ template <bool MASTER> struct Bf16Weights {
 
 // FP32 weights, which are their own masters: those of the recipe fp32. (This can wait.)
 struct Fp32Weights {
-    using LoadedChunk = PlainView<float>::LoadedChunk;
+    using StoredChunk = PlainView<float>::StoredChunk;
     PlainView<float> weights;
 
     __device__ Fp32Weights(const Weights& w, int64_t first)
         : weights{static_cast<float*>(w.values) + first} {}
-    __device__ LoadedChunk load(int64_t i) const { return weights.load(i); }
-    __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const { weights.unpack(loaded, v); }
+    __device__ StoredChunk load(int64_t i) const { return weights.load(i); }
+    __device__ void unpack(const StoredChunk& loaded, ChunkValues& v) const { weights.unpack(loaded, v); }
     __device__ void store(int64_t i, const ChunkValues& v, uint64_t, uint64_t, bool live,
                           uint32_t& largest_bits) const {
         weights.store(i, v, live);

@@ -59,8 +59,8 @@ struct AttentionBackward {
 void attention_backward(const AttentionShape& shape, const AttentionBackward& tensors, cudaStream_t stream);
 int64_t attention_workspace_bytes(const AttentionShape& shape);
 
-// An implementation, for one format and range of head sizes. The functions above choose one of them and call
-// it; tests and the ladder (dev/ladders/attention.cu) call each.
+// (This can wait.) An implementation, for one format and range of head sizes. The functions above choose one
+// of them and call it; tests and the ladder (dev/ladders/attention.cu) call each.
 struct AttentionKernels {
     void (*forward)(const AttentionShape&, const void* qkv, void* out, float* lse, float* out_amax_to_raise,
                     cudaStream_t);

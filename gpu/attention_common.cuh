@@ -99,13 +99,13 @@ __global__ void __launch_bounds__(PREPARE_THREADS)
     const int64_t b = blockIdx.z, head = b * d.NH + h, tile = head * statistics.tiles + blockIdx.y;
     const int64_t number = tile * PREPARE_THREADS + threadIdx.x;
     if (number < counters) counter[number] = 0;
-    typename PlainView<Real>::LoadedChunk o[ROWS], g[ROWS];
+    typename PlainView<Real>::StoredChunk o[ROWS], g[ROWS];
     for (int i = 0; i < ROWS; i++) {
         const int t = blockIdx.y * QUERIES + first + i * STEP;
         const int64_t element = ((b * d.T + t) * d.NH + h) * d.HS + lane * CHUNK_SIZE;
         const bool live = t < d.T && lane * CHUNK_SIZE < d.HS;
-        o[i] = live ? plain_view<Real>(out).load(element) : typename PlainView<Real>::LoadedChunk{};
-        g[i] = live ? plain_view<Real>(dout).load(element) : typename PlainView<Real>::LoadedChunk{};
+        o[i] = live ? plain_view<Real>(out).load(element) : typename PlainView<Real>::StoredChunk{};
+        g[i] = live ? plain_view<Real>(dout).load(element) : typename PlainView<Real>::StoredChunk{};
     }
     float* const stats = statistics.data + tile * 2 * QUERIES;
     for (int i = 0; i < ROWS; i++) {

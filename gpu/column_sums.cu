@@ -98,13 +98,13 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     ChunkValues sum[Producer::PLANES] = {};
     for (int64_t tile = blockIdx.y; tile * TILE_SIDE < rows; tile += COLUMN_PARTIALS) {
         __syncthreads();  // all codes of the tile before have left shared memory
-        store_codes<true>(producer, tile, rows, row_major, transposed,
-                          [&](int /*row*/, int plane, const ChunkValues& v, bool live) {
-                              if (live) {
-                                  for (int j = 0; j < CHUNK_SIZE; j++) sum[plane][j] += v[j];
-                              }
-                              return same_in_both(encode<FP8>(v, inverse_scale));
-                          });
+        quantize_tile<true>(producer, tile, rows, row_major, transposed,
+                            [&](int /*row*/, int plane, const ChunkValues& v, bool live) {
+                                if (live) {
+                                    for (int j = 0; j < CHUNK_SIZE; j++) sum[plane][j] += v[j];
+                                }
+                                return same_in_both(encode<FP8>(v, inverse_scale));
+                            });
     }
     store_column_sums(producer, sum, columns, partials);
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;

@@ -29,7 +29,8 @@ struct GpuContext {
     void wait_then_start_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
     void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
 
-    // What quantization has lost so far, while it is measured. Otherwise both pointers are null.
+    // (This can wait.) What quantization has lost so far, while it is measured. Otherwise both pointers are
+    // null.
     QuantStats* quant_stats = nullptr;    // on the device, by MeasuredKind, of all but moments
     QuantReport* quant_report = nullptr;  // on the host: of moments
     QuantStats* quant_stats_of(MeasuredKind kind) const {

@@ -214,11 +214,11 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 //
 //   ComputeElement                a type: the compute format that goes with the view. What is read together
 //                                 with the tensor, such as a norm's weight, is in it
-//   LoadedChunk                   a type: a chunk in registers, as it is stored
+//   StoredChunk                   a type: a chunk in registers, as it is stored
 //   starting_at(i)                the same tensor, counted from element i on
-//   load(i)                       returns the LoadedChunk at element i. It only loads, so several loads can
+//   load(i)                       returns the StoredChunk at element i. It only loads, so several loads can
 //                                 be on their way at once
-//   unpack(loaded, v)             converts a LoadedChunk to FP32: v
+//   unpack(loaded, v)             converts a StoredChunk to FP32: v
 //   round_and_store(i, v, live)   rounds v itself to what can be stored, and stores it at element i if live
 //
 // A PlainView has two functions more:
@@ -246,14 +246,14 @@ template <class Element, int N = CHUNK_SIZE> struct PlainView {
     static constexpr int WORDS = IS_FP32 ? N : N / 2;
     using ComputeElement = Element;
     using Access = std::conditional_t<WORDS % 4 == 0, uint4, uint2>;  // what one instruction loads or stores
-    struct alignas(sizeof(Access)) LoadedChunk {
+    struct alignas(sizeof(Access)) StoredChunk {
         uint32_t words[WORDS];
     };
     Element* data;
 
     __device__ PlainView starting_at(int64_t i) const { return {data + i}; }
-    __device__ LoadedChunk load(int64_t i) const { return *reinterpret_cast<const LoadedChunk*>(data + i); }
-    static __device__ void unpack(const LoadedChunk& loaded, float (&v)[N]) {
+    __device__ StoredChunk load(int64_t i) const { return *reinterpret_cast<const StoredChunk*>(data + i); }
+    static __device__ void unpack(const StoredChunk& loaded, float (&v)[N]) {
         for (int j = 0; j < WORDS; j++) {
             if constexpr (IS_FP32) {
                 v[j] = __uint_as_float(loaded.words[j]);
@@ -265,12 +265,12 @@ template <class Element, int N = CHUNK_SIZE> struct PlainView {
     }
     __device__ void load_values(int64_t i, float (&v)[N]) const { unpack(load(i), v); }
     // Returns v as it is stored: rounded.
-    __device__ LoadedChunk store(int64_t i, const float (&v)[N], bool live) const {
-        LoadedChunk rounded;
+    __device__ StoredChunk store(int64_t i, const float (&v)[N], bool live) const {
+        StoredChunk rounded;
         for (int j = 0; j < WORDS; j++)
             if constexpr (IS_FP32) rounded.words[j] = __float_as_uint(v[j]);
             else rounded.words[j] = pack_bf16(v[2 * j], v[2 * j + 1]);
-        for (int j = 0; j < sizeof(LoadedChunk) / sizeof(Access); j++)
+        for (int j = 0; j < sizeof(StoredChunk) / sizeof(Access); j++)
             if (live)
                 store_in_one_instruction(reinterpret_cast<Access*>(data + i) + j,
                                          reinterpret_cast<const Access*>(rounded.words)[j]);
@@ -310,13 +310,13 @@ struct Bf16OrFp32 {
         if (is_fp32) f(plain_view<float>(data));
         else f(plain_view<bf16>(data));
     }
-    using LoadedChunk = PlainView<float>::LoadedChunk;  // BF16 elements fill its first half
-    __device__ LoadedChunk load(int64_t i) const {
+    using StoredChunk = PlainView<float>::StoredChunk;  // BF16 elements fill its first half
+    __device__ StoredChunk load(int64_t i) const {
         if (is_fp32) return plain_view<float>(data).load(i);
         const auto bf16_chunk = plain_view<bf16>(data).load(i);
         return {bf16_chunk.words[0], bf16_chunk.words[1], bf16_chunk.words[2], bf16_chunk.words[3]};
     }
-    __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
+    __device__ void unpack(const StoredChunk& loaded, ChunkValues& v) const {
         const auto& words = loaded.words;
         if (is_fp32) PlainView<float>::unpack(loaded, v);
         else PlainView<bf16>::unpack({words[0], words[1], words[2], words[3]}, v);

@@ -41,7 +41,7 @@ static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t of
     constexpr int WARP_ELEMENTS = 32 * CHUNK_SIZE;
     double sum = 0;
     for (int64_t i = begin + threadIdx.x % 32 * CHUNK_SIZE; i < end; i += WARP_ELEMENTS * LOADS_IN_FLIGHT) {
-        Bf16OrFp32::LoadedChunk loaded[LOADS_IN_FLIGHT] = {};
+        Bf16OrFp32::StoredChunk loaded[LOADS_IN_FLIGHT] = {};
         for (int u = 0; u < LOADS_IN_FLIGHT; u++)
             if (i + u * WARP_ELEMENTS < end) loaded[u] = gradients.load(offset + i + u * WARP_ELEMENTS);
         for (int u = 0; u < LOADS_IN_FLIGHT; u++) {
@@ -61,7 +61,7 @@ static __device__ int64_t unit_count(const AdamWParam& param) { return ceil_div(
 constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
     compute_gradient_squares_kernel(const AdamWParam* params, int param_count, Bf16OrFp32 gradients,
-                                    int64_t first, int64_t first_unit, const double* loss_or_nan,
+                                    int64_t first, int64_t unit_offset, const double* loss_or_nan,
                                     double* loss_and_squares) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
@@ -70,7 +70,7 @@ static __global__ void __launch_bounds__(THREADS)
     for (int i = 0; i < param_count; i++) {
         const AdamWParam& param = params[i];
         const int64_t units = unit_count(param), offset = param.memory_offset - first;
-        double* const sums_of_param = loss_and_squares + 1 + param.units_before - first_unit;
+        double* const sums_of_param = loss_and_squares + 1 + param.first_unit - unit_offset;
         for (; unit < units; unit += warps) {
             const int64_t begin = unit * UNIT_SIZE, end = min(param.size, begin + UNIT_SIZE);
             const double sum = squares_of_unit(gradients, offset, begin, end);

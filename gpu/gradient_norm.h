@@ -30,12 +30,14 @@ void compute_gradient_squares(const ParamsToUpdate& params, const Range& units, 
 //   - the norm of the gradients of this call is 2^62 or more after clipping: their squares might be too
 //     large for a second moment.
 //
-// loss_and_squares (ranks, 1 + units) has one row with one GPU. The rest can wait: how several ranks
-// add their rows. A unit of a matrix has its sum on the rank that owns it, and 0 on the others. A
-// unit of a vector has the same sum on all ranks. Either way the largest of the ranks' numbers is the
-// sum. For example, of three units rank 0 owns the first, rank 1 owns the second, and the third is a
-// vector. Rank 0 has the sums (5, 0, 2), rank 1 has (0, 3, 2), and the result is 5 + 3 + 2. So the result is
-// the same for any number of ranks. If the loss of one rank is not finite, all ranks skip the step.
+// loss_and_squares: (ranks, 1 + units), with one GPU one row.
+//
+// The rest can wait: how several ranks add their rows. A unit of a matrix has its sum on the rank that owns
+// it, and 0 on the others. A unit of a vector has the same sum on all ranks. Either way the largest of the
+// ranks' numbers is the sum. For example, of three units rank 0 owns the first, rank 1 owns the second, and
+// the third is a vector. Rank 0 has the sums (5, 0, 2), rank 1 has (0, 3, 2), and the result is 5 + 3 + 2. So
+// the result is the same for any number of ranks. If the loss of one rank is not finite, all ranks skip the
+// step.
 void update_gradient_state(const double* loss_and_squares, int64_t units, int64_t ranks, float clip_limit,
                            GradientState* state, cudaStream_t stream);
 

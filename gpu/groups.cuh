@@ -35,7 +35,7 @@ inline __device__ float divide_by_448(float amax) {
 // the lane with the even number writes the scale.
 struct GroupsView {
     using ComputeElement = bf16;
-    struct LoadedChunk {
+    struct StoredChunk {
         uint2 codes;
         uint16_t scale;
     };
@@ -43,10 +43,10 @@ struct GroupsView {
     uint16_t* scales;
 
     __device__ GroupsView starting_at(int64_t i) const { return {codes + i, scales + i / GROUP_SIZE}; }
-    __device__ LoadedChunk load(int64_t i) const {
+    __device__ StoredChunk load(int64_t i) const {
         return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP_SIZE]};
     }
-    __device__ void unpack(const LoadedChunk& loaded, ChunkValues& v) const {
+    __device__ void unpack(const StoredChunk& loaded, ChunkValues& v) const {
         decode(/*e5m2=*/false, loaded.codes, __uint_as_float(static_cast<uint32_t>(loaded.scale) << 16), v);
     }
     // The scale of the group that this lane and its neighbour have.

@@ -58,7 +58,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
     float largest = 0;
     if (row < rows) {
         const PlainView<Element, 4> pairs = qkv.starting_at(row * cols + first_head * rope.HS + pair);
-        typename PlainView<Element, 4>::LoadedChunk loaded[ROPE_HEADS][2] = {};
+        typename PlainView<Element, 4>::StoredChunk loaded[ROPE_HEADS][2] = {};
         for (int h = 0; h < ROPE_HEADS; h++) {
             if (first_head + h >= heads) continue;
             loaded[h][0] = pairs.load(h * rope.HS);
@@ -160,7 +160,7 @@ template <class Element, int CACHED_ROWS>
 static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED_ROWS, sizeof(Element)))
     cross_entropy_kernel(PlainView<Element> logits, int64_t rows, int stride, int V, const int32_t* targets,
                          bool gradients, const double* loss_weight, float* losses) {
-    using LoadedChunk = typename PlainView<Element>::LoadedChunk;
+    using StoredChunk = typename PlainView<Element>::StoredChunk;
     constexpr int COLS_OF_BLOCK = LOSS_THREADS * CHUNK_SIZE, IN_FLIGHT = 4;
     extern __shared__ __align__(16) unsigned char shared[];  // (CACHED_ROWS, stride) Element
     __shared__ Softmax parts[2][LOSS_THREADS / 32];
@@ -198,14 +198,14 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
 
         Softmax mine{-INFINITY, 0};
         for (int begin = first_col; begin < live_cols; begin += IN_FLIGHT * COLS_OF_BLOCK) {
-            LoadedChunk loaded[IN_FLIGHT];
+            StoredChunk loaded[IN_FLIGHT];
             for (int i = 0; i < IN_FLIGHT; i++)
                 if (begin + i * COLS_OF_BLOCK < live_cols)
                     loaded[i] = for_loss.load(begin + i * COLS_OF_BLOCK);
             for (int i = 0; i < IN_FLIGHT; i++) {
                 const int col = begin + i * COLS_OF_BLOCK;
                 if (col >= live_cols) break;
-                if (CACHED_ROWS == 1) *reinterpret_cast<LoadedChunk*>(in_cache.data + col) = loaded[i];
+                if (CACHED_ROWS == 1) *reinterpret_cast<StoredChunk*>(in_cache.data + col) = loaded[i];
                 ChunkValues x;
                 logits.unpack(loaded[i], x);
                 replace_dead(col, x, -INFINITY);
@@ -458,7 +458,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const bool is_v = col >= n.q_cols + n.k_cols;
     auto live = [&](int i) { return row < rows && quad_column(i) < HS; };
     const PlainView<Element, QUAD> from = qkv.starting_at(head * n.HS), to = out.starting_at(head * n.HS);
-    typename PlainView<Element, QUAD>::LoadedChunk loaded[HEAD_QUADS] = {};
+    typename PlainView<Element, QUAD>::StoredChunk loaded[HEAD_QUADS] = {};
     for (int i = 0; i < HEAD_QUADS; i++)
         if (live(i)) loaded[i] = from.load(quad_column(i));
 
@@ -506,7 +506,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const int64_t col = blockIdx.y * n.HS;
     const int HS = static_cast<int>(n.HS);
     auto live = [&](int i) { return quad_column(i) < HS; };
-    typename PlainView<Element, QUAD>::LoadedChunk loaded_x[HEAD_QUADS] = {}, loaded_dy[HEAD_QUADS] = {};
+    typename PlainView<Element, QUAD>::StoredChunk loaded_x[HEAD_QUADS] = {}, loaded_dy[HEAD_QUADS] = {};
     auto fetch_row = [&](int64_t row) {
         for (int i = 0; i < HEAD_QUADS; i++) {
             if (row >= rows || !live(i)) continue;

@@ -162,8 +162,8 @@ template <LazyOp OP, class StoredView, int INPUT_PLANES = 1> struct LazyProducer
     };
     // What load() returns. A producer uses only some of these fields, and the compiler leaves out the others.
     struct LoadedRow {
-        typename StoredView::LoadedChunk input[INPUT_PLANES];
-        typename PlainView<ComputeElement>::LoadedChunk dact;
+        typename StoredView::StoredChunk input[INPUT_PLANES];
+        typename PlainView<ComputeElement>::StoredChunk dact;
         RowStatistics statistics;
     };
     // The bytes of the fields that this producer uses, with padding: what a row takes in registers.

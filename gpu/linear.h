@@ -52,7 +52,8 @@ struct LinearLayerContext {
 };
 
 // Which amaxes a linear layer computes by an extra pass, just before it makes the codes: those that it needs,
-// and that no earlier kernel finds. (Two tables in model.cu say which kernel finds which amax.)
+// and that no earlier kernel finds. In Llama in coat only gate_up_proj has one, over g. (Two tables in
+// model.cu say which kernel finds which amax.)
 struct ExtraAmaxPasses {
     bool over_x = false;  // in fprop()
     bool over_g = false;  // in write_g_operand()
@@ -82,7 +83,8 @@ public:
     void write_g_operand(const LazyTensor& g, const Operand& g_operand);
 
     // --- Amaxes
-    // The amax of x, or of g, which an earlier kernel is to raise; null if no earlier kernel needs to.
+    // The amax of x, or of g, which an earlier kernel is to raise. Null if it is not needed, or if an extra
+    // pass finds it.
     float* x_amax_to_raise() const {
         return extra_amax_passes_.over_x ? nullptr : amax_if_needed(x_tensor_scale_);
     }

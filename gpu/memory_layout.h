@@ -53,10 +53,11 @@ int64_t gradients_offset(const RunSettings& s);
 // Logits are computed for this many tokens at a time: a slice.
 inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
 // Whether the slices of a micro-batch add to the gradient of the head's weight in FP32, so that their sum is
-// rounded once. The rule is that at most four gradients are added to a BF16 sum in a step. For example,
-// 8 x 2048 tokens are 4 slices, which add to this gradient 4 times. So in a step of one micro-batch the sum
-// may be in BF16. (gradient_format() of common/model.h has the same rule, but counts one addition for a
-// micro-batch. To the gradient of a tied embedding the embedding adds, too.)
+// rounded once. (This can wait: in a step of 8 x 2048 tokens on one GPU they do not.) The rule is that at
+// most four gradients are added to a BF16 sum in a step. For example, 8 x 2048 tokens are 4 slices, which add
+// to this gradient 4 times. So in a step of one micro-batch the sum may be in BF16. (gradient_format() of
+// common/model.h has the same rule, but counts one addition for a micro-batch. To the gradient of a tied
+// embedding the embedding adds, too.)
 inline bool head_sum_in_fp32(const RunSettings& s) {
     const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS);
     const int64_t additions = micro_batches_of_step(s) * (slices + s.config.tied);

@@ -30,8 +30,7 @@ struct StepExchange {
 
 // The map: where everything is that lasts for the run. The members have the order of the memory. After the
 // last of them comes what a step allocates where it uses it (Arena::Scope): the operands of one linear layer,
-// gradients of activations, logits. (In a run that caches the FP8 codes of all weights, these lie between the
-// two.)
+// gradients of activations, logits. (If a run caches the FP8 codes of all weights, these come before that.)
 //
 // Gradients of weights. Backward writes them where the update reads them. Usually they lie over the saved
 // activations. Forward writes the layers from left to right, and backward needs them from right to left. The

@@ -48,12 +48,12 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     residual_add_kernel(PlainView<Element> a, PlainView<Element> b, const int32_t* tokens, int64_t T,
                         PlainView<Element> plain_sum, StoredView norm_input, const Norm norm,
                         float* norm_output_amax_to_raise) {
-    using LoadedChunk = typename PlainView<Element>::LoadedChunk;
+    using StoredChunk = typename PlainView<Element>::StoredChunk;
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = norm.input.rows, C = norm.input.cols;
     auto live = [&](int c) { return row < rows && first_column_of_thread(c) < C; };
     const SourceRows source_rows = find_source_rows(row, rows, tokens, T);
-    LoadedChunk loaded_a[MAX_CHUNKS_PER_THREAD] = {}, loaded_b[MAX_CHUNKS_PER_THREAD] = {};
+    StoredChunk loaded_a[MAX_CHUNKS_PER_THREAD] = {}, loaded_b[MAX_CHUNKS_PER_THREAD] = {};
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         if (!live(c)) continue;
         loaded_a[c] = a.load(source_rows.of_a * C + first_column_of_thread(c));

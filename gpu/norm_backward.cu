@@ -47,8 +47,8 @@ __device__ void write_partials(const float4* sums_of_teams, int C, float* partia
 
 // A thread's chunks of a row, as they are stored: of the norm's input, of dy, and of dresidual_in.
 template <class StoredView> struct LoadedNormRow {
-    using LoadedGradient = typename PlainView<typename StoredView::ComputeElement>::LoadedChunk;
-    typename StoredView::LoadedChunk x[MAX_CHUNKS_PER_THREAD];
+    using LoadedGradient = typename PlainView<typename StoredView::ComputeElement>::StoredChunk;
+    typename StoredView::StoredChunk x[MAX_CHUNKS_PER_THREAD];
     LoadedGradient dy[MAX_CHUNKS_PER_THREAD], dresidual[MAX_CHUNKS_PER_THREAD];
 };
 
@@ -85,7 +85,8 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
                                            : first_column_of_thread(c) < norm.input.cols;
     }
 
-    // A row past the last one is zeros, and so is a chunk past the end of its row.
+    // A row past the last one is zeros. So are a chunk past the end of its row, and dresidual_in if there is
+    // none.
     __device__ LoadedNormRow<StoredView> load(int64_t row) const {
         LoadedNormRow<StoredView> loaded{};
         if (row >= norm.input.rows) return loaded;

@@ -130,22 +130,22 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
                 const int64_t col = p * producer.width + thread_tile.col + j;
                 inverse_of_columns[p][j] = __frcp_rn(*transposed_grid.address(first_row, col));
             }
-    store_codes<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
-                            [&](int row, int plane, const ChunkValues& v, bool live) {
-                                ChunkCodes chunk{};
-                                if (live && row_major) {
-                                    const float inverse_of_row = __frcp_rn(*row_major_grid.address(
-                                        thread_tile.row + row, plane * producer.width + thread_tile.col));
-                                    chunk.row_major = encode(e5m2, v, inverse_of_row);
-                                }
-                                if (TRANSPOSED) {
-                                    ChunkValues scaled;
-                                    for (int j = 0; j < CHUNK_SIZE; j++)
-                                        scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
-                                    chunk.transposed = encode(e5m2, scaled, 1.0f);
-                                }
-                                return chunk;
-                            });
+    quantize_tile<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
+                              [&](int row, int plane, const ChunkValues& v, bool live) {
+                                  ChunkCodes chunk{};
+                                  if (live && row_major) {
+                                      const float inverse_of_row = __frcp_rn(*row_major_grid.address(
+                                          thread_tile.row + row, plane * producer.width + thread_tile.col));
+                                      chunk.row_major = encode(e5m2, v, inverse_of_row);
+                                  }
+                                  if (TRANSPOSED) {
+                                      ChunkValues scaled;
+                                      for (int j = 0; j < CHUNK_SIZE; j++)
+                                          scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
+                                      chunk.transposed = encode(e5m2, scaled, 1.0f);
+                                  }
+                                  return chunk;
+                              });
 }
 
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
@@ -177,12 +177,12 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     const float scale = delayed ? tensor_scale->delayed_scale : just_in_time;
     const float inverse_scale = __frcp_rn(scale);
     float largest = 0;
-    store_codes<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
-                            [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool live) {
-                                // The values of a row that is not live may be wrong: see for_each_row().
-                                if (live) largest = larger_magnitude(largest, v);
-                                return same_in_both(encode(e5m2, v, inverse_scale));
-                            });
+    quantize_tile<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
+                              [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool live) {
+                                  // The values of a row that is not live may be wrong: see for_each_row().
+                                  if (live) largest = larger_magnitude(largest, v);
+                                  return same_in_both(encode(e5m2, v, inverse_scale));
+                              });
     if (delayed) update_amax_by_warp(&tensor_scale->amax, magnitude_bits(largest));
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
 }

@@ -66,7 +66,7 @@ void ParameterState::upload_adamw_params() {
                          .decays = p.decays(),
                          .weight_amax = weight_amax(i),
                          .bundles_before = bundles,
-                         .units_before = place.units_before + place.owned.first / UNIT_SIZE,
+                         .first_unit = place.units_before + place.owned.first / UNIT_SIZE,
                          .flat_offset = p.flat_offset + place.owned.first});
         bundles += ceil_div(place.owned.count, BUNDLE_SIZE);
     }

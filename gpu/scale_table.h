@@ -6,8 +6,8 @@
 namespace coat::gpu {
 
 // The table of scales, on the device. An entry, a TensorScale (gpu/tensors.h), has an amax and the scale that
-// follows from it. Each linear layer has three entries, of its operands w, x and g. In the table they lie in
-// this order:
+// follows from it. Each linear layer has three entries, one for each of its operands. The entries of all
+// weights come first:
 //
 //   w of each linear layer | x of each linear layer | g of each linear layer
 //
@@ -59,7 +59,8 @@ private:
 
     // The index of an operand in the table.
     int64_t index_of(OperandKind o, int64_t linear_layer) const {
-        constexpr int64_t KINDS_BEFORE[] = {1, 0, 2};  // before X, W and G: the order of OperandKind
+        // By OperandKind, which is X, W, G: how many of the three parts lie before it.
+        constexpr int64_t KINDS_BEFORE[] = {1, 0, 2};
         return KINDS_BEFORE[int(o)] * linear_layer_count + linear_layer;
     }
     void clear_amaxes(int64_t first) const;  // of the entries from number `first` on

@@ -41,7 +41,7 @@ struct TensorRef {
     void* data;  // (rows, cols) elements of format.element_format
     int64_t rows, cols;
     TensorFormat format;
-    TensorScale* tensor_scale = nullptr;  // of an FP8 operand of a GEMM; otherwise null
+    TensorScale* tensor_scale = nullptr;  // of an operand of a GEMM; it is read if the format is FP8
     uint16_t* group_scales = nullptr;     // in groups: (rows, cols / 16) in BF16; otherwise null
 };
 

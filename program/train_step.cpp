@@ -29,7 +29,7 @@ static void read_step(Run& run) {
 }
 
 // Counts the step that was just made. A skipped step
-//   - counts for the schedule and the data, or it would come again;
+//   - counts for the schedule and the data, or the next step would have the same data;
 //   - does not count for AdamW's bias correction;
 //   - is a sign that the run diverges, unless the text of the step has no targets.
 static void count_step(Run& run, const StepResult& result) {

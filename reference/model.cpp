@@ -4,7 +4,7 @@
 // step() and its parts come first. The rest can wait: the measurement of errors, the state by name, delayed
 // scaling, and what several ranks exchange. With one rank, owned() is the whole parameter, from element 0 on;
 // sum_over_ranks(), true_on_all_ranks(), losses_of_all_ranks() and gather_parameter() return what they are
-// given; reduce_gradients() does nothing; and add_squares() adds up the squares of a gradient.
+// given; and reduce_gradients() does nothing.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -104,6 +104,17 @@ private:
         double sum = 0;
         for (const Floats& gradient : network_.gradients) add_squares(gradient, sum);
         return std::sqrt(sum);
+    }
+
+    // Adds the squares of a gradient to `sum`, in parts of UNIT_SIZE elements, as on GPUs. There a part
+    // belongs to one rank. So the sum has the same bits for any number of ranks.
+    static void add_squares(const Floats& gradient, double& sum) {
+        for (size_t first = 0; first < gradient.size(); first += UNIT_SIZE) {
+            const size_t end = std::min<size_t>(gradient.size(), first + UNIT_SIZE);
+            double sum_of_part = 0;
+            for (size_t e = first; e < end; e++) sum_of_part += double(gradient[e]) * gradient[e];
+            sum += sum_of_part;
+        }
     }
 
     // Updates all parameters with the gradients times clip_factor.
@@ -269,17 +280,6 @@ private:
     }
 
     // --- What ranks exchange ---
-
-    // Adds the squares of a gradient to `sum`, in parts of UNIT_SIZE elements, as on GPUs. There a part
-    // belongs to one rank. So the sum has the same bits for any number of ranks.
-    static void add_squares(const Floats& gradient, double& sum) {
-        for (size_t first = 0; first < gradient.size(); first += UNIT_SIZE) {
-            const size_t end = std::min<size_t>(gradient.size(), first + UNIT_SIZE);
-            double sum_of_part = 0;
-            for (size_t e = first; e < end; e++) sum_of_part += double(gradient[e]) * gradient[e];
-            sum += sum_of_part;
-        }
-    }
 
     // A value, or a vector of values, of each rank, in the order of the ranks. With one rank this is a list
     // with `mine` alone.

@@ -84,7 +84,7 @@ public:
     }
 
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
-    // of the losses. Backward adds to `gradients` those of loss_weight * (sum of the losses). With
+    // of the losses. Backward adds the gradients of loss_weight * (sum of the losses) to `gradients`. With
     // loss_weight = 1 / (targets of the step that count), all micro-batches of the step together give the
     // gradients of the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
@@ -192,7 +192,8 @@ private:
     // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
     // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C). Both are residual sums
-    // in FP32. (Before layer 0 the stream is the embedding.)
+    // in FP32. (Before layer 0 the stream is the embedding.) In coat, save_and_load() quantizes into groups
+    // of 16, and linear_forward() quantizes its two operands with one scale each.
     Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
         const std::string prefix = prefix_of(l);
         const Tensor norm1_input = save_and_load(l, SavedKind::Norm1Input, residual_sum);

@@ -26,7 +26,8 @@ using Floats = std::vector<float>;
 // If amax is not finite, the step must be skipped. Codes do not show it, because they saturate. So whoever
 // calls quantize() checks the amax of the tensor, StoredMatrix::amax. A group, row or block with an amax that
 // is not finite also gets the scale NaN, for the sake of GPUs: there a tensor in groups is quantized without
-// its amax, so the NaN has to reach the loss or a gradient.
+// its amax, so the NaN has to reach the loss or a gradient. (A whole tensor gets the scale 1: on a GPU, too,
+// its amax is checked.)
 float scale_of(const TensorFormat& format, float amax) {
     if (!std::isfinite(amax)) return format.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;

@@ -21,8 +21,10 @@ inline int exponent_bias(Format f) { return f == Format::E4M3 ? 7 : 15; }
 // 2^e as an FP32 value, from -126 to 127: e + 127 is the exponent field, and the mantissa is 0.
 inline float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e) << 23); }
 
-// The code of the FP8 value that is nearest to x. Of two values that are equally near, it is the one
-// with an even mantissa. A value beyond FMAX becomes FMAX.
+inline constexpr uint32_t SIGN_BIT = 0x80, NAN_CODE = 0x7F;  // of FP8 codes
+
+// The code of the FP8 value that is nearest to x. Of two values that are equally near, it is the one with an
+// even mantissa. A value beyond FMAX becomes FMAX.
 //
 // Values from 2^e to 2^(e+1) are 2^(e - M) apart, with M mantissa bits. So |x| is counted in steps of
 // 2^(e - M). A normal value has 2^M + mantissa steps, and its exponent field is e + bias:
@@ -35,7 +37,6 @@ inline float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e)
 //   2^-9   -6    1                    1         1 + (0 << 3) = 0x01, a subnormal
 // In the second row rounding gives 2^(M + 1) steps. The sum then has the exponent field of the next power of
 // two and the mantissa 0, as it should.
-inline constexpr uint32_t SIGN_BIT = 0x80, NAN_CODE = 0x7F;
 inline uint8_t encode(Format f, float x) {
     const int M = format_info(f).mantissa_bits;
     const int bias = exponent_bias(f);
