@@ -356,10 +356,13 @@ def speed_table(rows):
 
 
 def peers_table(rows):
-    base = rows["PyTorch bf16"]["tokens_per_second"]
-    head = ["program", "tokens/s", "of PyTorch bf16's", "ms a step (range)", "GPU memory in use, GB"]
-    return head, [[name, f"{row['tokens_per_second']:,.0f}", f"{row['tokens_per_second'] / base:.3f}",
-                   f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})", gb(row)]
+    """Speeds are compared only if they are of one run, on one GPU."""
+    base = rows["PyTorch bf16"]
+    head = ["program", "tokens/s", "of PyTorch bf16's", "ms a step (range)", "GPU memory in use, GB", "commit"]
+    return head, [[name, f"{row['tokens_per_second']:,.0f}",
+                   f"{row['tokens_per_second'] / base['tokens_per_second']:.3f}"
+                   if row["commit"] == base["commit"] else "",
+                   f"{row['ms']:.1f} ({row['ms_least']:.1f} to {row['ms_most']:.1f})", gb(row), row["commit"]]
                   for name, row in rows.items()]
 
 
