@@ -108,9 +108,14 @@ constexpr int CODES_WITHOUT_SIGN = 128;  // seven bits
 using Table = float[CODES_WITHOUT_SIGN];
 
 // A codec says how a moment is encoded and decoded. The kernel is compiled for two of them: MCodec, that of
-// m, and VCodec, that of v. In the optimizer coat both are this codec and a careful path, which part 6 adds:
-// two functions with _again_ in their names, which compute a few moment groups once more. (That can wait.
-// Part 7 has another codec.)
+// m, and VCodec, that of v. A codec has six functions:
+//   k_of()                            the k of a moment group
+//   encode(), decode()                of a thread's eight elements
+//   table_entry()                     what the table has for a code
+//   decode_again_if_wide(),           the careful path, which computes a few moment groups once more, and
+//   encode_again_if_wide_or_small()   returns at once for all others (this can wait)
+// In the optimizer coat both are CarefulExpansionCodec (part 6), which has the first four of ExpansionCodec
+// and adds the last two. (Part 7 has another codec.)
 template <bool IS_V, Format FORMAT> struct ExpansionCodec {
     // The k of a moment group.
     static __device__ float k_of(float max_magnitude, float min_magnitude) {
@@ -198,8 +203,8 @@ __device__ int span_count(const AdamWParam& param) {
     return static_cast<int>(ceil_div(param.size, MOMENT_GROUP_SIZE));
 }
 
-// Loads and stores a thread's eight elements of any span of a parameter. All members are for the parameter's
-// span 0; span s is 128 s elements on.
+// Loads and stores a thread's eight elements of any span of a parameter. It is made of the first two members;
+// the others follow from these. They are for the parameter's span 0; span s is 128 s elements on.
 template <class WeightsKind> struct ElementsOfThread {
     const AdamWArguments& arguments;
     const AdamWParam& param;
@@ -589,13 +594,12 @@ template <bool IS_V, Format FORMAT> struct CodecWithoutExpansion {
 // If a block has this many bundles, its start and its end take little of its time.
 constexpr int64_t MIN_BUNDLES_PER_BLOCK = 2048;
 
-// The number of blocks for an update:
-//   - as many as the GPU runs at once;
-//   - several times as many, if each block still has MIN_BUNDLES_PER_BLOCK. Bundles that take the careful
-//     path (part 6) are slow, and they are neighbours: the embeddings of tokens that no longer occur. More
-//     blocks share out the slow bundles better;
-//   - fewer, about one for each bundle, if the update is small. A bundle is the work of one warp, so a block
-//     for each bundle spreads the bundles over all multiprocessors.
+// The number of blocks for an update. Normally it is as many as the GPU runs at once.
+//   - In a large update it is several times as many, so that each block still has MIN_BUNDLES_PER_BLOCK. The
+//     bundles that take the careful path (part 6) are slow, and they are neighbours: the embeddings of tokens
+//     that no longer occur. More blocks share out the slow bundles better.
+//   - In a small update it is about one for each bundle. A bundle is the work of one warp, so a block for
+//     each bundle spreads the bundles over all multiprocessors.
 // `bundles` is nearly the number of the update's bundles: as many as its elements would fill, if no parameter
 // had a short last bundle.
 unsigned adamw_blocks(int64_t bundles) {

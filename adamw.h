@@ -2,8 +2,8 @@
 // update (kernels: adamw.cu; for other moments than COAT's, gpu/other_optimizers.cu). The rules of
 // gpu/tensors.h hold here.
 //
-// Weights, masters, moments and sums of gradients lie in memory order: all parameters one after the other,
-// each padded to whole moment groups. The padding stays zero.
+// Weights, masters, moments and the gradients that AdamW reads lie in memory order: all parameters one after
+// the other, each padded to whole moment groups. The padding stays zero.
 //
 // (Several GPUs can wait. Each of them is a rank, which owns a part of every matrix. Then "parameter" means
 // what this rank owns of it, and memory order has only these parts. The flat order, Param::flat_offset, has

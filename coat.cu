@@ -22,7 +22,7 @@
 // And on the GPU:
 //
 //   quantize_operand_kernel()              part 4            a thread block: one tile
-//     quantize_tile()                        quantize.cuh      the codes of the tile, both ways
+//     quantize_tile()                      quantize.cuh      the codes of the tile, both ways
 //       for_each_row()                     lazy_tensor.cuh   a thread's 8 rows
 //         load(), compute()                lazy_tensor.cuh   the values of a chunk, by the producer
 //         encode()                         device.cuh        the codes of these values
@@ -121,7 +121,7 @@ void write_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
 //   of the inputs of norms              residual_add() and embed() (gpu/norm.cu)
 //   of q, k, v and attention's output   quantize_groups_kernel(), only with --attention groups
 
-// The larger of `largest` and the magnitudes of the activation's output for one row of the thread's values.
+// The largest of `largest` and the magnitudes of the activation's output for one row of the thread's values.
 template <int PLANES>
 static __device__ float amax_of_activation(float largest, const ChunkValues (&v)[PLANES]) {
     for (int j = 0; j < CHUNK_SIZE; j++) {

@@ -36,9 +36,9 @@
 // of its input and of its weight, and calls the GEMM.
 //
 // There are N tokens; C is the hidden size, and F the width of gate and of up. The residual sum in the
-// attention half has found the row statistics of norm 2, of RMSNorm 1 / rms of each row, and the amax of the
-// output of norm 2. The last update has found the amaxes of the weights. (So layer_forward() of the reference
-// is shifted: its save_and_load() of a norm's input is done here by the residual_add() of the half before.)
+// attention half has saved the input of norm 2, and found its row statistics (of an RMSNorm: 1 / rms of each
+// row) and the amax of its output. The last update has found the amaxes of the weights. (In the reference
+// each half first saves the input of its norm. Here the half before has saved it, in residual_add().)
 //
 //   operator                      reads                          writes
 //   quantize_operand()            input of norm 2 (N, C), in     codes of the output of norm 2

@@ -131,8 +131,8 @@ struct Param {
     int64_t layer;  // the number of its layer, counted from 0; -1: it belongs to no layer
     // (flat_offset and bucket can wait.) The flat order has the elements of all parameters one after the
     // other, and each parameter is padded to a multiple of 128 elements. flat_offset is the place of the
-    // first element in the flat order. A GPU stores gradients in this order, and stochastic rounding chooses
-    // the random bits of an element by its place.
+    // first element in the flat order. A GPU's backward writes gradients in this order, and stochastic
+    // rounding chooses the random bits of an element by its place.
     int64_t flat_offset;
     // A bucket is a set of parameters whose gradients backward completes at the same time. This is its
     // number, in the order of the forward pass.

@@ -116,7 +116,7 @@ inline __device__ void update_amax(float* amax, uint32_t bits) {
     uint32_t* word = reinterpret_cast<uint32_t*>(amax);
     if (bits > *static_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
 }
-// The same with the largest bits of all lanes of a warp. All lanes call it that have not exited. Lane 0 must
+// The same with the largest bits of all lanes of a warp. All lanes that have not exited call it. Lane 0 must
 // be one of them: it updates *amax.
 inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
     bits = __reduce_max_sync(ALL_LANES, bits);

@@ -271,8 +271,9 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 // `live` is false for a chunk outside the tensor. No load has a condition. In place of a row past the last
 // one, a thread loads the last row once more, and in place of a chunk past the last column, the last chunk.
 //
-// Rule: a kernel that writes over what it reads calls for_each_row() only in threads whose first element is
-// inside the tensor (ThreadTile::inside()). There are two cases:
+// Rule: a kernel that writes over what it reads (the codes of dgate_up over the groups of gate_up, for
+// example) calls for_each_row() only in threads whose first element is inside the tensor
+// (ThreadTile::inside()). There are two cases:
 //   first element inside    The thread loads only elements of its own. In place of a row past the last one it
 //                           loads its own last row again, which it may have overwritten. Then the values are
 //                           wrong, but they are not live, so nobody uses them.

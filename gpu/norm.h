@@ -27,7 +27,7 @@ namespace coat::gpu {
 // norm.input as it is stored.
 struct ResidualSumOutputs {
     Norm norm;            // the norm that reads the sum. Its weight, bias and eps are read
-    TensorRef plain_sum;  // (N, C). It may be the memory of an operand of the sum
+    TensorRef plain_sum;  // (N, C). It may be the memory of x or branch
     float* norm_output_amax_to_raise;
 };
 // Adds a branch to the residual stream: x + branch, both (N, C).

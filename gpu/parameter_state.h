@@ -41,8 +41,9 @@ public:
     // By parameter, (rows, cols): the weight that forward and backward read, and the gradient that backward
     // writes. With one GPU both tables stay as the constructor has filled them.
     //
-    // (Several GPUs: a matrix has no data here until it has been gathered. Then Sharding enters where it is,
-    // in which format. And backward writes gradients to buffers; the update reads owned_gradient_sum().)
+    // (Several GPUs: a matrix has no data here until it has been gathered. Then Sharding writes its address
+    // and its format into `weights`. And backward writes gradients to buffers; the update reads
+    // owned_gradient_sum().)
     std::vector<TensorRef> weights, gradients;
 
     // The index of the parameter with this name.

@@ -66,14 +66,15 @@ inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
 struct Operand {
     TensorRef tensor;
     void* transposed = nullptr;
-    // For other recipes than COAT (gpu/other_scaling.h):
+    // For other recipes than COAT (these can wait: gpu/other_scaling.h):
     float* block_scales = nullptr;             // rowwise, deepseek: the scales of the row-major codes
     float* transposed_block_scales = nullptr;  // rowwise, deepseek: those of the transposed codes
     bool delayed = false;                      // te: scaling is delayed
 };
 
-// The number of block scales of codes (rows, cols), with the padding of 128x128 scales (gpu/other_scaling.h).
-// It is 0 in coat, where an operand has a single scale, and for an operand that is not in FP8.
+// (The next two can wait: gpu/linear.cpp.) The number of block scales of codes (rows, cols), with the padding
+// of 128x128 scales (gpu/other_scaling.h). It is 0 in coat, where an operand has a single scale, and for an
+// operand that is not in FP8.
 inline int64_t operand_scale_count(const TensorFormat& format, int64_t rows, int64_t cols) {
     if (!format.is_fp8() || format.granularity == PER_TENSOR) return 0;
     return format.rows_of_scales(rows) *

@@ -35,8 +35,9 @@
 // For example, no rung can do with less than 2 bytes of BF16 in and 1 + 1 out: 4 x 15.7 = 63 us of memory.
 // Within this time there is room for 63 / 2.2 = 28 instructions for each element.
 //
-// Latency can also be said in bytes. Half of the bytes are loaded, at 2.1e12 a second, and arrive 0.8 us
-// later. So if memory is never to wait, 2.1e12 x 0.8e-6 = 1.7 MB have been asked for at any moment.
+// Latency can also be expressed in bytes. Of the 4 bytes of an element 2 are loaded, at 2.1e12 a second, and
+// arrive 0.8 us later. So if memory is never to wait, 2.1e12 x 0.8e-6 = 1.7 MB have been asked for at any
+// moment.
 //
 // How many instructions a rung has was counted in its machine code, which cuobjdump -sass
 // build/ladder_quantize_transpose prints. One follows a thread from the first line of a kernel to EXIT, along
@@ -342,8 +343,8 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 // Picture: dev/figures/rung6.svg | Rung 6. Red and blue is what thread 17 loads and writes, golden what it
 // reads and stores after the barrier: codes of other threads. Its warp is grey.
 //
-// The 16 x 16 threads of a block lie over the tile so. Thread (across, down) is number 16 * down + across,
-// and a warp is two rows of this drawing:
+// The 16 x 16 threads of a block lie over the tile as follows. Thread (across, down) is number 16 * down +
+// across, and a warp is two rows of this drawing:
 //
 //                       columns    0 - 7        8 - 15     ...   120 - 127
 //   rows   0 -   7                 thread 0     thread 1         thread 15         down 0
