@@ -93,18 +93,18 @@ void Moment::store(const float* x, QuantStats* stats) {
         return;
     }
 #pragma omp parallel for if (n > MIN_PARALLEL_ELEMENTS)
-    for (int64_t first = 0; first < n; first += MOMENT_GROUP_SIZE)
-        store_moment_group(first / MOMENT_GROUP_SIZE, first, std::min(n, first + MOMENT_GROUP_SIZE), x);
+    for (int64_t first = 0; first < n; first += MOMENT_GROUP_SIZE) store_moment_group(first, x);
     if (!stats) return;
     for (int64_t i = 0; i < n; i++) add_error(*stats, x[i], value(i));
 }
 
-// Stores the elements from first to end - 1, which form one moment group.
-void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x) {
+// Stores the moment group that begins with element `first`.
+void Moment::store_moment_group(int64_t first, const float* x) {
+    const int64_t end = std::min(n, first + MOMENT_GROUP_SIZE);
     float max_magnitude = 0;
     for (int64_t i = first; i < end; i++) max_magnitude = std::max(max_magnitude, std::abs(x[i]));
-    maxima[moment_group] = max_magnitude;
-    if (expanded) store_expanded(moment_group, first, end, x, max_magnitude);
+    maxima[first / MOMENT_GROUP_SIZE] = max_magnitude;
+    if (expanded) store_expanded(first, end, x, max_magnitude);
     else store_with_scale(first, end, x, max_magnitude);
 }
 
@@ -114,15 +114,14 @@ void Moment::store_moment_group(int64_t moment_group, int64_t first, int64_t end
 // sqrt(v) + eps. But no value becomes zero here. The smallest magnitude is expanded to FMAX R_X^(-k), which
 // is FMIN if k is exact. k is rounded up by at most 1/512, and R_X is at most 2^277. So the smallest
 // magnitude becomes at least FMIN R_X^(-1/512) = 0.69 FMIN, and is rounded to FMIN.
-void Moment::store_expanded(int64_t moment_group, int64_t first, int64_t end, const float* x,
-                            float max_magnitude) {
+void Moment::store_expanded(int64_t first, int64_t end, const float* x, float max_magnitude) {
     float min_magnitude = INFINITY;  // leaving out zeros
     for (int64_t i = first; i < end; i++)
         if (x[i] != 0) min_magnitude = std::min(min_magnitude, std::abs(x[i]));
     const bool all_zeros = max_magnitude == 0;
     const float k_of_moment_group =
         all_zeros ? 1.0f : expansion_exponent(format, max_magnitude, min_magnitude);
-    k[moment_group] = k_of_moment_group;
+    k[first / MOMENT_GROUP_SIZE] = k_of_moment_group;
     for (int64_t i = first; i < end; i++)
         write_element(format, elements.data(), i, expand(format, x[i], max_magnitude, k_of_moment_group));
 }

@@ -39,9 +39,8 @@ struct Moment {
 
 private:
     float value(int64_t i) const;
-    void store_moment_group(int64_t moment_group, int64_t first, int64_t end, const float* x);
-    void store_expanded(int64_t moment_group, int64_t first, int64_t end, const float* x,
-                        float max_magnitude);
+    void store_moment_group(int64_t first, const float* x);
+    void store_expanded(int64_t first, int64_t end, const float* x, float max_magnitude);
     void store_with_scale(int64_t first, int64_t end, const float* x, float max_magnitude);
 };
 

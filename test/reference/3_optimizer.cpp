@@ -43,7 +43,7 @@ static bool is_expanded_value(Format f, double exact, double got, double max, do
 // positive second moment must not become 0.
 static void check_moment(Format f, bool expansion, bool second, const Floats& x) {
     const int64_t n = int64_t(x.size()), size = MOMENT_GROUP_SIZE;
-    const bool scaled = is_fp8(f), expands = expansion && is_fp8(f);
+    const bool scaled = is_fp8(f), expands = expansion && scaled;
     Moment moment;
     moment.init({.name = "", .m_format = f, .v_format = f, .expansion = expansion}, f, n, second);
     CHECK(moment.maxima == Floats(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
