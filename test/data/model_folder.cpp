@@ -382,8 +382,8 @@ TEST_CASE("load_weights: all finite F16 values and any F32 value give exact mast
     const std::vector<Param> params = parameters(model.settings().config);
     int64_t wrong = 0;
     for (uint32_t i = 0; i < 65536; i++) {
-        const Definition f16{Format::BF16, 10, 15, 0x8000, 0x7BFF};  // (its first member is not used)
-        const float half = float(f16.value(int(embedding.codes[i])));
+        const float half =
+            float(value_of_code(int(embedding.codes[i]), /*M=*/10, /*bias=*/15, /*sign=*/0x8000));
         wrong += bits_of(model.master(params.front(), i)) != bits_of(half);
         wrong += bits_of(model.master(params.back(), i)) != head.codes[i];
     }
