@@ -143,11 +143,9 @@ struct ResidualStream {
     TensorRef buffer;   // no tensor in recipes that save no groups
     TensorRef current;  // the last sum, in the compute format: the buffer, or the input of the next norm
 
-    // What a residual sum writes if `next` is the norm that will read it.
-    ResidualSumOutputs outputs_for(const ResidualNorm& next) const {
-        return {.norm = next.args,
-                .plain_sum = next.saves_groups() ? buffer : TensorRef{},
-                .norm_output_amax_to_raise = next.output_amax_to_raise()};
+    // Where a residual sum is also stored in BF16 if `next` is the norm that will read it.
+    TensorRef plain_sum_before(const ResidualNorm& next) const {
+        return next.saves_groups() ? buffer : TensorRef{};
     }
     // To be called after that sum.
     void advance_to(const ResidualNorm& next) { current = next.saves_groups() ? buffer : next.args.input; }
@@ -437,8 +435,8 @@ public:
     void embed_and_save(ResidualStream& residual, const ResidualNorm& first_norm) {
         sharding_.gather_weights(Sharding::EMBEDDING_GATHER_UNIT, Direction::Forward);
         const TensorRef positions = rotary_ ? TensorRef{} : weight(parameter_state_.param_index("positions"));
-        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T,
-              residual.outputs_for(first_norm), stream_);
+        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T, first_norm.args,
+              residual.plain_sum_before(first_norm), first_norm.output_amax_to_raise(), stream_);
         residual.advance_to(first_norm);
         if (context_.quant_stats) measure_norm_input_errors(residual, first_norm);
     }
@@ -529,7 +527,8 @@ public:
     // The residual sum at the end of half a layer: adds `branch` to the residual stream, and saves the sum as
     // the input of the norm `next`.
     void add_branch_and_save(ResidualStream& residual, const TensorRef& branch, const ResidualNorm& next) {
-        residual_add(residual.current, branch, residual.outputs_for(next), stream_);
+        residual_add(residual.current, branch, next.args, residual.plain_sum_before(next),
+                     next.output_amax_to_raise(), stream_);
         residual.advance_to(next);
         if (context_.quant_stats) measure_norm_input_errors(residual, next);
     }

@@ -319,7 +319,7 @@ private:
                      c_.arch.rms,           c_.norm_eps};
         const TensorRef x = random(rows, c_.C), branch = random(rows, c_.C);
         const TensorRef plain_sum = q.is_fp8() ? random(rows, c_.C) : TensorRef{};
-        residual_add(x, branch, {n, plain_sum, nullptr}, stream_);  // for statistics
+        residual_add(x, branch, n, plain_sum, nullptr, stream_);  // for statistics
         return n;
     }
     // dresidual_in: no tensor for the final norm, where the residual stream ends.
@@ -343,7 +343,7 @@ private:
         // The last sum of a micro-batch, which the final norm reads, has no groups; here it is as the others.
         pass(BETWEEN, "residual add", 2 * layers_,
              size(x) + size(a) + size(n.input) + (groups_ ? size(out) : 0), [&] {
-                 residual_add(x, a, {n, groups_ ? out : TensorRef{}, amax_to_raise_}, stream_);
+                 residual_add(x, a, n, groups_ ? out : TensorRef{}, amax_to_raise_, stream_);
              });
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
@@ -442,8 +442,8 @@ private:
         const int32_t *on_device = memory_.upload(tokens), *rows = memory_.upload(order.row_order);
         const TokenRows* token_rows = memory_.upload(order.token_rows);
         pass(HEAD, "embedding", batches_, size(x) + size(first.input) + (groups_ ? size(x) : 0), [&] {
-            embed(table, positions, on_device, settings_.T,
-                  {first, groups_ ? x : TensorRef{}, amax_to_raise_}, stream_);
+            embed(table, positions, on_device, settings_.T, first, groups_ ? x : TensorRef{}, amax_to_raise_,
+                  stream_);
         });
         pass(HEAD, "embedding backward", batches_,
              size(x) + 2.0 * double(distinct * c_.C * format_info(compute_).bytes), [&] {

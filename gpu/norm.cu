@@ -26,38 +26,43 @@ __device__ float amax_of_norm(const Norm& n, const ChunkValues (&x)[MAX_CHUNKS_P
 }
 
 // The kernel adds rows of two tensors, a and b. Row r of the sum is
-//   residual_add()   a[r] + b[r]: the residual stream and a branch; tokens is null
+//   residual_add()   a[r] + b[r]: the residual stream and a branch
 //   embed()          a[tokens[r]] + b[r % T]: the embedding and the positions
-struct SourceRows {
+struct Summands {
+    TensorRef a, b;                   // b may be no tensor
+    const int32_t* tokens = nullptr;  // null in residual_add()
+    int64_t T = 1;
+};
+struct SummandRows {
     int64_t of_a, of_b;
 };
-__device__ SourceRows find_source_rows(int64_t row, int64_t rows, const int32_t* tokens, int64_t T) {
-    SourceRows source_rows{.of_a = row, .of_b = row};
-    if (tokens) {
-        if (row < rows) source_rows.of_a = tokens[row];
+__device__ SummandRows find_summand_rows(const Summands& summands, int64_t row, int64_t rows) {
+    SummandRows summand_rows{.of_a = row, .of_b = row};
+    if (summands.tokens) {
+        if (row < rows) summand_rows.of_a = summands.tokens[row];
         // In 32 bits a division has far fewer instructions than in 64. No GPU has memory for 2^32 rows.
-        source_rows.of_b = static_cast<uint32_t>(row) % static_cast<uint32_t>(T);
+        summand_rows.of_b = static_cast<uint32_t>(row) % static_cast<uint32_t>(summands.T);
     }
-    return source_rows;
+    return summand_rows;
 }
 
-// The kernel of residual_add() and of embed() (gpu/norm.h). It adds the SourceRows of a and b; b may be no
-// tensor. ResidualSumOutputs says what is written: norm_input is the view of norm.input.
+// The kernel of residual_add() and of embed(). gpu/norm.h says what it writes; norm_input is the view of
+// norm.input.
 template <class StoredView, class Element = typename StoredView::ComputeElement>
 __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
-    residual_add_kernel(PlainView<Element> a, PlainView<Element> b, const int32_t* tokens, int64_t T,
-                        PlainView<Element> plain_sum, StoredView norm_input, const Norm norm,
-                        float* norm_output_amax_to_raise) {
+    residual_add_kernel(const Summands summands, const Norm norm, StoredView norm_input,
+                        PlainView<Element> plain_sum, float* norm_output_amax_to_raise) {
     using StoredChunk = typename PlainView<Element>::StoredChunk;
+    const auto a = plain_view<Element>(summands.a.data), b = plain_view<Element>(summands.b.data);
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = norm.input.rows, C = norm.input.cols;
     auto live = [&](int c) { return row < rows && first_column_of_thread(c) < C; };
-    const SourceRows source_rows = find_source_rows(row, rows, tokens, T);
+    const SummandRows summand_rows = find_summand_rows(summands, row, rows);
     StoredChunk loaded_a[MAX_CHUNKS_PER_THREAD] = {}, loaded_b[MAX_CHUNKS_PER_THREAD] = {};
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         if (!live(c)) continue;
-        loaded_a[c] = a.load(source_rows.of_a * C + first_column_of_thread(c));
-        if (b.data) loaded_b[c] = b.load(source_rows.of_b * C + first_column_of_thread(c));
+        loaded_a[c] = a.load(summand_rows.of_a * C + first_column_of_thread(c));
+        if (b.data) loaded_b[c] = b.load(summand_rows.of_b * C + first_column_of_thread(c));
     }
     ChunkValues sum[MAX_CHUNKS_PER_THREAD];
 #pragma unroll
@@ -81,29 +86,31 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
 }
 
 // Launches residual_add_kernel(); the two operators below say what it does.
-void launch_residual_add(const char* what, const TensorRef& a, const TensorRef& b, const int32_t* tokens,
-                         int64_t T, const ResidualSumOutputs& out, cudaStream_t stream) {
-    const dim3 block = block_shape(out.norm.input.cols);
-    with_view(out.norm.input, [&](auto norm_input) {
+void launch_residual_add(const char* what, const Summands& summands, const Norm& norm,
+                         const TensorRef& plain_sum, float* norm_output_amax_to_raise, cudaStream_t stream) {
+    const dim3 block = block_shape(norm.input.cols);
+    with_view(norm.input, [&](auto norm_input) {
         using StoredView = decltype(norm_input);
         using Element = typename StoredView::ComputeElement;
-        launch(what, residual_add_kernel<StoredView>, block_count(out.norm.input.rows, block.y), block,
-               /*shared_bytes=*/0, stream, plain_view<Element>(a.data), plain_view<Element>(b.data), tokens,
-               T, plain_view<Element>(out.plain_sum.data), norm_input, out.norm,
-               out.norm_output_amax_to_raise);
+        launch(what, residual_add_kernel<StoredView>, block_count(norm.input.rows, block.y), block,
+               /*shared_bytes=*/0, stream, summands, norm, norm_input, plain_view<Element>(plain_sum.data),
+               norm_output_amax_to_raise);
     });
 }
 
 }  // namespace
 
-void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSumOutputs& out,
-                  cudaStream_t stream) {
-    launch_residual_add("residual_add", x, branch, /*tokens=*/nullptr, /*T=*/1, out, stream);
+void residual_add(const TensorRef& x, const TensorRef& branch, const Norm& norm, const TensorRef& plain_sum,
+                  float* norm_output_amax_to_raise, cudaStream_t stream) {
+    launch_residual_add("residual_add", {.a = x, .b = branch}, norm, plain_sum, norm_output_amax_to_raise,
+                        stream);
 }
 
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
-           const ResidualSumOutputs& out, cudaStream_t stream) {
-    launch_residual_add("embed", embedding, positions, tokens, T, out, stream);
+           const Norm& norm, const TensorRef& plain_sum, float* norm_output_amax_to_raise,
+           cudaStream_t stream) {
+    launch_residual_add("embed", {.a = embedding, .b = positions, .tokens = tokens, .T = T}, norm, plain_sum,
+                        norm_output_amax_to_raise, stream);
 }
 
 }  // namespace coat::gpu

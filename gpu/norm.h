@@ -15,7 +15,7 @@ namespace coat::gpu {
 // last sum, which only the final norm reads, is stored once, in BF16. (In other recipes every sum is stored
 // once, for both, in the compute format: plain_sum is no tensor.)
 //
-// This is what the two functions write:
+// `norm` is the norm that reads the sum. This is what the two functions write:
 //
 //                               norms 1 and 2 in coat           final norm
 //   norm.input                  the sum, in groups              the sum, in BF16
@@ -25,19 +25,16 @@ namespace coat::gpu {
 //
 // The norm will read the rounded sum. So its row statistics, and the amax of its output, are computed from
 // norm.input as it is stored.
-struct ResidualSumOutputs {
-    Norm norm;            // the norm that reads the sum. Its weight, bias and eps are read
-    TensorRef plain_sum;  // (N, C). It may be the memory of x or branch
-    float* norm_output_amax_to_raise;
-};
-// Adds a branch to the residual stream: x + branch, both (N, C).
-void residual_add(const TensorRef& x, const TensorRef& branch, const ResidualSumOutputs& out,
-                  cudaStream_t stream);
+
+// Adds a branch to the residual stream: x + branch, both (N, C). plain_sum may be the memory of x or branch.
+void residual_add(const TensorRef& x, const TensorRef& branch, const Norm& norm, const TensorRef& plain_sum,
+                  float* norm_output_amax_to_raise, cudaStream_t stream);
 // The embedding, where the residual stream begins: row r is embedding[tokens[r]] + positions[r % T].
 //   tokens      (N)
 //   positions   the learned positions (max_T, C), or no tensor
 void embed(const TensorRef& embedding, const TensorRef& positions, const int32_t* tokens, int64_t T,
-           const ResidualSumOutputs& out, cudaStream_t stream);
+           const Norm& norm, const TensorRef& plain_sum, float* norm_output_amax_to_raise,
+           cudaStream_t stream);
 
 // --- Backward (this can wait until you come to gpu/norm_backward.cu) ---
 

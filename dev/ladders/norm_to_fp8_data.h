@@ -92,10 +92,8 @@ private:
 
     // x + 0: the groups, the statistics and the amax, as residual_add leaves them in training.
     void run_as_in_training() const {
-        gpu::residual_add(
-            view_of(device_x_), view_of(zeros_),
-            {.norm = norm_, .plain_sum = {}, .norm_output_amax_to_raise = &tensor_scale_.get()->amax},
-            nullptr);
+        gpu::residual_add(view_of(device_x_), view_of(zeros_), norm_, /*plain_sum=*/{},
+                          /*norm_output_amax_to_raise=*/&tensor_scale_.get()->amax, nullptr);
         gpu::quantize_operand(gpu::lazy_norm(norm_),
                               {{t_.codes, t_.rows, t_.cols, E4M3_PER_TENSOR, t_.tensor_scale}}, nullptr,
                               nullptr);

@@ -81,11 +81,8 @@ GPU_TEST_CASE("residual_add and norm: the sum and its statistics and the norm th
                     branch(heavy(rng, f.compute, s.n()), s, compute), y(s, E4M3_PER_TENSOR),
                     values(s, PLAIN_FP32);
                 const NormCase c(rng, f, rms, s);
-                gpu::residual_add(x.ref(), branch.ref(),
-                                  {.norm = c.norm(c.in.ref()),
-                                   .plain_sum = plain_sum.ref(),
-                                   .norm_output_amax_to_raise = y.amax_to_raise()},
-                                  0);
+                gpu::residual_add(x.ref(), branch.ref(), c.norm(c.in.ref()), plain_sum.ref(),
+                                  y.amax_to_raise(), 0);
                 Floats sum = x.values();
                 const Floats added = branch.values();
                 for (int64_t i = 0; i < s.n(); i++) sum[i] += added[i];
@@ -152,9 +149,8 @@ GPU_TEST_CASE("embed and embedding_backward: tokens and positions") {
             const Tensor device_e(e, {V, C}, compute), device_p(p, {T, C}, compute),
                 device_g(g, {N, C}, compute), x({N, C}, compute);
             const NormCase c(rng, f, true, {N, C});
-            gpu::embed(
-                device_e.ref(), positions ? device_p.ref() : TensorRef{}, device_tokens.get(), T,
-                {.norm = c.norm(c.in.ref()), .plain_sum = x.ref(), .norm_output_amax_to_raise = nullptr}, 0);
+            gpu::embed(device_e.ref(), positions ? device_p.ref() : TensorRef{}, device_tokens.get(), T,
+                       c.norm(c.in.ref()), x.ref(), /*norm_output_amax_to_raise=*/nullptr, 0);
             Floats sum(N * C);
             for (int64_t i = 0; i < N * C; i++)
                 sum[i] = e[tokens[i / C] * C + i % C] + (positions ? p[i / C % T * C + i % C] : 0);
