@@ -902,16 +902,15 @@ def rung6():
 
 
 def rung7():
-    """The banks of the words that a warp writes in its first turn, in rungs 6 and 7."""
+    """The banks of the upper words that a warp writes at once, in rungs 6 and 7."""
     _, axes = plt.subplots(2, 2, figsize=(PAGE, 4.6), height_ratios=[4, 1], sharex=True)
     colors = (theme["blue"], theme["red"])
     for (ax, bars), swizzled, name in zip(axes.T, (False, True), ("rung 6", "rung 7: swizzled")):
         counts = np.zeros((2, 32), int)
         for across in range(16):
             for down in range(2):
-                word = 2 * down + (across % 2 if swizzled else 0)
-                piece_slot = word // 4 ^ (across // 2 if swizzled else 0)
-                bank = 4 * piece_slot + word % 4
+                word = 2 * down
+                bank = word ^ 2 * across ^ down if swizzled else word
                 counts[down, bank] += 1
                 ax.add_patch(plt.Rectangle((bank, across), 1, 1, facecolor=colors[down], linewidth=0))
         for bank in range(0, 33, 4):

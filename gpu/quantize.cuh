@@ -22,8 +22,9 @@ namespace coat::gpu {
 // ===========================================================================================================
 // 1. Transposed codes, which pass through shared memory
 
-// Four rows of four bytes become four columns of four bytes. __byte_perm(a, b, 0x5140) takes, from the lowest
-// byte of the result on, bytes 0, 4, 1 and 5 of the eight of a and b: a0 b0 a1 b1.
+// Four rows of four bytes become four columns of four bytes, as rung 6 of the ladder draws it.
+// __byte_perm(a, b, 0x5140) takes, from the lowest byte of the result on, bytes 0, 4, 1 and 5 of the eight of
+// a and b: a0 b0 a1 b1.
 inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column)[4]) {
     const uint32_t rows01_columns01 = __byte_perm(row[0], row[1], 0x5140);  // a0 b0 a1 b1
     const uint32_t rows01_columns23 = __byte_perm(row[0], row[1], 0x7362);  // a2 b2 a3 b3
@@ -40,17 +41,18 @@ inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column
 //   word    Four rows of one column: 4 bytes. A column has words 0 to 31. Thread (across, down) has two words
 //           of each of its eight columns: word 2 * down, the upper one, is its rows 0 to 3, and word
 //           2 * down + 1, the lower one, its rows 4 to 7
-//   slot    Where a word is in its column, 0 to 31. Shared memory has 32 banks of 4 bytes, and so has a
-//           column slots: the slot is also the bank
+//   slot    Where a word is in its column, 0 to 31. A column has as many slots as shared memory has banks, 32
+//           of 4 bytes each: the slot is also the bank
 //   piece   Four words of a column, in four neighbouring slots: 16 rows, which one thread reads at once
 //
 // The slot of a word depends on the thread that writes it (`^` is exclusive or):
 //
 //   slot = word ^ (2 * across) ^ (down & 1)
 //
-// This is the tile, a line for the columns of each `across`: which word is in which slot. A piece is what
-// stands between two bars. When a warp with down 0 and 1 writes its upper words, its threads of down 0 write
-// the words in [ ], and those of down 1 the words in ( ):
+// So no two lanes of a warp need the same bank at once, neither to write nor to read: rung 7 of the ladder
+// says why. This is the tile, a line for the columns of each `across`: which word is in which slot. A piece
+// is what stands between two bars. When a warp with down 0 and 1 writes its upper words, its threads of down
+// 0 write the words in [ ], and those of down 1 the words in ( ):
 //
 //   slot          0    1    2    3  |  4    5    6    7  |  8    9   10   11  |  12   ...  31
 //   across 0     [0]   1    3   (2) |  4    5    7    6  |  8    9   11   10  |  12        30
@@ -59,19 +61,8 @@ inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column
 //   across 3      7    6    4    5  |  3   (2)  [0]   1  | 15   14   12   13  |  11        25
 //   ...
 //
-// No two lanes of a warp need the same bank at once:
-//   write        A warp has two values of `down`, an even and an odd one, each with 16 of `across`. With one
-//                instruction its lanes all write upper words or all lower ones. Bits 1 to 4 of the slot are
-//                down ^ across: different for the 16 lanes with the same `down`. Bit 0 is down & 1, inverted
-//                for lower words: different for the two values of `down`. So the 32 slots are different.
-//                (With slot = word, the 16 lanes with the same `down` would write to one bank.)
-//   read_piece   Eight lanes read the eight pieces of a column: all of its slots. Piece p is in the four
-//                slots from 4 * (p ^ (across / 2)) on. Where `across` is even, its words are there in the
-//                order 0, 1, 3, 2; where it is odd, in the order 3, 2, 0, 1.
-//
-// (In rung 7 of the ladder the words of a piece stay in order. There a thread has all of its words before it
-// writes the first, so `across` can choose which it writes first. Here it writes its upper words as soon as
-// it has the codes of four rows. This takes fewer registers.)
+// Piece p is in the four slots from 4 * (p ^ (across / 2)) on. Its words are there in the order 0, 1, 3, 2 if
+// `across` is even, and in the order 3, 2, 0, 1 if it is odd.
 struct TransposeTile {
     static constexpr int WORDS = TILE_SIDE / 4;  // of a column
     static constexpr int PIECE_ROWS = 16;
@@ -79,16 +70,16 @@ struct TransposeTile {
     static_assert(THREAD_ROWS == 8 && CHUNK_SIZE == 8, "a thread has two words of each of eight columns");
     uint32_t words[TILE_SIDE][WORDS];  // (column, slot)
 
-    // A thread calls it twice: with the codes of its upper four rows (upper_or_lower is 0), and with those of
-    // its lower four (1).
-    __device__ void write(const ThreadTile& thread_tile, int upper_or_lower, const uint2 (&codes)[4]) {
+    // A thread calls it twice: with the codes of its upper four rows (`lower` is 0), and with those of its
+    // lower four (`lower` is 1).
+    __device__ void write(const ThreadTile& thread_tile, int lower, const uint2 (&codes)[4]) {
         uint32_t columns[CHUNK_SIZE / 4][4];  // a word of each of the eight columns
         transpose_4x4({codes[0].x, codes[1].x, codes[2].x, codes[3].x}, columns[0]);
         transpose_4x4({codes[0].y, codes[1].y, codes[2].y, codes[3].y}, columns[1]);
-        const int word = 2 * thread_tile.down + upper_or_lower;
-        const int word_slot = word ^ (2 * thread_tile.across) ^ (thread_tile.down & 1);
+        const int word = 2 * thread_tile.down + lower;
+        const int slot = word ^ (2 * thread_tile.across) ^ (thread_tile.down & 1);
         for (int j = 0; j < CHUNK_SIZE; j++)
-            words[thread_tile.across * CHUNK_SIZE + j][word_slot] = columns[j / 4][j % 4];
+            words[thread_tile.across * CHUNK_SIZE + j][slot] = columns[j / 4][j % 4];
     }
     // The codes of rows 16 * piece to 16 * piece + 15 of a column.
     __device__ uint4 read_piece(int col, int piece) const {

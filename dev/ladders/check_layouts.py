@@ -77,26 +77,21 @@ def check_chunks(function, name, row_length, size, least):
             few_sectors(first_bytes, 8 * size, least, f"step {step} of warp {warp}")
 
 
-def check_swizzle(piece_slot, upper_or_lower):
+def check_slot(slot):
     for across in range(16):
-        slots = {f"piece {piece}": number(f"piece_slot({piece}, {across})", piece_slot(piece, across), 8)
-                 for piece in range(8)}
-        once_each(slots, lambda slot: f"slot {slot} where across is {across}")
-        turns = {f"turn {turn}": number(f"upper_or_lower({turn}, {across})", upper_or_lower(turn, across), 2)
-                 for turn in range(2)}
-        once_each(turns, lambda which: f"the {'lower' if which else 'upper'} word where across is {across}")
-
-    def bank(thread, turn):
-        across, down = thread % 16, thread // 16
-        word = 2 * down + upper_or_lower(turn, across)
-        return 4 * piece_slot(word // 4, across) + word % 4
-
+        slots = {f"word {word}": number(f"slot({word}, {across})", slot(word, across), 32) for word in range(32)}
+        once_each(slots, lambda s: f"slot {s} where across is {across}")
+        for word in range(32):
+            first = word // 4 * 4  # of the piece
+            here, there = slot(word, across), slot(first, across)
+            require(here // 4 == there // 4,
+                    f"words {first} and {word} of a piece have slots {there} and {here} where across is {across}")
     for warp in range(8):
-        for turn in range(2):
+        threads = [(thread % 16, thread // 16) for thread in range(warp * LANES, (warp + 1) * LANES)]  # (across, down)
+        for lower in range(2):
             # A column has 32 words, and a thread's first column is number 8 across.
-            threads = [warp * LANES + lane for lane in range(LANES)]
-            one_clock([WORD * (32 * 8 * (t % 16) + bank(t, turn)) for t in threads], WORD,
-                      f"turn {turn} of warp {warp}")
+            one_clock([WORD * (32 * 8 * across + slot(2 * down + lower, across)) for across, down in threads], WORD,
+                      f"storing the {'lower' if lower else 'upper'} words of warp {warp}")
 
 
 def check_first_element(first_element):
@@ -144,7 +139,7 @@ CHECKS = {  # the functions that are checked together, and how
     ("tile_byte",): check_tile_byte,
     ("chunk_loaded",): lambda function: check_chunks(function, "chunk_loaded", 4096, 2, 16),
     ("chunk_stored",): lambda function: check_chunks(function, "chunk_stored", 16384, 1, 8),
-    ("piece_slot", "upper_or_lower"): check_swizzle,
+    ("slot",): check_slot,
     ("first_element",): check_first_element,
     ("partner",): check_partner,
     ("field_of_lane",): check_field_of_lane,

@@ -34,18 +34,13 @@ def chunk_stored(thread, step):
     return None
 
 
-def piece_slot(piece, across):
-    """Rung 7. Write it after you have read rung 6, and before rung 7, whose text has the answer. The columns of a tile
+def slot(word, across):
+    """Rung 7. Write it after you have read rung 6, and before rung 7, whose text has an answer. The columns of a tile
     have 32 words, four rows each, in shared memory. Thread (across, down) of 16 x 16 has words 2 down (its upper word)
     and 2 down + 1 (its lower word) of eight columns. Four words that follow each other are a piece: words 0 to 3 are
-    piece 0. Return the slot to which a piece goes, 0 to 7, in a column whose threads have this `across`. Together
-    with the next function: each store of a warp is to take 1 clock."""
-    return None
-
-
-def upper_or_lower(turn, across):
-    """Rung 7, to be written before you read it, too. A thread stores one word of each of its columns in turn 0, and the
-    other one in turn 1. Return which: 0 for the upper word, 1 for the lower one."""
+    piece 0. Return the slot of a word, 0 to 31, in a column whose threads have this `across`. The four words of a piece
+    are to be in slots 4 n to 4 n + 3, in any order, because one thread reads them at once. All threads of a warp store
+    their upper words of a column at once, and later the lower ones. Each store is to take 1 clock."""
     return None
 
 

@@ -44,6 +44,7 @@
 // the branches that nearly every thread takes, and counts a loop as often as it runs. Then one divides by the
 // elements of the thread. On this path the two kernels of rung 1 have 47 and 56 instructions, for one
 // element: 103. (This is machine code of nvcc 12.9. The measured program was built by 13.0.)
+#include "../../gpu/quantize.cuh"
 #include "quantize_transpose_data.h"
 
 using namespace ladder;
@@ -353,13 +354,15 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 //   rows 120 - 127                 thread 240   thread 241       thread 255        down 15
 //                                  across 0     across 1         across 15
 //
-// A thread turns its rows into columns in its registers, four rows and four columns at a time, with
-// instructions that pick any 4 of 8 bytes (__byte_perm):
+// A thread turns its rows into columns in its registers, four rows and four columns at a time, in two steps.
+// Each step takes four instructions, which pick any 4 of the 8 bytes of two registers (__byte_perm):
 //
-//   row 0  a0 a1 a2 a3            a0 b0 c0 d0      a word: four rows of column 0
-//   row 1  b0 b1 b2 b3    --->    a1 b1 c1 d1      a word of column 1
-//   row 2  c0 c1 c2 c3            a2 b2 c2 d2
-//   row 3  d0 d1 d2 d3            a3 b3 c3 d3
+//   row 0  a0 a1 a2 a3            a0 b0 a1 b1            a0 b0 c0 d0      a word: four rows of column 0
+//   row 1  b0 b1 b2 b3            a2 b2 a3 b3            a1 b1 c1 d1      a word of column 1
+//   row 2  c0 c1 c2 c3    --->    c0 d0 c1 d1    --->    a2 b2 c2 d2
+//   row 3  d0 d1 d2 d3            c2 d2 c3 d3            a3 b3 c3 d3
+//
+// gpu::transpose_4x4() in gpu/quantize.cuh does this, for the ladder as for training.
 //
 // From here on a *word* is four rows of one column: 4 bytes, one bank. A thread has two words of each of its
 // columns: the upper word has its rows 0 to 3, the lower word its rows 4 to 7. But in the result the
@@ -382,8 +385,8 @@ void launch_rung5(const Matrix& m) { rung5<<<tiles_of(m, 64), THREADS>>>(m); }
 //   store codes           the same elements: 8 stores of 8 bytes    a store: two rows, 128 bytes of each,
 //                                                                   8 sectors
 //   transpose             in registers: 16 words                    no memory
-//   write the tile        words 2 and 3 of columns 8 - 15:          one word of 16 columns for each down:
-//                         the 8 upper ones, then the 8 lower        in which banks? Predict
+//   write the tile        words 2 and 3 of columns 8 - 15:          a store: one word of 16 columns for
+//                         the 8 upper ones, then the 8 lower        each down. In which banks? Predict
 //   (barrier)
 //   read the tile         piece 1 of columns 2, 34, 66 and 98:      a load: the 8 pieces of 4 columns,
 //                         4 loads of 16 bytes                       512 bytes, every bank 4 times
@@ -403,34 +406,22 @@ constexpr int ACROSS = TILE_SIDE / CHUNK_SIZE;  // a block has 16 x 16 threads
 constexpr int PIECE_ROWS = 16;  // four words of a column, which a thread reads and stores at once
 constexpr int PIECES = TILE_SIDE / PIECE_ROWS;
 
-// Four rows of four bytes become four columns of four bytes. __byte_perm(a, b, 0x5140) takes, from the lowest
-// byte of the result on, bytes 0, 4, 1 and 5 of the eight of a and b: a0 b0 a1 b1. (gpu/quantize.cuh has the
-// same function.)
-__device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column)[4]) {
-    const uint32_t rows01_columns01 = __byte_perm(row[0], row[1], 0x5140);  // a0 b0 a1 b1
-    const uint32_t rows01_columns23 = __byte_perm(row[0], row[1], 0x7362);  // a2 b2 a3 b3
-    const uint32_t rows23_columns01 = __byte_perm(row[2], row[3], 0x5140);  // c0 d0 c1 d1
-    const uint32_t rows23_columns23 = __byte_perm(row[2], row[3], 0x7362);  // c2 d2 c3 d3
-    column[0] = __byte_perm(rows01_columns01, rows23_columns01, 0x5410);    // a0 b0 c0 d0
-    column[1] = __byte_perm(rows01_columns01, rows23_columns01, 0x7632);    // a1 b1 c1 d1
-    column[2] = __byte_perm(rows01_columns23, rows23_columns23, 0x5410);    // a2 b2 c2 d2
-    column[3] = __byte_perm(rows01_columns23, rows23_columns23, 0x7632);    // a3 b3 c3 d3
-}
-
-// Where the words of the tile are. A column has 32 slots for words, and 8 for pieces: slot s is where word s,
-// or piece s, is here. Both functions return what they are given; rung 7 replaces them.
+// Where the words of the tile are: a column has 32 slots for them, one in each bank. Here word w is in slot
+// w, and piece p in the four slots from 4 * p on. Rung 7 replaces both functions.
 struct Unswizzled {
-    // Which word of a column a thread writes first (turn 0) and second (turn 1): 0 is the upper, 1 the lower.
-    static __device__ int upper_or_lower(int turn, int) { return turn; }
-    // The slot of a piece, 0 to 7, in its column, which belongs to the threads of this `across`.
-    static __device__ int piece_slot(int piece, int) { return piece; }
+    // The slot of a word in its column. Thread (across, down) writes it.
+    static __device__ int slot(int word, int, int) { return word; }
+    // The four words of a piece, in order, from a column that the threads of this `across` have written.
+    static __device__ uint4 read_piece(const uint32_t* column, int piece, int) {
+        return *reinterpret_cast<const uint4*>(column + 4 * piece);
+    }
 };
 
 // Rungs 6 and 7. The grid is (cols / 128, rows / 128). __launch_bounds__(256, 4) promises blocks of 256
 // threads and asks for four of them on a multiprocessor at once. So the compiler may give a thread at most
 // 65,536 / 1,024 = 64 registers: a multiprocessor has 65,536.
 template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and_7(Matrix m) {
-    // (column, word). It begins at a multiple of 16 bytes, as what is read 16 bytes at a time has to.
+    // (column, slot). It begins at a multiple of 16 bytes, as what is read 16 bytes at a time has to.
     __shared__ __align__(16) uint32_t tile[TILE_SIDE][TILE_SIDE / 4];
     const float inverse = inverse_scale(m);
     const int64_t row0 = static_cast<int64_t>(blockIdx.y) * TILE_SIDE;
@@ -442,28 +433,18 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
     if (row < m.rows && col < m.cols) {
         Neighbours<bf16, CHUNK_SIZE> x[8];
         for (int i = 0; i < 8; i++) x[i] = Neighbours<bf16, CHUNK_SIZE>::load(m.x + (row + i) * m.cols + col);
-        uint2 codes[8];  // of a row: .x is the word of columns 0 to 3, .y that of columns 4 to 7
-        for (int i = 0; i < 8; i++) {
-            const Neighbours<uint8_t, CHUNK_SIZE> eight = encode8(x[i], inverse);
-            eight.store(m.codes + (row + i) * m.cols + col);
-            codes[i] = eight.bits;
-        }
-        uint32_t words[2][2][4];  // (upper or lower, first or last four columns, column of these)
-        for (int which = 0; which < 2; which++) {
-            const uint2* rows = codes + 4 * which;
-            transpose_4x4({rows[0].x, rows[1].x, rows[2].x, rows[3].x}, words[which][0]);
-            transpose_4x4({rows[0].y, rows[1].y, rows[2].y, rows[3].y}, words[which][1]);
-        }
-        for (int turn = 0; turn < 2; turn++) {
-            const int which = Layout::upper_or_lower(turn, across);
-            const int word = 2 * down + which;  // of each of the eight columns
-            // Its slot in the column, 0 to 31, which is also its bank.
-            const int word_slot = 4 * Layout::piece_slot(word / 4, across) + word % 4;
-            for (int j = 0; j < CHUNK_SIZE; j++) {
-                const uint32_t upper = words[0][j / 4][j % 4];
-                const uint32_t lower = words[1][j / 4][j % 4];
-                tile[across * CHUNK_SIZE + j][word_slot] = which == 0 ? upper : lower;
+        for (int lower = 0; lower < 2; lower++) {  // 0: the thread's upper four rows; 1: its lower four
+            uint2 codes[4];  // of a row: .x is those of columns 0 to 3, .y those of columns 4 to 7
+            for (int i = 0; i < 4; i++) {
+                const Neighbours<uint8_t, CHUNK_SIZE> eight = encode8(x[4 * lower + i], inverse);
+                eight.store(m.codes + (row + 4 * lower + i) * m.cols + col);
+                codes[i] = eight.bits;
             }
+            uint32_t words[2][4];  // of columns 0 to 3, and of columns 4 to 7
+            gpu::transpose_4x4({codes[0].x, codes[1].x, codes[2].x, codes[3].x}, words[0]);
+            gpu::transpose_4x4({codes[0].y, codes[1].y, codes[2].y, codes[3].y}, words[1]);
+            const int slot = Layout::slot(2 * down + lower, across, down);  // the same in all eight columns
+            for (int j = 0; j < CHUNK_SIZE; j++) tile[across * CHUNK_SIZE + j][slot] = words[j / 4][j % 4];
         }
     }
     __syncthreads();
@@ -472,9 +453,8 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
         const int piece = i % PIECES;
         const int64_t piece_row = row0 + piece * PIECE_ROWS;
         if (piece_row >= m.rows || col0 + x >= m.cols) continue;
-        const uint32_t* words = &tile[x][4 * Layout::piece_slot(piece, x / CHUNK_SIZE)];
         uint8_t* to = m.transposed + (col0 + x) * m.rows + piece_row;
-        *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(words);
+        *reinterpret_cast<uint4*>(to) = Layout::read_piece(tile[x], piece, x / CHUNK_SIZE);
     }
 }
 void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE_SIDE), THREADS>>>(m); }
@@ -482,67 +462,93 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 // ===========================================================================================================
 // Rung 7: swizzled words
 //
-// What changes: where the pieces of a column are. In rung 6 the words that the threads of one `down` write at
-// once are in one bank, whatever their `across`. Padding after each column, as in rung 4, does not help:
-// pieces are read 16 bytes at a time, from an address that is a multiple of 16. So a column could only grow
-// by a multiple of four words, eight columns by a multiple of 32, and the words would meet in one bank as
-// before. (Four words after every eight columns would help, and cost memory.)
+// What changes: in which bank a word is. In rung 6 the words that the threads of one `down` write at once are
+// in one bank, whatever their `across`. Padding after each column, as in rung 4, does not help: pieces are
+// read 16 bytes at a time, from an address that is a multiple of 16. So a column could only grow by a
+// multiple of four words, eight columns by a multiple of 32, and the words would meet in one bank as before.
+// (Four words after every eight columns would help, and cost memory.)
 //
-// A column has 32 slots for words, one in each bank, and so eight slots for pieces. In rung 6 piece p is in
-// slot p. Now the pieces of a column change slots, in another way for each `across`. This is called a
-// *swizzle*.
+// A column has 32 slots for words, one in each bank. In rung 6 word w is in slot w. Now the words of a column
+// change slots, in another way for each `across`. This is called a *swizzle*.
 //
-// How does one find such a layout? The words that a warp writes at once must be in different banks. Their
-// threads differ in `across`, four bits, and in the last bit of `down`. In rung 6 `across` does not count in
-// the bank at all. So its bits must be mixed in:
-//   - A piece is read as a whole, so its four words stay together. But its slot may change: three bits of the
-//     bank. These get the upper three bits of `across`: piece p is in slot p ^ (across / 2).
-//   - The last bit of `across` says which word is written first: the lower one where `across` is odd.
+// How does one find such a layout? One looks at bits. The lanes of a warp differ in five: the four of
+// `across`, a3 to a0, and the last one of `down`, d0. The number of a bank has five bits, too: just enough to
+// tell these lanes apart. A thread's words are 2 * down + lower, where `lower` is 0 for the upper word and 1
+// for the lower one. With one instruction all lanes write words of the same `lower`:
 //
-// Here is the tile, a line for the first column of each `across`: which word is in which bank. In the first
-// turn the threads of down 0 write the words in [ ], and those of down 1 the words in ( ):
+//   bit of the slot, and bank     4          3          2          1          0
+//   rung 6: the word              d3         d2         d1         d0         lower
+//   rung 7                        d3 ^ a3    d2 ^ a2    d1 ^ a1    d0 ^ a0    lower ^ d0
 //
-//   bank                     0    1    2    3  |  4    5    6    7  |  8    9   10   11  |  12   ...  31
+// In rung 6 the lanes differ in bit 1 alone, so they have two banks. What is missing is mixed in with `^`
+// (exclusive or):
+//   - `across` goes into bits 4 to 1. Now the 16 lanes of one `down` have 16 different banks. But bit 0 is
+//     still the same for all lanes, so the other 16 lanes have the same 16 banks.
+//   - d0 goes into bit 0. Of the two values of `down` one is even and one is odd, so now each has 16 banks
+//     of its own.
+//
+// In one line this is
+//
+//   slot = word ^ (2 * across) ^ (down & 1)
+//
+// Two things must remain true. They do:
+//   - A slot has one word. In a column `across` is fixed, so from a slot one can compute the word: d3 to d0
+//     from bits 4 to 1, then `lower` from bit 0.
+//   - A piece can be read at once. Its four words differ in d0 and `lower` alone, so in bits 1 and 0 of the
+//     slot: they remain neighbours. Piece p is in the four slots from 4 * (p ^ (across / 2)) on. But its
+//     words have changed places. They are in the order 0, 1, 3, 2 if `across` is even, and 3, 2, 0, 1 if it
+//     is odd. The thread that reads a piece puts its words in order, in registers.
+//
+// Here is the tile, a line for the first column of each `across`: which word is in which slot. A piece is
+// what stands between two bars. When a warp with down 0 and 1 writes its upper words, its threads of down 0
+// write the words in [ ], and those of down 1 the words in ( ):
+//
+//   slot, and bank           0    1    2    3  |  4    5    6    7  |  8    9   10   11  |  12   ...  31
 //   rung 6   across 0       [0]   1   (2)   3  |  4    5    6    7  |  8    9   10   11  |  12        31
 //            across 1       [0]   1   (2)   3  |  4    5    6    7  |  8    9   10   11  |  12        31
 //            across 2       [0]   1   (2)   3  |  4    5    6    7  |  8    9   10   11  |  12        31
 //            ...
-//   rung 7   across 0       [0]   1   (2)   3  |  4    5    6    7  |  8    9   10   11  |  12        31
-//            across 1        0   [1]   2   (3) |  4    5    6    7  |  8    9   10   11  |  12        31
-//            across 2        4    5    6    7  | [0]   1   (2)   3  | 12   13   14   15  |   8        27
-//            across 3        4    5    6    7  |  0   [1]   2   (3) | 12   13   14   15  |   8        27
-//            across 4        8    9   10   11  | 12   13   14   15  | [0]   1   (2)   3  |   4        23
+//   rung 7   across 0       [0]   1    3   (2) |  4    5    7    6  |  8    9   11   10  |  12        30
+//            across 1        3   (2)  [0]   1  |  7    6    4    5  | 11   10    8    9  |  15        29
+//            across 2        4    5    7    6  | [0]   1    3   (2) | 12   13   15   14  |   8        26
+//            across 3        7    6    4    5  |  3   (2)  [0]   1  | 15   14   12   13  |  11        25
 //            ...
 //
-// A piece is what stands between two bars. `^` (exclusive or) permutes the pieces of a column, so nothing is
-// overwritten, and eight lanes that read the eight pieces of a column use every bank once, as in rung 6.
-// Which word comes first does not change where it goes. The banks that a warp writes in its first turn:
+// The banks to which a warp writes its upper words:
 //
 //   across                    0    1    2    3    4    5   ...  15
 //   rung 6   down 0           0    0    0    0    0    0         0
 //            down 1           2    2    2    2    2    2         2
-//   rung 7   down 0           0    1    4    5    8    9        29
-//            down 1           2    3    6    7   10   11        31
+//   rung 7   down 0           0    2    4    6    8   10        30
+//            down 1           3    1    7    5   11    9        29
 //
-// Picture: dev/figures/rung7.svg | The same for all 16 values of `across`: the words that a warp writes in
-// its first turn, and below how many of them each bank has.
+// Picture: dev/figures/rung7.svg | The same for all 16 values of `across`: the upper words that a warp
+// writes, and below how many of them each bank has.
 //
-// Every bank is used once. In the first warp `across` is lane % 16 and `down` lane / 16, and a column of the
-// tile has 32 words. So this command counts rung 7's first turn and draws its banks. With the first two of
-// the four terms it draws those of rung 6:
+// Every bank is used once. So it is when eight lanes read the eight pieces of a column: they read all of its
+// slots, as in rung 6. In the first warp `across` is lane % 16 and `down` lane / 16, and from one `across` to
+// the next are 8 columns of 32 words. So these commands count the clocks of a write, and draw its banks. The
+// first is of rung 6:
 //
-//   python3 dev/ladders/banks.py "256*(lane%16) + 2*(lane//16) + 4*(lane%16//2) + lane%2"
+//   python3 dev/ladders/banks.py "256*(lane%16) + 2*(lane//16)"
+//   python3 dev/ladders/banks.py "256*(lane%16) + (2*(lane//16) ^ 2*(lane%16) ^ lane//16)"
 //
-// Counted: as rung 6. Of its 37 us of shared memory, 4 are left.
+// Counted: as rung 6. (Putting the words in order takes less than an instruction for an element.) Of its
+// 37 us of shared memory, 4 are left.
 //
 // Row 8 of the table that the program prints is coat.cu, which does the same for any format and for tensors
-// that are computed on the fly. In its tile the words of a piece change slots, too: the comment at
-// TransposeTile in gpu/quantize.cuh says why.
+// that are computed on the fly. Its tile, TransposeTile in gpu/quantize.cuh, has the layout of this rung.
 //
 // Predict: the time.
 struct Swizzled {
-    static __device__ int upper_or_lower(int turn, int across) { return turn ^ (across % 2); }
-    static __device__ int piece_slot(int piece, int across) { return piece ^ (across / 2); }
+    static __device__ int slot(int word, int across, int down) { return word ^ (2 * across) ^ (down & 1); }
+    static __device__ uint4 read_piece(const uint32_t* column, int piece, int across) {
+        const int piece_slot = piece ^ (across / 2);
+        const uint4 four = *reinterpret_cast<const uint4*>(column + 4 * piece_slot);
+        const uint4 if_even{four.x, four.y, four.w, four.z};  // the words in order, if `across` is even
+        const uint4 if_odd{four.z, four.w, four.y, four.x};
+        return across % 2 == 0 ? if_even : if_odd;
+    }
 };
 void launch_rung7(const Matrix& m) { rungs6_and_7<Swizzled><<<tiles_of(m, TILE_SIDE), THREADS>>>(m); }
 

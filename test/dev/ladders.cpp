@@ -42,7 +42,7 @@ PYTHON_TEST_CASE("banks.py: it counts what the exercises on paper ask") {
     prints("'65*8*(lane%8) + lane//8' --bytes 1", 8, 1);
     prints("lane --bytes 16", 16, 4);
     prints("'256*(lane%16) + 2*(lane//16)'", 16, 16);
-    prints("'256*(lane%16) + 2*(lane//16) + 4*(lane%16//2) + lane%2'", 16, 1);
+    prints("'256*(lane%16) + (2*(lane//16) ^ 2*(lane%16) ^ lane//16)'", 16, 1);
     CHECK(contains(run("'32 * lane'"), "bank  0   word 0: lane 0   word 32: lane 1"));
     CHECK(contains(run("'random(128)'"), "2.8 clocks"));
 }
@@ -52,8 +52,7 @@ static const std::map<std::string, std::string> SOLVED = {
     {"tile_byte", "lambda row, column: 36 * row + column"},
     {"chunk_loaded", "lambda thread, step: (thread // 8 + 32 * step, thread % 8 * 8)"},
     {"chunk_stored", "lambda thread, step: (thread // 8 + 32 * step, thread % 8 * 8)"},
-    {"piece_slot", "lambda piece, across: piece ^ across // 2"},
-    {"upper_or_lower", "lambda turn, across: turn ^ across % 2"},
+    {"slot", "lambda word, across: word ^ 2 * across ^ word // 2 % 2"},
     {"first_element", "lambda lane: 8 * lane"},
     {"partner", "lambda lane, round: lane ^ 2 ** round"},
     {"field_of_lane", "lambda lane: (lane % 16 // 4 * 2 + lane // 16, lane % 4)"},
@@ -109,16 +108,16 @@ PYTHON_TEST_CASE("layouts.py: each mistake is named") {
          "wrong: chunk_loaded(0, 0) returns 0: two integers are wanted"},
         {"chunk_stored", "lambda thread, step: (thread % 64, thread // 64 * 8 + 32 * step)",
          "wrong: step 0 of warp 0 wants 32 sectors, where 8 are enough"},
-        {"piece_slot", "lambda piece, across: piece",
-         "wrong: turn 0 of warp 0 takes 8 clocks: for instance lanes 0 and 2 need words 0 and 512, both in "
-         "bank 0"},
-        {"upper_or_lower", "lambda turn, across: turn",
-         "wrong: turn 0 of warp 0 takes 2 clocks: for instance lanes 0 and 1 need words 0 and 256, both in "
-         "bank 0"},
-        {"piece_slot", "lambda piece, across: piece & across",
-         "wrong: piece 0 and piece 1 both have slot 0 where across is 0"},
-        {"upper_or_lower", "lambda turn, across: across % 2",
-         "wrong: turn 0 and turn 1 both have the upper word where across is 0"},
+        {"slot", "lambda word, across: word",
+         "wrong: storing the upper words of warp 0 takes 16 clocks: for instance lanes 0 and 1 need words 0 "
+         "and 256, both in bank 0"},
+        {"slot", "lambda word, across: word ^ 2 * across",
+         "wrong: storing the upper words of warp 0 takes 2 clocks: for instance lanes 1 and 16 need words "
+         "258 and 2, both in bank 2"},
+        {"slot", "lambda word, across: word & across",
+         "wrong: word 0 and word 1 both have slot 0 where across is 0"},
+        {"slot", "lambda word, across: (word + 2 * across) % 32",
+         "wrong: words 0 and 2 of a piece have slots 2 and 4 where across is 1"},
         {"first_element", "lambda lane: 4 * lane",
          "wrong: first_element(1) returns 4, which is no multiple of 8"},
         {"first_element", "lambda lane: lane % 2 * 128 + lane // 2 * 8",
