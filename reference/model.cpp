@@ -34,11 +34,11 @@ class ReferenceModel : public Model {
     const std::vector<Param>& params_ = network_.params;
     std::vector<ParamState> states_;  // by parameter
     // By parameter: the sums of gradients of several ranks; empty with one rank (reduce_gradients()).
-    std::vector<Floats> sums_;
+    std::vector<Floats> gradient_sums_;
 
 public:
     explicit ReferenceModel(const RunSettings& settings)
-        : network_(settings), states_(params_.size()), sums_(params_.size()) {
+        : network_(settings), states_(params_.size()), gradient_sums_(params_.size()) {
         for (size_t i = 0; i < states_.size(); i++) {
             const Param& p = params_[i];
             const OptimizerFormats& o = settings_.optimizer;
@@ -61,7 +61,7 @@ public:
     // --- A step ---
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
-        network_.reset_observations();
+        network_.reset_finite_and_amaxes();
         const int64_t tokens_of_rank = settings_.micro_batches_per_rank * settings_.B * settings_.T;
         // The targets that count, in the whole step.
         const int64_t target_count = sum_over_ranks(counted_targets(targets, tokens_of_rank));
@@ -158,20 +158,20 @@ private:
     // Element e of a weight as the network reads it: the BF16 weight, or the master if the compute format is
     // FP32.
     float value_for_network(const ParamState& state, int64_t e) const {
-        const bool bf16 = settings_.recipe.compute_format == Format::BF16;
-        return bf16 ? from_bf16(state.weight_bits[e]) : join_master(state.weight_bits[e], state.remainder[e]);
+        if (settings_.recipe.compute_format == Format::BF16) return from_bf16(state.weight_bits[e]);
+        return join_master(state.weight_bits[e], state.remainder[e]);
     }
 
     void clear_gradients() {
         for (Floats& gradient : network_.gradients) std::fill(gradient.begin(), gradient.end(), 0.0f);
-        for (Floats& sum : sums_) std::fill(sum.begin(), sum.end(), 0.0f);
+        for (Floats& sum : gradient_sums_) std::fill(sum.begin(), sum.end(), 0.0f);
     }
 
 public:
     // --- What else one asks of a model ---
 
     double validation_loss(const int32_t* tokens, const int32_t* targets) override {
-        network_.reset_observations();
+        network_.reset_finite_and_amaxes();
         const double divisor = divisor_of_mean(targets, settings_.B * settings_.T);
         const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
         // (The sum is divided, as in step(). Equal losses then have the same bits.)
@@ -179,7 +179,7 @@ public:
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        network_.reset_observations();
+        network_.reset_finite_and_amaxes();
         const Floats padded = network_.next_logits(tokens, n);
         std::copy_n(padded.begin(), settings_.config.V, logits);
     }
@@ -192,7 +192,7 @@ public:
     // --- The errors of quantization ---
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
-        network_.reset_observations();
+        network_.reset_finite_and_amaxes();
         clear_gradients();
         QuantReport report;
         network_.stats_by_kind = report.stats_by_kind;
@@ -313,14 +313,14 @@ private:
 
     // This is called after every micro-batch. With one rank it does nothing, because network_.gradients adds
     // up all micro-batches. With several ranks, network_.gradients has the gradients of one micro-batch. They
-    // are added to sums_, and then cleared:
+    // are added to gradient_sums_, and then cleared:
     //   sum = round(sum + g_0 + g_1 + ...)     g_r is the gradient of rank r
-    // The additions are in FP32 and in the order of the ranks. After the last micro-batch, sums_ and
+    // The additions are in FP32 and in the order of the ranks. After the last micro-batch, gradient_sums_ and
     // network_.gradients are swapped, because the update reads network_.gradients.
     void reduce_gradients(bool is_last_micro_batch) {
         if (!settings_.communicator) return;
         for (size_t i = 0; i < params_.size(); i++) {
-            Floats &sum = sums_[i], &mine = network_.gradients[i];
+            Floats &sum = gradient_sums_[i], &mine = network_.gradients[i];
             sum.resize(mine.size());  // once: of zeros
             const std::vector<Floats> gradients_by_rank = all_gather(mine);
             for (size_t e = 0; e < sum.size(); e++) {
@@ -329,7 +329,7 @@ private:
             }
             std::fill(mine.begin(), mine.end(), 0.0f);
         }
-        if (is_last_micro_batch) network_.gradients.swap(sums_);
+        if (is_last_micro_batch) network_.gradients.swap(gradient_sums_);
     }
 
     // The whole of parameter i. mine: the elements that this rank owns. A vector is not sent, because every

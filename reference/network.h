@@ -75,9 +75,9 @@ public:
 
     // --- A whole pass ---
 
-    // Forgets what was observed of earlier tensors: all_finite, and amaxes. It is called before a step, and
-    // before a forward pass on its own.
-    void reset_observations() {
+    // Forgets what was seen in earlier tensors: all_finite, and the amaxes of delayed scaling. It is called
+    // before a step, and before a forward pass on its own.
+    void reset_finite_and_amaxes() {
         all_finite = true;
         for (auto& operands : delayed_scales)
             for (DelayedScale& d : operands) d.amax = 0;
@@ -89,9 +89,9 @@ public:
     // gradients of the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
         begin_pass(settings.B, settings.T);
-        const Tensor x = embedding_and_layers_forward(tokens);  // (N, C)
-        const Tensor y = rounded(apply_norm("final_norm", x));  // (N, C)
-        Tensor logits = head_forward(y);                        // (N, padded_V)
+        const Tensor x = embedding_and_layers_forward(tokens);    // (N, C)
+        const Tensor y = rounded(norm_forward("final_norm", x));  // (N, C)
+        Tensor logits = head_forward(y);                          // (N, padded_V)
         // The gradients of the logits replace the logits. (Evaluation needs only the loss, but the gradients
         // cost little.)
         const double loss = cross_entropy_forward_and_backward(N(), config_.V, config_.padded_V(),
@@ -101,7 +101,7 @@ public:
 
         const Tensor dlogits = rounded(logits);
         const Tensor dy = head_backward(y, dlogits);
-        Tensor dresidual = rounded(apply_norm_backward("final_norm", x, dy));
+        Tensor dresidual = rounded(norm_backward("final_norm", x, dy));
         for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
         embedding_backward(tokens, dresidual);
         return loss;
@@ -112,7 +112,7 @@ public:
         begin_pass(/*B=*/1, /*T=*/n);
         const Tensor x = embedding_and_layers_forward(tokens);
         const Tensor last(x.end() - config_.C, x.end());
-        return head_forward(rounded(apply_norm("final_norm", last)));
+        return head_forward(rounded(norm_forward("final_norm", last)));
     }
 
     // Where the errors of a kind of tensor are added; null: they are not measured.
@@ -128,6 +128,7 @@ private:
 
     // What a layer saves for backward (paper, table 2): by SavedKind, the tensors of saved_per_layer() in
     // common/architecture.h.
+    using enum SavedKind;  // Norm1Input, Qkv, ...
     using SavedActivation = std::conditional_t<ROUNDS, StoredMatrix, Tensor>;
     using SavedLayer = std::array<SavedActivation, SAVED_KIND_COUNT>;
     const std::vector<SavedFormat> saved_formats_ = saved_per_layer(config_, recipe_);
@@ -192,55 +193,62 @@ private:
     // --- One transformer layer. ./train --plan prints its operators and formats, in this order ---
 
     // Layer l: the residual stream before the layer (N, C) -> after the layer (N, C). Both are residual sums
-    // in FP32. (Before layer 0 the stream is the embedding.) In coat, save_and_load() quantizes into groups
-    // of 16, and linear_forward() quantizes its two operands with one scale each.
+    // in FP32. (Before layer 0 the stream is the embedding.) Core attention is attention without its two
+    // linear layers, qkv and attention_out.
+    //
+    // The ends of lines say what is quantized in coat. What is saved for backward is E4M3 in groups of 1x16,
+    // or BF16. The operands of a linear layer, here x and w, have one scale each.
     Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
         const std::string prefix = prefix_of(l);
-        const Tensor norm1_input = save_and_load(l, SavedKind::Norm1Input, residual_sum);
-        const Tensor norm1_output = apply_norm(prefix + "norm1", norm1_input);
-        const Tensor qkv = linear_forward(prefix + "qkv", norm1_output);
-        const Tensor attention_output = core_attention_forward(l, qkv);
-        const Tensor attention_branch = linear_forward(prefix + "attention_out", attention_output);
+        const Tensor norm1_input = quantize_and_save(l, Norm1Input, residual_sum);  // saved: E4M3 1x16
+        const Tensor norm1_output = norm_forward(prefix + "norm1", norm1_input);
+        const Tensor qkv = linear_forward(prefix + "qkv", norm1_output);  // x, w: E4M3
+        const Tensor attention_output = core_attention_forward(l, qkv);   // saved, like q, k and v: BF16
+        const Tensor attention_branch =
+            linear_forward(prefix + "attention_out", attention_output);  // x, w: E4M3
         const Tensor sum_after_attention = add(rounded(residual_sum), attention_branch);
 
-        const Tensor norm2_input = save_and_load(l, SavedKind::Norm2Input, sum_after_attention);
-        const Tensor norm2_output = apply_norm(prefix + "norm2", norm2_input);
-        const Tensor unsaved_gate_up = linear_forward(prefix + "gate_up", norm2_output);
-        const Tensor gate_up = save_and_load(l, SavedKind::GateUp, unsaved_gate_up);
-        const Tensor act = apply_activation(gate_up);
-        const Tensor mlp_branch = linear_forward(prefix + "down", act);
+        const Tensor norm2_input = quantize_and_save(l, Norm2Input, sum_after_attention);  // saved: E4M3 1x16
+        const Tensor norm2_output = norm_forward(prefix + "norm2", norm2_input);
+        const Tensor unsaved_gate_up = linear_forward(prefix + "gate_up", norm2_output);  // x, w: E4M3
+        const Tensor gate_up = quantize_and_save(l, GateUp, unsaved_gate_up);             // saved: E4M3 1x16
+        const Tensor act = activation_forward(gate_up);
+        const Tensor mlp_branch = linear_forward(prefix + "down", act);  // x, w: E4M3
         return add(rounded(sum_after_attention), mlp_branch);
     }
 
     // Layer l: the gradient of the residual stream after the layer (N, C) -> before the layer (N, C). Where a
     // branch leaves the stream, two gradients are added: one comes along the stream, one through the branch.
-    // dX is the gradient of X. The operators come in the opposite order of forward.
+    // dX is the gradient of X. The operators come in the opposite order of forward. The operand g of a linear
+    // layer is the gradient of its output: dresidual, dgate_up, dresidual, dqkv.
     Tensor layer_backward(int64_t l, Tensor dresidual) {
         const std::string prefix = prefix_of(l);
-        const Tensor gate_up = load_saved(l, SavedKind::GateUp);
-        const Tensor act = apply_activation(gate_up);
-        const Tensor dact = linear_backward(prefix + "down", act, dresidual);
-        const Tensor dgate_up = apply_activation_backward(gate_up, dact);
-        const Tensor norm2_input = load_saved(l, SavedKind::Norm2Input);
-        const Tensor norm2_output = apply_norm(prefix + "norm2", norm2_input);
-        const Tensor dnorm2_output = linear_backward(prefix + "gate_up", norm2_output, dgate_up);
-        const Tensor dnorm2_input = apply_norm_backward(prefix + "norm2", norm2_input, dnorm2_output);
+        const Tensor gate_up = load_saved(l, GateUp);
+        const Tensor act = activation_forward(gate_up);
+        const Tensor dact = linear_backward(prefix + "down", act, dresidual);  // x, w: E4M3; g: E5M2
+        const Tensor dgate_up = activation_backward(gate_up, dact);
+        const Tensor norm2_input = load_saved(l, Norm2Input);
+        const Tensor norm2_output = norm_forward(prefix + "norm2", norm2_input);
+        const Tensor dnorm2_output =
+            linear_backward(prefix + "gate_up", norm2_output, dgate_up);  // x, w: E4M3; g: E5M2
+        const Tensor dnorm2_input = norm_backward(prefix + "norm2", norm2_input, dnorm2_output);
         dresidual = rounded(add(dresidual, dnorm2_input));
 
-        const Tensor attention_output = load_saved(l, SavedKind::AttentionOutput);
+        const Tensor attention_output = load_saved(l, AttentionOutput);
         const Tensor dattention_output =
-            linear_backward(prefix + "attention_out", attention_output, dresidual);
+            linear_backward(prefix + "attention_out", attention_output, dresidual);  // x, w: E4M3; g: E5M2
         const Tensor dqkv = core_attention_backward(l, attention_output, dattention_output);
-        const Tensor norm1_input = load_saved(l, SavedKind::Norm1Input);
-        const Tensor norm1_output = apply_norm(prefix + "norm1", norm1_input);
-        const Tensor dnorm1_output = linear_backward(prefix + "qkv", norm1_output, dqkv);
-        const Tensor dnorm1_input = apply_norm_backward(prefix + "norm1", norm1_input, dnorm1_output);
+        const Tensor norm1_input = load_saved(l, Norm1Input);
+        const Tensor norm1_output = norm_forward(prefix + "norm1", norm1_input);
+        const Tensor dnorm1_output =
+            linear_backward(prefix + "qkv", norm1_output, dqkv);  // x, w: E4M3; g: E5M2
+        const Tensor dnorm1_input = norm_backward(prefix + "norm1", norm1_input, dnorm1_output);
         return rounded(add(dresidual, dnorm1_input));
     }
 
     // --- What a layer saves for backward ---
 
-    // Saves x (N, cols) for backward.
+    // Saves x (N, cols) for backward, in the format of saved_per_layer().
     void save(int64_t l, SavedKind kind, const Tensor& x) {
         SavedActivation& saved = saved_layers_[l][int(kind)];
         if constexpr (!ROUNDS) saved = x;
@@ -256,8 +264,9 @@ private:
         if constexpr (!ROUNDS) return saved;
         else return dequantize(saved);
     }
-    // Saves x (N, cols), and returns the values that backward will load: forward goes on with them.
-    Tensor save_and_load(int64_t l, SavedKind kind, const Tensor& x) {
+    // Quantizes x (N, cols) to the format in which it is saved, and saves it. Returns the values that
+    // backward will load: forward goes on with them. (In FP32 and BF16 the values are only rounded.)
+    Tensor quantize_and_save(int64_t l, SavedKind kind, const Tensor& x) {
         save(l, kind, x);
         return load_saved(l, kind);
     }
@@ -266,7 +275,7 @@ private:
     // (scale_of() in quantize.cpp).
     void check_finite(float amax) { all_finite = all_finite && std::isfinite(amax); }
 
-    // --- Core attention, which is attention without its two linear layers; and RoPE ---
+    // --- Core attention, and RoPE ---
 
     // Whether RoPE comes before q, k and v are saved. In Llama it does. (Other models can wait: the end of
     // this class.)
@@ -276,21 +285,21 @@ private:
     // and v as backward will load them, because the log-sum-exp has to belong to the loaded values.
     Tensor core_attention_forward(int64_t l, Tensor qkv) {
         if (rotates_before_saving()) qkv = rotated(qkv);  // Llama: RoPE
-        const Tensor saved_qkv = save_and_load(l, SavedKind::Qkv, qkv);
+        const Tensor saved_qkv = quantize_and_save(l, Qkv, qkv);
         const Tensor qkv_for_attention = make_attention_input(l, saved_qkv);  // Llama: saved_qkv
         Tensor output(N() * config_.q_cols()), log_sum_exp(N() * config_.NH);
         attention_forward(config_, B_, T_, qkv_for_attention.data(), output.data(), log_sum_exp.data());
-        save(l, SavedKind::LogSumExp, log_sum_exp);
-        return save_and_load(l, SavedKind::AttentionOutput, rounded(output));
+        save(l, LogSumExp, log_sum_exp);
+        return quantize_and_save(l, AttentionOutput, rounded(output));
     }
 
     // output (N, q_cols), attention's output as it was saved, and its gradient doutput -> dqkv (N, qkv_cols),
     // the gradient of what the projection gives.
     Tensor core_attention_backward(int64_t l, const Tensor& output, const Tensor& doutput) {
-        const Tensor saved_qkv = load_saved(l, SavedKind::Qkv);
+        const Tensor saved_qkv = load_saved(l, Qkv);
         const Tensor qkv_for_attention = make_attention_input(l, saved_qkv);  // Llama: saved_qkv
         const Tensor rounded_output = rounded(output);  // without --attention groups: output
-        const Tensor log_sum_exp = load_saved(l, SavedKind::LogSumExp);
+        const Tensor log_sum_exp = load_saved(l, LogSumExp);
         Tensor dqkv(saved_qkv.size());
         attention_backward(config_, B_, T_, qkv_for_attention.data(), rounded_output.data(),
                            log_sum_exp.data(), doutput.data(), dqkv.data());
@@ -371,39 +380,39 @@ private:
     // --- Norms and the activation function ---
 
     // x (rows, C) -> the norm's output (rows, C), in FP32.
-    Tensor apply_norm(const std::string& name, const Tensor& x) const {
+    Tensor norm_forward(const std::string& name, const Tensor& x) const {
         const int64_t C = config_.C;
         const Real* bias = config_.arch.rms ? nullptr : parameter(name + ".bias").data();
         Tensor y(x.size());
-        norm_forward<Real>(config_.arch.rms, Real(config_.norm_eps), rows_of(x, C), C, x.data(),
-                           parameter(name + ".weight").data(), bias, y.data());
+        reference::norm_forward<Real>(config_.arch.rms, Real(config_.norm_eps), rows_of(x, C), C, x.data(),
+                                      parameter(name + ".weight").data(), bias, y.data());
         return y;
     }
 
     // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
-    Tensor apply_norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
+    Tensor norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         const int64_t C = config_.C;
         Tensor dx(x.size()), dweight(C), dbias(C);
-        norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), rows_of(x, C), C, x.data(),
-                            parameter(name + ".weight").data(), dy.data(), dx.data(), dweight.data(),
-                            dbias.data());
+        reference::norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), rows_of(x, C), C, x.data(),
+                                       parameter(name + ".weight").data(), dy.data(), dx.data(),
+                                       dweight.data(), dbias.data());
         add_gradient(name + ".weight", dweight);
         if (!config_.arch.rms) add_gradient(name + ".bias", dbias);
         return dx;
     }
 
     // gate_up (N, gate_up_cols) -> act (N, F), in FP32.
-    Tensor apply_activation(const Tensor& gate_up) const {
+    Tensor activation_forward(const Tensor& gate_up) const {
         Tensor act(N() * config_.F);
-        activation_forward<Real>(config_.arch.gated, N(), config_.F, gate_up.data(), act.data());
+        reference::activation_forward<Real>(config_.arch.gated, N(), config_.F, gate_up.data(), act.data());
         return act;
     }
 
     // gate_up (N, gate_up_cols), dact (N, F) -> dgate_up (N, gate_up_cols), in FP32.
-    Tensor apply_activation_backward(const Tensor& gate_up, const Tensor& dact) const {
+    Tensor activation_backward(const Tensor& gate_up, const Tensor& dact) const {
         Tensor dgate_up(gate_up.size());
-        activation_backward<Real>(config_.arch.gated, N(), config_.F, gate_up.data(), dact.data(),
-                                  dgate_up.data());
+        reference::activation_backward<Real>(config_.arch.gated, N(), config_.F, gate_up.data(), dact.data(),
+                                             dgate_up.data());
         return dgate_up;
     }
 
