@@ -342,9 +342,8 @@ private:
         const TensorRef x = random(N_, c_.C), a = random(N_, c_.C), out = random(N_, c_.C);
         // The last sum of a micro-batch, which the final norm reads, has no groups; here it is as the others.
         pass(BETWEEN, "residual add", 2 * layers_,
-             size(x) + size(a) + size(n.input) + (groups_ ? size(out) : 0), [&] {
-                 residual_add(x, a, n, groups_ ? out : TensorRef{}, amax_to_raise_, stream_);
-             });
+             size(x) + size(a) + size(n.input) + (groups_ ? size(out) : 0),
+             [&] { residual_add(x, a, n, groups_ ? out : TensorRef{}, amax_to_raise_, stream_); });
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Fprop);
         quantize_pass("norm", 2 * layers_, lazy_norm(n), r_.x, Use::Wgrad);
         norm_backward_pass(BETWEEN, "norm backward", 2 * layers_, n, /*dresidual_in=*/a);

@@ -330,7 +330,7 @@ LAYER = [("norm 1", "norm", "E4M3, one scale", "norm 1's input\nE4M3 1x16: 1.1 C
          ("+", "add", "", "", ""),
          ("norm 2", "norm", "E4M3, one scale", "norm 2's input\nE4M3 1x16: 1.1 C", ""),
          ("gate and up\nprojection", "linear", "", "", "norm 2's output,\ncomputed again"),
-         ("SiLU(gate) x up", "norm", "E4M3, one scale", "gate and up\nE4M3 1x16: 6.0 C", ""),
+         ("SiLU(gate) x up", "norm", "E4M3, one scale", "gate and up\nE4M3 1x16: 6.05 C", ""),
          ("down\nprojection", "linear", "", "", "SiLU(gate) x up,\ncomputed again"),
          ("+", "add", "", "", "")]
 GRADIENT = {"linear": "dgrad: g w\nwgrad: g$^T$x", "norm 1": "gradient of\nnorm 1", "norm 2": "gradient of\nnorm 2",
