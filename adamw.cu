@@ -42,11 +42,11 @@ struct MaxAndK {
     float max, k;
 };
 
-// The format of a moment is known when a kernel is compiled. FORMAT is E4M3 or E5M2.
-template <Format FORMAT> constexpr float FMIN = format_info(FORMAT).fmin;  // 2^-9 or 2^-16
-// log2(FMAX), and log2(FMAX / FMIN). FMAX is in gpu/device.cuh.
-template <Format FORMAT> constexpr float LOG2_FMAX = FORMAT == Format::E4M3 ? 8.80735492f : 15.80735492f;
-template <Format FORMAT> constexpr float LOG2_RANGE = FORMAT == Format::E4M3 ? 17.80735492f : 31.80735492f;
+// All moments of this file are in E4M3.
+constexpr float E4M3_FMAX = format_info(Format::E4M3).fmax;  // 448
+constexpr float E4M3_FMIN = format_info(Format::E4M3).fmin;  // 2^-9
+constexpr float LOG2_FMAX = 8.80735492f;                     // log2(448)
+constexpr float LOG2_RANGE = 17.80735492f;                   // log2(448 / 2^-9)
 
 // Equation 4: k = log(R) / log(R_X).
 //   R     the range of the format: FMAX / FMIN
@@ -54,17 +54,17 @@ template <Format FORMAT> constexpr float LOG2_RANGE = FORMAT == Format::E4M3 ? 1
 // k is rounded to a multiple of 1/256, from 1/16 to 64. If all magnitudes are equal, log2(R_X) is 0, and its
 // reciprocal is infinite: k is 64. In a moment group of zeros k is 1. (There the difference of the logarithms
 // is NaN. fmaxf() makes it 0, and the result is not used.)
-template <Format FORMAT> __device__ float expansion_exponent(float max_magnitude, float min_magnitude) {
+__device__ float expansion_exponent(float max_magnitude, float min_magnitude) {
     const float log2_r_x = fmaxf(fast_log2(max_magnitude) - fast_log2(min_magnitude), 0.0f);
-    const float rounded = rintf(256.0f * LOG2_RANGE<FORMAT> * fast_reciprocal(log2_r_x)) * 0x1p-8f;
+    const float rounded = rintf(256.0f * LOG2_RANGE * fast_reciprocal(log2_r_x)) * 0x1p-8f;
     const float k = fminf(fmaxf(rounded, 0.0625f), 64.0f);
     return max_magnitude == 0 ? 1.0f : k;  // a select, not a branch
 }
 
 // Expand: |y| = FMAX (|x| / max)^k. For x = 0 the logarithm is -infinity, and y is 0. (The CPU's expand()
 // returns y with its sign.)
-template <Format FORMAT> __device__ float expand_magnitude(float k, float inverse_max, float x) {
-    return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), LOG2_FMAX<FORMAT>));
+__device__ float expand_magnitude(float k, float inverse_max, float x) {
+    return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), LOG2_FMAX));
 }
 // 1 / max: the fast reciprocal, and one iteration of Newton's method. For a moment group of zeros r is 2^126,
 // and the result is r + r (1 - 0 r) = 2^127, not infinity. Then |x| / max is 0, as it must be, and not NaN.
@@ -86,10 +86,10 @@ __device__ float contract_to_ratio(float inverse_k, float log2_ratio) {
 // IS_V says at compile time whether the moment is v.
 
 // The codes of eight magnitudes y, with the signs of x.
-template <bool IS_V, Format FORMAT> __device__ uint2 encode_with_signs(ChunkValues& y, const ChunkValues& x) {
+template <bool IS_V> __device__ uint2 encode_with_signs(ChunkValues& y, const ChunkValues& x) {
     if (!IS_V)
         for (int j = 0; j < CHUNK_SIZE; j++) y[j] = copysignf(y[j], x[j]);
-    return encode<FORMAT>(y, /*inverse_scale=*/1.0f);
+    return encode<Format::E4M3>(y, /*inverse_scale=*/1.0f);
 }
 
 __device__ uint32_t code_of(uint2 codes, int j) {  // code j of eight: byte j % 4 of one of two words
@@ -116,24 +116,24 @@ using Table = float[CODES_WITHOUT_SIGN];
 //   encode_again_if_wide_or_small()   returns at once for all others (this can wait)
 // In the optimizer coat both are CarefulExpansionCodec (part 6), which has the first four of ExpansionCodec
 // and adds the last two. (Part 7 has another codec.)
-template <bool IS_V, Format FORMAT> struct ExpansionCodec {
+template <bool IS_V> struct ExpansionCodec {
     // The k of a moment group.
     static __device__ float k_of(float max_magnitude, float min_magnitude) {
-        return expansion_exponent<FORMAT>(max_magnitude, min_magnitude);
+        return expansion_exponent(max_magnitude, min_magnitude);
     }
 
     // The codes of eight elements x.
     static __device__ uint2 encode(const MaxAndK& max_and_k, const ChunkValues& x) {
         const float inverse_max = inverse_of_max(max_and_k.max);
         ChunkValues y;
-        for (int j = 0; j < CHUNK_SIZE; j++) y[j] = expand_magnitude<FORMAT>(max_and_k.k, inverse_max, x[j]);
-        return encode_with_signs<IS_V, FORMAT>(y, x);
+        for (int j = 0; j < CHUNK_SIZE; j++) y[j] = expand_magnitude(max_and_k.k, inverse_max, x[j]);
+        return encode_with_signs<IS_V>(y, x);
     }
 
     // What the table has for a code without its sign.
     static __device__ float table_entry(uint32_t code) {
-        const float y = decode_two(FORMAT == Format::E5M2, code).x;
-        return log2f(y) - log2f(FMAX<FORMAT>);
+        const float y = decode_two(/*e5m2=*/false, code).x;
+        return log2f(y) - log2f(E4M3_FMAX);
     }
 
     // Decodes eight elements. FactoredMoments (gpu/adamw.cuh) says why there is a factor. It is max.
@@ -493,11 +493,11 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
 // makes the fast path, encode() and decode(), up to 24% slower.
 
 // The codec of the optimizer coat, with the careful path.
-template <bool IS_V, Format FORMAT> struct CarefulExpansionCodec : ExpansionCodec<IS_V, FORMAT> {
+template <bool IS_V> struct CarefulExpansionCodec : ExpansionCodec<IS_V> {
     // A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X)
     // is LOG2_RANGE / k.)
     static __device__ bool is_wide(const MaxAndK& max_and_k) {
-        return LOG2_RANGE<FORMAT> > 120.0f * max_and_k.k;
+        return LOG2_RANGE > 120.0f * max_and_k.k;
     }
     // Encoding divides by max, so it needs care also if max is very small: inverse_of_max() is wrong below
     // 2^-126, and 2^-100 keeps away from there.
@@ -530,7 +530,7 @@ template <bool IS_V, Format FORMAT> struct CarefulExpansionCodec : ExpansionCode
     // expand_magnitude() with intermediate results that stay normal: the difference of two logarithms takes
     // the place of the logarithm of a ratio.
     static __device__ float expand_carefully(const MaxAndK& max_and_k, float x) {
-        return FMAX<FORMAT> * fast_exp2(max_and_k.k * (log2f(fabsf(x)) - log2f(max_and_k.max)));
+        return E4M3_FMAX * fast_exp2(max_and_k.k * (log2f(fabsf(x)) - log2f(max_and_k.max)));
     }
     // An element of v above zero must not get the code 0: the update divides by its root and eps, and eps
     // alone is tiny. So its y is raised to FMIN here.
@@ -547,9 +547,9 @@ template <bool IS_V, Format FORMAT> struct CarefulExpansionCodec : ExpansionCode
         ChunkValues y;
         for (int j = 0; j < CHUNK_SIZE; j++) {
             y[j] = expand_carefully(max_and_k, x[j]);
-            if (IS_V && x[j] > 0 && y[j] < FMIN<FORMAT>) y[j] = FMIN<FORMAT>;
+            if (IS_V && x[j] > 0 && y[j] < E4M3_FMIN) y[j] = E4M3_FMIN;
         }
-        codes = encode_with_signs<IS_V, FORMAT>(y, x);
+        codes = encode_with_signs<IS_V>(y, x);
     }
 };
 
@@ -557,21 +557,21 @@ template <bool IS_V, Format FORMAT> struct CarefulExpansionCodec : ExpansionCode
 // 7. Moments without expansion: the optimizer fp8 (this can wait)
 
 // A moment group has one scale, max / FMAX, and no k. There is no careful path: its functions are empty.
-template <bool IS_V, Format FORMAT> struct CodecWithoutExpansion {
+template <bool IS_V> struct CodecWithoutExpansion {
     static __device__ float k_of(float, float) { return 1.0f; }  // nobody stores or reads it
 
     static __device__ uint2 encode(const MaxAndK& max_and_k, const ChunkValues& x) {
-        const float inverse_scale = __frcp_rn(scale_of(FMAX<FORMAT>, max_and_k.max));
+        const float inverse_scale = __frcp_rn(scale_of(E4M3_FMAX, max_and_k.max));
         ChunkValues y;
         for (int j = 0; j < CHUNK_SIZE; j++) {
             y[j] = fabsf(x[j]) * inverse_scale;
             // As with expansion, an element of v above zero must not get the code 0.
-            if (IS_V && x[j] > 0 && y[j] < FMIN<FORMAT>) y[j] = FMIN<FORMAT>;
+            if (IS_V && x[j] > 0 && y[j] < E4M3_FMIN) y[j] = E4M3_FMIN;
         }
-        return encode_with_signs<IS_V, FORMAT>(y, x);
+        return encode_with_signs<IS_V>(y, x);
     }
 
-    static __device__ float table_entry(uint32_t code) { return decode_two(FORMAT == Format::E5M2, code).x; }
+    static __device__ float table_entry(uint32_t code) { return decode_two(/*e5m2=*/false, code).x; }
 
     // The factor is the scale.
     static __device__ FactoredMoments decode(const MaxAndK& max_and_k, uint2 codes, const Table& table) {
@@ -580,7 +580,7 @@ template <bool IS_V, Format FORMAT> struct CodecWithoutExpansion {
             const uint32_t code = code_of(codes, j);
             moments.multiples[j] = with_sign<IS_V>(table[code % CODES_WITHOUT_SIGN], code);
         }
-        moments.factor = scale_of(FMAX<FORMAT>, max_and_k.max);
+        moments.factor = scale_of(E4M3_FMAX, max_and_k.max);
         return moments;
     }
 
@@ -624,16 +624,11 @@ AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
 
 // Calls f<MCodec, VCodec>() with the codecs of an optimizer whose moments are in FP8 moment groups.
 template <class F> void with_codecs(const OptimizerFormats& o, F f) {
-    constexpr Format E4M3 = Format::E4M3, E5M2 = Format::E5M2;
-    const bool both_e4m3 = o.m_format == E4M3 && o.v_format == E4M3;
-    // The first argument of a codec is IS_V.
-    if (both_e4m3 && o.expansion)
-        f.template operator()<CarefulExpansionCodec<false, E4M3>, CarefulExpansionCodec<true, E4M3>>();
-    else if (o.m_format == E4M3 && o.v_format == E5M2 && o.expansion)
-        f.template operator()<CarefulExpansionCodec<false, E4M3>, CarefulExpansionCodec<true, E5M2>>();
-    else if (both_e4m3)
-        f.template operator()<CodecWithoutExpansion<false, E4M3>, CodecWithoutExpansion<true, E4M3>>();
-    else require(false, "adamw.cu has no kernel for moments in these formats");
+    require(o.m_format == Format::E4M3 && o.v_format == Format::E4M3,
+            "adamw.cu has no kernel for FP8 moments in another format than E4M3");
+    // The argument of a codec is IS_V.
+    if (o.expansion) f.template operator()<CarefulExpansionCodec<false>, CarefulExpansionCodec<true>>();
+    else f.template operator()<CodecWithoutExpansion<false>, CodecWithoutExpansion<true>>();
 }
 
 // The amaxes of the weights start at 0, because an update only raises them.

@@ -129,8 +129,6 @@ inline const std::vector<OptimizerFormats>& optimizers() {
     static const std::vector<OptimizerFormats> table = {
         {.name = "coat", .m_format = Format::E4M3, .v_format = Format::E4M3, .expansion = true,
          .about = "FP8 moments with dynamic range expansion (paper, section 4)"},
-        {.name = "coat-e5m2", .m_format = Format::E4M3, .v_format = Format::E5M2, .expansion = true,
-         .about = "as coat, with second moments in E5M2"},
         {.name = "fp8", .m_format = Format::E4M3, .v_format = Format::E4M3,
          .about = "FP8 moments, one scale per moment group of 128, not expanded"},
         {.name = "bf16", .m_format = Format::BF16, .v_format = Format::BF16,
