@@ -12,9 +12,8 @@
 //   3      a span: 128 consecutive elements           half a warp: 16 lanes
 //   4      a bundle: eight consecutive spans          a warp
 //   5      a range of the bundles of all parameters   a thread block: eight warps
-//   6      the careful path, for a few moment groups (this can wait)
-//   7      moments without expansion (this can wait)
-//   8      the launch
+//   6      moments without expansion (this can wait)
+//   7      the launch
 //
 // The m of a span are one moment group, and its v another.
 //
@@ -108,35 +107,19 @@ constexpr int CODES_WITHOUT_SIGN = 128;  // seven bits
 using Table = float[CODES_WITHOUT_SIGN];
 
 // A codec says how a moment is encoded and decoded. The kernel is compiled for two of them: MCodec, that of
-// m, and VCodec, that of v. A codec has six functions:
-//   k_of()                            the k of a moment group
-//   encode(), decode()                of a thread's eight elements
-//   table_entry()                     what the table has for a code
-//   decode_again_if_wide(),           the careful path, which computes a few moment groups once more, and
-//   encode_again_if_wide_or_small()   returns at once for all others (this can wait)
-// In the optimizer coat both are CarefulExpansionCodec (part 6), which has the first four of ExpansionCodec
-// and adds the last two. (Part 7 has another codec.)
+// m, and VCodec, that of v. A codec has four functions:
+//   k_of()          the k of a moment group
+//   decode()        a thread's eight elements, from their codes
+//   encode()        the codes of a thread's eight elements
+//   table_entry()   what the table has for a code
+// In the optimizer coat both are ExpansionCodec. (Its careful path can wait: an `if` of decode(), one of
+// encode(), and all functions after table_entry(). Part 6, another codec, can wait, too.)
 template <bool IS_V> struct ExpansionCodec {
-    // The k of a moment group.
     static __device__ float k_of(float max_magnitude, float min_magnitude) {
         return expansion_exponent(max_magnitude, min_magnitude);
     }
 
-    // The codes of eight elements x.
-    static __device__ uint2 encode(const MaxAndK& max_and_k, const ChunkValues& x) {
-        const float inverse_max = inverse_of_max(max_and_k.max);
-        ChunkValues y;
-        for (int j = 0; j < CHUNK_SIZE; j++) y[j] = expand_magnitude(max_and_k.k, inverse_max, x[j]);
-        return encode_with_signs<IS_V>(y, x);
-    }
-
-    // What the table has for a code without its sign.
-    static __device__ float table_entry(uint32_t code) {
-        const float y = decode_two(/*e5m2=*/false, code).x;
-        return log2f(y) - log2f(E4M3_FMAX);
-    }
-
-    // Decodes eight elements. FactoredMoments (gpu/adamw.cuh) says why there is a factor. It is max.
+    // FactoredMoments (gpu/adamw.cuh) says why there is a factor. It is max.
     static __device__ FactoredMoments decode(const MaxAndK& max_and_k, uint2 codes, const Table& table) {
         const float inverse_k = fast_reciprocal(max_and_k.k);
         FactoredMoments moments;
@@ -146,7 +129,74 @@ template <bool IS_V> struct ExpansionCodec {
             const float ratio = contract_to_ratio(inverse_k, table[code % CODES_WITHOUT_SIGN]);
             moments.multiples[j] = with_sign<IS_V>(ratio, code);
         }
+        if (is_wide(max_and_k)) contract_carefully(max_and_k, codes, table, moments);
         return moments;
+    }
+
+    static __device__ uint2 encode(const MaxAndK& max_and_k, const ChunkValues& x) {
+        const float inverse_max = inverse_of_max(max_and_k.max);
+        ChunkValues y;
+        for (int j = 0; j < CHUNK_SIZE; j++) y[j] = expand_magnitude(max_and_k.k, inverse_max, x[j]);
+        if (is_wide_or_small(max_and_k)) expand_carefully(max_and_k, x, y);
+        return encode_with_signs<IS_V>(y, x);
+    }
+
+    static __device__ float table_entry(uint32_t code) {
+        const float y = decode_two(/*e5m2=*/false, code).x;
+        return log2f(y) - log2f(E4M3_FMAX);
+    }
+
+    // The careful path, for a few moment groups. (This can wait: go on with part 3.) They are so wide or so
+    // small that an intermediate result of part 1 is not a normal number of FP32. decode() and encode()
+    // compute the eight elements as in any other moment group. Then contract_carefully() and
+    // expand_carefully() replace what was computed.
+    //
+    // nvcc inlines the careful path by itself. It should stay so: a __noinline__ function for it makes the
+    // rest up to 24% slower.
+
+    // A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X)
+    // is LOG2_RANGE / k.)
+    static __device__ bool is_wide(const MaxAndK& max_and_k) { return LOG2_RANGE > 120.0f * max_and_k.k; }
+    // Encoding divides by max, so it needs care also if max is very small: inverse_of_max() is wrong below
+    // 2^-126, and 2^-100 keeps away from there.
+    static __device__ bool is_wide_or_small(const MaxAndK& max_and_k) {
+        const bool large_enough = max_and_k.max >= 0x1p-100f || max_and_k.max == 0;
+        return is_wide(max_and_k) || !large_enough;
+    }
+
+    // The multiples become |x|, not |x| / max, and the factor 1: the power alone may underflow where its
+    // product with max does not. If the product underflows, too, the result is 0, where the CPU's contract()
+    // returns 2^-149. For v this is harmless: beside eps = 1e-8 the root of 2^-149 vanishes, so the update is
+    // the same.
+    static __device__ void contract_carefully(const MaxAndK& max_and_k, uint2 codes, const Table& table,
+                                              FactoredMoments& moments) {
+        const float inverse_k = fast_reciprocal(max_and_k.k);
+        moments.factor = 1.0f;
+        for (int j = 0; j < CHUNK_SIZE; j++) {
+            const uint32_t code = code_of(codes, j);
+            const float log2_ratio = table[code % CODES_WITHOUT_SIGN];
+            const float sqrt_of_root = exp2f(0.5f * (log2_ratio * inverse_k));
+            const float magnitude = sqrt_of_root * max_and_k.max * sqrt_of_root;
+            moments.multiples[j] = with_sign<IS_V>(magnitude, code);
+        }
+    }
+
+    // Here intermediate results stay normal: the difference of two logarithms takes the place of the
+    // logarithm of a ratio.
+    //
+    // An element of v above zero must not get the code 0: the update divides by its root and eps, and eps
+    // alone is tiny. So its y is raised to FMIN here. expand_magnitude() need not do so. If R_X is at most
+    // about 2^120, the smallest element of the moment group, max / R_X, gets the code of FMIN:
+    //   - With the exact k of equation 4, y would be FMAX (1 / R_X)^k = FMIN.
+    //   - k is rounded to a multiple of 1/256, so k may be larger by 1/512. Then y is FMIN R_X^(-1/512), at
+    //     least 2^(-120/512) = 0.85 FMIN. This is nearer to FMIN than to 0, so y is rounded to FMIN.
+    //   - The limit of 64 makes k smaller, and y larger. (The limit of 1/16 concerns wide moment groups.)
+    static __device__ void expand_carefully(const MaxAndK& max_and_k, const ChunkValues& x, ChunkValues& y) {
+        for (int j = 0; j < CHUNK_SIZE; j++) {
+            const float log2_ratio = log2f(fabsf(x[j])) - log2f(max_and_k.max);
+            y[j] = E4M3_FMAX * fast_exp2(max_and_k.k * log2_ratio);
+            if (IS_V && x[j] > 0 && y[j] < E4M3_FMIN) y[j] = E4M3_FMIN;
+        }
     }
 };
 
@@ -248,8 +298,6 @@ template <class WeightsKind> struct ElementsOfThread {
 //   old_fields           of the span, by which its moments are decoded
 //   clip_factor, decay   as in adamw_of_chunk()
 //   largest_bits         is raised: the bits of the largest magnitude of the thread's new weights
-// (The functions with _again_ in their names are the careful path, part 6. For most moment groups they do
-// nothing.)
 template <class WeightsKind, class MCodec, class VCodec>
 __device__ SpanFields update_span(const ElementsOfThread<WeightsKind>& elements, int span,
                                   const LoadedElements<WeightsKind>& loaded, const SpanFields& old_fields,
@@ -259,19 +307,14 @@ __device__ SpanFields update_span(const ElementsOfThread<WeightsKind>& elements,
     ChunkValues w, g;
     elements.weights.unpack(loaded.w, w);
     arguments.gradients.unpack(loaded.g, g);
-    MAndV<FactoredMoments> old{.m = MCodec::decode(old_fields.m, loaded.codes.m, tables.m),
-                               .v = VCodec::decode(old_fields.v, loaded.codes.v, tables.v)};
-    MCodec::decode_again_if_wide(old_fields.m, loaded.codes.m, tables.m, old.m);
-    VCodec::decode_again_if_wide(old_fields.v, loaded.codes.v, tables.v, old.v);
-
+    const MAndV<FactoredMoments> old{.m = MCodec::decode(old_fields.m, loaded.codes.m, tables.m),
+                                     .v = VCodec::decode(old_fields.v, loaded.codes.v, tables.v)};
     const MAndV<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
     const SpanFields new_fields{.m = max_and_k_of_new_moments<MCodec>(moments.m),
                                 .v = max_and_k_of_new_moments<VCodec>(moments.v)};
 
-    MAndV<uint2> codes{.m = MCodec::encode(new_fields.m, moments.m),
-                       .v = VCodec::encode(new_fields.v, moments.v)};
-    MCodec::encode_again_if_wide_or_small(new_fields.m, moments.m, codes.m);
-    VCodec::encode_again_if_wide_or_small(new_fields.v, moments.v, codes.v);
+    const MAndV<uint2> codes{.m = MCodec::encode(new_fields.m, moments.m),
+                             .v = VCodec::encode(new_fields.v, moments.v)};
     elements.store(span, w, codes, largest_bits);
     return new_fields;
 }
@@ -483,80 +526,9 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
 }
 
 // ===========================================================================================================
-// 6. The careful path (this can wait)
-//
-// A few moment groups are so wide or so small that an intermediate result of part 1 is not a normal number of
-// FP32. encode() and decode() of part 2 compute all moment groups, these among them: so they have no branch,
-// and the compiler can interleave what m and v need. Then the careful path computes these few again.
-//
-// nvcc inlines the careful path by itself. It should stay so: in a __noinline__ function the careful path
-// makes the fast path, encode() and decode(), up to 24% slower.
+// 6. Moments without expansion: the optimizer fp8 (this can wait)
 
-// The codec of the optimizer coat, with the careful path.
-template <bool IS_V> struct CarefulExpansionCodec : ExpansionCodec<IS_V> {
-    // A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X)
-    // is LOG2_RANGE / k.)
-    static __device__ bool is_wide(const MaxAndK& max_and_k) {
-        return LOG2_RANGE > 120.0f * max_and_k.k;
-    }
-    // Encoding divides by max, so it needs care also if max is very small: inverse_of_max() is wrong below
-    // 2^-126, and 2^-100 keeps away from there.
-    static __device__ bool is_wide_or_small(const MaxAndK& max_and_k) {
-        const bool large_enough = max_and_k.max >= 0x1p-100f || max_and_k.max == 0;
-        return is_wide(max_and_k) || !large_enough;
-    }
-
-    // Contracts, and returns |x|, not |x| / max as contract_to_ratio() does: the power alone may underflow
-    // where its product with max does not. If the product underflows, too, the result is 0, where the CPU's
-    // contract() returns 2^-149. For v this is harmless: beside eps = 1e-8 the root of 2^-149 vanishes, so
-    // the update is the same.
-    static __device__ float contract_carefully(float max, float inverse_k, float log2_ratio) {
-        const float root = exp2f(0.5f * (log2_ratio * inverse_k));
-        return root * max * root;
-    }
-    static __device__ void decode_again_if_wide(const MaxAndK& max_and_k, uint2 codes, const Table& table,
-                                                FactoredMoments& moments) {
-        if (!is_wide(max_and_k)) return;
-        moments.factor = 1.0f;
-        const float inverse_k = fast_reciprocal(max_and_k.k);
-        for (int j = 0; j < CHUNK_SIZE; j++) {
-            const uint32_t code = code_of(codes, j);
-            const float log2_ratio = table[code % CODES_WITHOUT_SIGN];
-            const float magnitude = contract_carefully(max_and_k.max, inverse_k, log2_ratio);
-            moments.multiples[j] = with_sign<IS_V>(magnitude, code);
-        }
-    }
-
-    // expand_magnitude() with intermediate results that stay normal: the difference of two logarithms takes
-    // the place of the logarithm of a ratio.
-    static __device__ float expand_carefully(const MaxAndK& max_and_k, float x) {
-        return E4M3_FMAX * fast_exp2(max_and_k.k * (log2f(fabsf(x)) - log2f(max_and_k.max)));
-    }
-    // An element of v above zero must not get the code 0: the update divides by its root and eps, and eps
-    // alone is tiny. So its y is raised to FMIN here.
-    //
-    // encode() need not do so. If R_X is at most about 2^120, the smallest element of the moment group,
-    // max / R_X, gets the code of FMIN:
-    //   - With the exact k of equation 4, y would be FMAX (1 / R_X)^k = FMIN.
-    //   - k is rounded to a multiple of 1/256, so k may be larger by 1/512. Then y is FMIN R_X^(-1/512), at
-    //     least 2^(-120/512) = 0.85 FMIN. This is nearer to FMIN than to 0, so y is rounded to FMIN.
-    //   - The limit of 64 makes k smaller, and y larger. (The limit of 1/16 concerns wide moment groups.)
-    static __device__ void encode_again_if_wide_or_small(const MaxAndK& max_and_k, const ChunkValues& x,
-                                                         uint2& codes) {
-        if (!is_wide_or_small(max_and_k)) return;
-        ChunkValues y;
-        for (int j = 0; j < CHUNK_SIZE; j++) {
-            y[j] = expand_carefully(max_and_k, x[j]);
-            if (IS_V && x[j] > 0 && y[j] < E4M3_FMIN) y[j] = E4M3_FMIN;
-        }
-        codes = encode_with_signs<IS_V>(y, x);
-    }
-};
-
-// ===========================================================================================================
-// 7. Moments without expansion: the optimizer fp8 (this can wait)
-
-// A moment group has one scale, max / FMAX, and no k. There is no careful path: its functions are empty.
+// A moment group has one scale, max / FMAX, and no k.
 template <bool IS_V> struct CodecWithoutExpansion {
     static __device__ float k_of(float, float) { return 1.0f; }  // nobody stores or reads it
 
@@ -583,20 +555,17 @@ template <bool IS_V> struct CodecWithoutExpansion {
         moments.factor = scale_of(E4M3_FMAX, max_and_k.max);
         return moments;
     }
-
-    static __device__ void decode_again_if_wide(const MaxAndK&, uint2, const Table&, FactoredMoments&) {}
-    static __device__ void encode_again_if_wide_or_small(const MaxAndK&, const ChunkValues&, uint2&) {}
 };
 
 // ===========================================================================================================
-// 8. The launch
+// 7. The launch
 
 // If a block has this many bundles, its start and its end take little of its time.
 constexpr int64_t MIN_BUNDLES_PER_BLOCK = 2048;
 
 // The number of blocks for an update. Normally it is as many as the GPU runs at once.
 //   - In a large update it is several times as many, so that each block still has MIN_BUNDLES_PER_BLOCK. The
-//     bundles that take the careful path (part 6) are slow, and they are neighbours: the embeddings of tokens
+//     bundles that take the careful path (part 2) are slow, and they are neighbours: the embeddings of tokens
 //     that no longer occur. More blocks share out the slow bundles better.
 //   - In a small update it is about one for each bundle. A bundle is the work of one warp, so a block for
 //     each bundle spreads the bundles over all multiprocessors.
@@ -627,7 +596,7 @@ template <class F> void with_codecs(const OptimizerFormats& o, F f) {
     require(o.m_format == Format::E4M3 && o.v_format == Format::E4M3,
             "adamw.cu has no kernel for FP8 moments in another format than E4M3");
     // The argument of a codec is IS_V.
-    if (o.expansion) f.template operator()<CarefulExpansionCodec<false>, CarefulExpansionCodec<true>>();
+    if (o.expansion) f.template operator()<ExpansionCodec<false>, ExpansionCodec<true>>();
     else f.template operator()<CodecWithoutExpansion<false>, CodecWithoutExpansion<true>>();
 }
 
