@@ -7,8 +7,6 @@
 
 #include "../coat.h"
 #include "../gpu/handles.h"
-#include "../gpu/gradient_norm.h"
-#include "../gpu/initialize.h"
 #include "../test/help/device_buffer.h"
 
 namespace coat::dev {

@@ -66,7 +66,9 @@
 // thread takes, counts a loop as often as it runs, and divides by the elements of the thread. An *element* is
 // what the thread has of one parameter. The counts are those of nvcc 12.9; the measured program was built by
 // 13.0, whose count is known to be another in rung 1, and stands there, too.
+#include "../../gpu/device.cuh"
 #include "adamw_data.h"
+#include "neighbours.h"
 
 using namespace ladder;
 using gpu::fast_exp2, gpu::fast_log2, gpu::fast_log2_of_normal, gpu::fast_reciprocal, gpu::fast_sqrt;
@@ -329,7 +331,7 @@ void launch_rung3(const State& s, const Constants& c) {
 //   what stands between the loads and the stores       update_elements(arithmetic, c, old, e)
 //   the kernel around it                               rungs4_to_6
 //
-// Neighbours<uint8_t, N> (ladder.h) is N neighbouring elements in registers of a lane. load() and store()
+// Neighbours<uint8_t, N> (neighbours.h) is N neighbouring elements in registers of a lane. load() and store()
 // move them with one instruction. contract() and expand() now have all elements of a lane, so that they can
 // compute once what is the same for all of them: that is rung 4.
 

@@ -2,6 +2,9 @@
 // the data of the program and how they are compared with the CPU reference.
 #pragma once
 #include "../../common/recipes.h"
+#include "../../gpu/gradient_norm.h"
+#include "../../gpu/initialize.h"
+#include "../../reference/optimizer.h"
 #include "ladder.h"
 
 namespace ladder {

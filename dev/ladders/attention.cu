@@ -39,6 +39,7 @@
 // q, k and v are rows of one tensor (B, T, 3 heads 128), so a key's 128 numbers are 256 bytes, and the next
 // key is 24 KB away.
 #include "attention_data.h"
+#include "neighbours.h"
 
 using namespace ladder;
 
@@ -173,7 +174,7 @@ void launch_rung2(const Shape& s, const Tensors& t) { rung2<<<by_queries(s), QUE
 // and then all its threads use them. The GPU's memory (*global* memory) is asked once in place of 64 times,
 // and a load from shared memory brings a lane 8 numbers. Loops over the numbers of a head are unrolled
 // (#pragma unroll), because only an array whose indices the compiler knows can lie in registers. A masked key
-// has the score -infinity, so it adds exp(-infinity) = 0. Neighbours<bf16, 8> (ladder.h) is 8
+// has the score -infinity, so it adds exp(-infinity) = 0. Neighbours<bf16, 8> (neighbours.h) is 8
 // neighbouring numbers in registers; load() and store() move them with one instruction.
 //
 //   global    key  0   256 bytes: threads  0 ... 15       shared    key 0   all lanes read the same 16 bytes:

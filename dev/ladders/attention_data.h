@@ -2,6 +2,7 @@
 // can skip, the data of the program and how they are compared with the CPU reference.
 #pragma once
 #include "../../gpu/attention.h"
+#include "../../reference/operators.h"
 #include "ladder.h"
 
 namespace ladder {

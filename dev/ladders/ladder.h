@@ -1,10 +1,8 @@
-// ladder.h - what the ladders share: wide accesses, which rungs use; and, for the program around them, random
-// data and the table that it prints. Device memory and the clock are in gpu_tools.h. What one ladder's
-// kernels are given, and how they are compared with the CPU reference, is in its own header, such as
-// adamw_data.h.
+// ladder.h - what the programs around the rungs share, which a reader of the rungs can skip: random data, and
+// the table that a program prints. Device memory and the clock are in gpu_tools.h. What one ladder's kernels
+// are given, and how they are compared with the CPU reference, is in its own header, such as adamw_data.h.
 #pragma once
 #include <cuda_bf16.h>
-#include <cuda_fp8.h>
 
 #include <algorithm>
 #include <cstdio>
@@ -13,9 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "../../gpu/adamw.cuh"
-#include "../../reference/operators.h"
-#include "../../reference/optimizer.h"
+#include "../../common/random.h"
+#include "../../reference/rounding.h"
 #include "../gpu_tools.h"
 
 namespace ladder {
@@ -23,22 +20,6 @@ namespace ladder {
 using namespace coat;
 using dev::Buffer;
 using bf16 = __nv_bfloat16;
-
-// N neighbouring elements in the registers of one thread, which loads and stores them with one instruction.
-// Their address is a multiple of their size: 4, 8 or 16 bytes.
-template <int BYTES> struct BitsOf;
-template <> struct BitsOf<4> { using Type = uint32_t; };
-template <> struct BitsOf<8> { using Type = uint2; };
-template <> struct BitsOf<16> { using Type = uint4; };
-template <class Element, int N> struct Neighbours {
-    using Bits = typename BitsOf<N * sizeof(Element)>::Type;
-    Bits bits;
-
-    static __device__ Neighbours load(const Element* from) { return {*reinterpret_cast<const Bits*>(from)}; }
-    __device__ void store(Element* to) const { *reinterpret_cast<Bits*>(to) = bits; }
-    __device__ Element& operator[](int j) { return reinterpret_cast<Element*>(&bits)[j]; }
-    __device__ const Element& operator[](int j) const { return reinterpret_cast<const Element*>(&bits)[j]; }
-};
 
 inline std::vector<uint16_t> random_bf16(size_t n, float std, uint64_t seed = 1) {
     std::vector<uint16_t> x(n);

@@ -40,6 +40,8 @@
 // build/ladder_norm_to_fp8 prints (that of nvcc 12.9; the measured program was built by 13.0): one follows a
 // thread from the first line of a kernel to EXIT, along the branches that nearly every thread takes, counts
 // a loop as often as it runs, and divides by the elements of the thread.
+#include "../../gpu/device.cuh"
+#include "neighbours.h"
 #include "norm_to_fp8_data.h"
 
 using namespace ladder;
@@ -260,8 +262,8 @@ constexpr int CHUNK_SIZE = 8;
 constexpr int CHUNKS = 2;  // of a thread: a block of 256 threads has a row of up to 4,096 elements
 
 __device__ void load8(const Tensors& t, int64_t i, float (&x)[CHUNK_SIZE]) {
-    // Neighbours (ladder.h): CHUNK_SIZE neighbouring elements in registers. load() and store() move them with
-    // one instruction.
+    // Neighbours (neighbours.h): CHUNK_SIZE neighbouring elements in registers. load() and store() move them
+    // with one instruction.
     const Neighbours<uint8_t, CHUNK_SIZE> codes = Neighbours<uint8_t, CHUNK_SIZE>::load(t.in + i);
     const float scale = from_bf16(t.scales[i / 16]);
     for (int j = 0; j < CHUNK_SIZE; j++) x[j] = decode(codes[j]) * scale;

@@ -2,6 +2,8 @@
 // rungs can skip, the data of the program and how they are compared with the CPU reference.
 #pragma once
 #include "../../gpu/norm.h"
+#include "../../reference/operators.h"
+#include "../../reference/quantize.h"
 #include "ladder.h"
 
 namespace ladder {

@@ -19,11 +19,12 @@
 // matrix has 16384 x 4096 = 67.1e6 elements. An H200 has 132 multiprocessors at about 1.8e9 clocks a second
 // (README.md, "What the machine has"). So the resources take this long:
 //
-//   resource        time         if                                      because
-//   memory          n x 15.7 us  an element has n bytes, in and out      67.1e6 / 4.27e12
-//   instructions    n x 2.2 us   an element takes n instructions         67.1e6 / (132 x 4 x 32 x 1.8e9)
-//   shared memory   n x 8.8 us   an element takes n accesses             67.1e6 / (132 x 32 x 1.8e9)
-//   latency         200 us / n   a thread loads n elements at a time     67.1e6 / (132 x 2,048) x 0.8e-6
+//   resource        time                                             because
+//   memory          15.7 us x an element's bytes, in and out         67.1e6 / 4.27e12
+//   instructions    2.2 us x an element's instructions               67.1e6 / (132 x 4 x 32 x 1.8e9)
+//   shared memory   8.8 us x an element's accesses                   67.1e6 / (132 x 32 x 1.8e9)
+//   latency         200 us / the elements that a thread loads        67.1e6 / (132 x 2,048) x 0.8e-6
+//                   at a time
 //
 //   memory          4.27e12 bytes a second are the rate of a copy.
 //   instructions    In a clock a multiprocessor starts (issues) 4, each for the 32 lanes of a warp.
@@ -45,6 +46,7 @@
 // elements of the thread. On this path the two kernels of rung 1 have 47 and 56 instructions, for one
 // element: 103. (This is machine code of nvcc 12.9. The measured program was built by 13.0.)
 #include "../../gpu/quantize.cuh"
+#include "neighbours.h"
 #include "quantize_transpose_data.h"
 
 using namespace ladder;
@@ -277,9 +279,9 @@ void launch_rung4(const Matrix& m) { rungs3_and_4<1><<<tiles_of(m, SIDE), dim3(S
 //
 //   python3 dev/ladders/banks.py "68*(lane//8) + 8*(lane%8)" --bytes 1
 //
-// Three names are new. Neighbours<Element, N> (ladder.h) is N neighbouring elements in registers of a thread:
-// load() and store() are one instruction each. Of such an x, x[j] is element j, and x.bits is all of them:
-// for eight codes a uint2, two words of 32 bits, .x and .y, of four codes each. gpu::ChunkValues
+// Three names are new. Neighbours<Element, N> (neighbours.h) is N neighbouring elements in registers of a
+// thread: load() and store() are one instruction each. Of such an x, x[j] is element j, and x.bits is all of
+// them: for eight codes a uint2, two words of 32 bits, .x and .y, of four codes each. gpu::ChunkValues
 // (gpu/device.cuh) is eight FP32 numbers. gpu::encode<Format::E5M2>(values, inverse), there too, makes eight
 // codes of them, two with each instruction that converts.
 //
@@ -471,10 +473,10 @@ void launch_rung6(const Matrix& m) { rungs6_and_7<Unswizzled><<<tiles_of(m, TILE
 // A column has 32 slots for words, one in each bank. In rung 6 word w is in slot w. Now the words of a column
 // change slots, in another way for each `across`. This is called a *swizzle*.
 //
-// How does one find such a layout? One looks at bits. The lanes of a warp differ in five: the four of
-// `across`, a3 to a0, and the last one of `down`, d0. The number of a bank has five bits, too: just enough to
-// tell these lanes apart. A thread's words are 2 * down + lower, where `lower` is 0 for the upper word and 1
-// for the lower one. With one instruction all lanes write words of the same `lower`:
+// How does one find such a layout? One looks at bits. `across` has four, a3 to a0, and so has `down`, d3 to
+// d0. The lanes of a warp differ in five of these: in a3 to a0, and in d0. The number of a bank has five
+// bits, too: just enough to tell the lanes apart. A thread's words are 2 * down + lower, where `lower` is 0
+// for the upper word and 1 for the lower one. With one instruction all lanes write words of the same `lower`:
 //
 //   bit of the slot, and bank     4          3          2          1          0
 //   rung 6: the word              d3         d2         d1         d0         lower
@@ -661,7 +663,7 @@ int main(int argc, char** argv) {
 // The first one is limited by latency, which we learned only in rung 3. It is faster than the 200 us of the
 // rule: a load takes 0.7 us here. The second one has four loads of a thread on their way (in the machine
 // code of nvcc 13.0), so a quarter of the latency: its stores go to shared memory, where `codes` cannot be.
-// Reading a column of its tile takes 8 x 8.8 us, for a column is in 4 banks: see rung 4.
+// Reading a column of its tile takes 8 x 8.8 us, for its 32 bytes are in 4 banks. (Rung 4 draws them.)
 //
 // None of the second kernel's resources takes 153 us. But a block waits at its barrier. If other blocks
 // always filled that time, the longest of the four would decide, 99 us; if none did, the two longest would

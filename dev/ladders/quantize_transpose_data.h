@@ -1,6 +1,7 @@
 // quantize_transpose_data.h - for the ladder quantize_transpose.cu: what a kernel is given; and, which a
 // reader of the rungs can skip, the data of the program and how they are compared with the CPU reference.
 #pragma once
+#include "../../reference/quantize.h"
 #include "ladder.h"
 
 namespace ladder {
