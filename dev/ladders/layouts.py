@@ -38,9 +38,10 @@ def slot(word, across):
     """Rung 7. Write it after you have read rung 6, and before rung 7, whose text has an answer. The columns of a tile
     have 32 words, four rows each, in shared memory. Thread (across, down) of 16 x 16 has words 2 down (its upper word)
     and 2 down + 1 (its lower word) of eight columns. Four words that follow each other are a piece: words 0 to 3 are
-    piece 0. Return the slot of a word, 0 to 31, in a column whose threads have this `across`. The four words of a piece
-    are to be in slots 4 n to 4 n + 3, in any order, because one thread reads them at once. All threads of a warp store
-    their upper words of a column at once, and later the lower ones. Each store is to take 1 clock."""
+    piece 0. Return the slot of a word, 0 to 31, in a column whose threads have this `across`. One thread reads the four
+    words of a piece at once, so they are to be in four slots that follow each other, the first of which is a multiple
+    of 4; their order is up to you. With one instruction the threads of a warp store an upper word each, and with
+    another one a lower word each. Each of these is to take 1 clock."""
     return None
 
 
