@@ -33,6 +33,10 @@ namespace {
 // ===========================================================================================================
 // 1. Dynamic range expansion of one element of a moment (paper, section 4.2)
 //
+// The functions are those of reference/optimizer.cpp: expansion_exponent(), expand() and contract(). But
+// expand_magnitude() returns |y|, and contract_to_ratio() returns |x| / max. (Part 2 adds the signs.
+// FactoredMoments in gpu/adamw.cuh says why max is left out.)
+//
 // A power a^b is computed as 2^(b log2 a). Each logarithm and each exponential is one instruction
 // (gpu/device.cuh).
 
@@ -60,9 +64,8 @@ __device__ float expansion_exponent(float max_magnitude, float min_magnitude) {
     return max_magnitude == 0 ? 1.0f : k;  // a select, not a branch
 }
 
-// Expand: |y| = FMAX (|x| / max)^k. For x = 0 the logarithm is -infinity, and y is 0. (The CPU's expand()
-// returns y with its sign.)
-__device__ float expand_magnitude(float k, float inverse_max, float x) {
+// Expand: |y| = FMAX (|x| / max)^k. For x = 0 the logarithm is -infinity, and y is 0.
+__device__ float expand_magnitude(float x, float inverse_max, float k) {
     return fast_exp2(__fmaf_rn(k, fast_log2_of_normal(fabsf(x) * inverse_max), LOG2_FMAX));
 }
 // 1 / max: the fast reciprocal, and one iteration of Newton's method. For a moment group of zeros r is 2^126,
@@ -72,9 +75,8 @@ __device__ float inverse_of_max(float max) {
     return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
 }
 
-// Contract: |x| / max = (|y| / FMAX)^(1/k). log2_ratio is log2(|y| / FMAX), from a table. (The CPU's
-// contract() returns x. Here the factor max is left out: FactoredMoments in gpu/adamw.cuh.)
-__device__ float contract_to_ratio(float inverse_k, float log2_ratio) {
+// Contract: |x| / max = (|y| / FMAX)^(1/k). log2_ratio is log2(|y| / FMAX), from a table.
+__device__ float contract_to_ratio(float log2_ratio, float inverse_k) {
     return fast_exp2(log2_ratio * inverse_k);
 }
 
@@ -119,25 +121,25 @@ template <bool IS_V> struct ExpansionCodec {
         return expansion_exponent(max_magnitude, min_magnitude);
     }
 
-    // FactoredMoments (gpu/adamw.cuh) says why there is a factor. It is max.
-    static __device__ FactoredMoments decode(const MaxAndK& max_and_k, uint2 codes, const Table& table) {
+    // The factor is max.
+    static __device__ FactoredMoments decode(uint2 codes, const MaxAndK& max_and_k, const Table& table) {
         const float inverse_k = fast_reciprocal(max_and_k.k);
         FactoredMoments moments;
         moments.factor = max_and_k.max;
         for (int j = 0; j < CHUNK_SIZE; j++) {
             const uint32_t code = code_of(codes, j);
-            const float ratio = contract_to_ratio(inverse_k, table[code % CODES_WITHOUT_SIGN]);
+            const float ratio = contract_to_ratio(table[code % CODES_WITHOUT_SIGN], inverse_k);
             moments.multiples[j] = with_sign<IS_V>(ratio, code);
         }
-        if (is_wide(max_and_k)) contract_carefully(max_and_k, codes, table, moments);
+        if (is_wide(max_and_k)) contract_carefully(codes, max_and_k, table, moments);
         return moments;
     }
 
-    static __device__ uint2 encode(const MaxAndK& max_and_k, const ChunkValues& x) {
+    static __device__ uint2 encode(const ChunkValues& x, const MaxAndK& max_and_k) {
         const float inverse_max = inverse_of_max(max_and_k.max);
         ChunkValues y;
-        for (int j = 0; j < CHUNK_SIZE; j++) y[j] = expand_magnitude(max_and_k.k, inverse_max, x[j]);
-        if (is_wide_or_small(max_and_k)) expand_carefully(max_and_k, x, y);
+        for (int j = 0; j < CHUNK_SIZE; j++) y[j] = expand_magnitude(x[j], inverse_max, max_and_k.k);
+        if (is_wide_or_small(max_and_k)) expand_carefully(x, max_and_k, y);
         return encode_with_signs<IS_V>(y, x);
     }
 
@@ -168,7 +170,7 @@ template <bool IS_V> struct ExpansionCodec {
     // product with max does not. If the product underflows, too, the result is 0, where the CPU's contract()
     // returns 2^-149. For v this is harmless: beside eps = 1e-8 the root of 2^-149 vanishes, so the update is
     // the same.
-    static __device__ void contract_carefully(const MaxAndK& max_and_k, uint2 codes, const Table& table,
+    static __device__ void contract_carefully(uint2 codes, const MaxAndK& max_and_k, const Table& table,
                                               FactoredMoments& moments) {
         const float inverse_k = fast_reciprocal(max_and_k.k);
         moments.factor = 1.0f;
@@ -191,7 +193,7 @@ template <bool IS_V> struct ExpansionCodec {
     //   - k is rounded to a multiple of 1/256, so k may be larger by 1/512. Then y is FMIN R_X^(-1/512), at
     //     least 2^(-120/512) = 0.85 FMIN. This is nearer to FMIN than to 0, so y is rounded to FMIN.
     //   - The limit of 64 makes k smaller, and y larger. (The limit of 1/16 concerns wide moment groups.)
-    static __device__ void expand_carefully(const MaxAndK& max_and_k, const ChunkValues& x, ChunkValues& y) {
+    static __device__ void expand_carefully(const ChunkValues& x, const MaxAndK& max_and_k, ChunkValues& y) {
         for (int j = 0; j < CHUNK_SIZE; j++) {
             const float log2_ratio = log2f(fabsf(x[j])) - log2f(max_and_k.max);
             y[j] = E4M3_FMAX * fast_exp2(max_and_k.k * log2_ratio);
@@ -307,14 +309,14 @@ __device__ SpanFields update_span(const ElementsOfThread<WeightsKind>& elements,
     ChunkValues w, g;
     elements.weights.unpack(loaded.w, w);
     arguments.gradients.unpack(loaded.g, g);
-    const MAndV<FactoredMoments> old{.m = MCodec::decode(old_fields.m, loaded.codes.m, tables.m),
-                                     .v = VCodec::decode(old_fields.v, loaded.codes.v, tables.v)};
+    const MAndV<FactoredMoments> old{.m = MCodec::decode(loaded.codes.m, old_fields.m, tables.m),
+                                     .v = VCodec::decode(loaded.codes.v, old_fields.v, tables.v)};
     const MAndV<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
     const SpanFields new_fields{.m = max_and_k_of_new_moments<MCodec>(moments.m),
                                 .v = max_and_k_of_new_moments<VCodec>(moments.v)};
 
-    const MAndV<uint2> codes{.m = MCodec::encode(new_fields.m, moments.m),
-                             .v = VCodec::encode(new_fields.v, moments.v)};
+    const MAndV<uint2> codes{.m = MCodec::encode(moments.m, new_fields.m),
+                             .v = VCodec::encode(moments.v, new_fields.v)};
     elements.store(span, w, codes, largest_bits);
     return new_fields;
 }
@@ -532,7 +534,7 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
 template <bool IS_V> struct CodecWithoutExpansion {
     static __device__ float k_of(float, float) { return 1.0f; }  // nobody stores or reads it
 
-    static __device__ uint2 encode(const MaxAndK& max_and_k, const ChunkValues& x) {
+    static __device__ uint2 encode(const ChunkValues& x, const MaxAndK& max_and_k) {
         const float inverse_scale = __frcp_rn(scale_of(E4M3_FMAX, max_and_k.max));
         ChunkValues y;
         for (int j = 0; j < CHUNK_SIZE; j++) {
@@ -546,7 +548,7 @@ template <bool IS_V> struct CodecWithoutExpansion {
     static __device__ float table_entry(uint32_t code) { return decode_two(/*e5m2=*/false, code).x; }
 
     // The factor is the scale.
-    static __device__ FactoredMoments decode(const MaxAndK& max_and_k, uint2 codes, const Table& table) {
+    static __device__ FactoredMoments decode(uint2 codes, const MaxAndK& max_and_k, const Table& table) {
         FactoredMoments moments;
         for (int j = 0; j < CHUNK_SIZE; j++) {
             const uint32_t code = code_of(codes, j);
