@@ -255,43 +255,41 @@ __device__ int span_count(const AdamWParam& param) {
     return static_cast<int>(ceil_div(param.size, MOMENT_GROUP_SIZE));
 }
 
-// Loads and stores a thread's eight elements of any span of a parameter. It is made of the first two members;
-// the others follow from these. They are for the parameter's span 0; span s is 128 s elements on.
+// Loads and stores a thread's eight elements of any span of a parameter.
 template <class WeightsKind> struct ElementsOfThread {
     const AdamWArguments& arguments;
     const AdamWParam& param;
+    const WeightsKind weights;  // all of the parameter
+    MAndV<uint8_t*> codes;      // all of the parameter
 
-    const int param_spans = span_count(param);
-    // The first of the eight elements, counted from the beginning of the span.
-    const int in_span = threadIdx.x % LANES_PER_SPAN * CHUNK_SIZE;
-    // Its position in memory order, in which gradients lie, too, and its position in the flat order, for
-    // random bits. (On one GPU they are the same number.)
-    const int64_t memory_position = param.memory_offset + in_span;
-    const int64_t flat_position = param.flat_offset + in_span;
-    const WeightsKind weights{arguments.weights, memory_position};
-    uint8_t* const codes_m = static_cast<uint8_t*>(param.m.data) + in_span;
-    uint8_t* const codes_v = static_cast<uint8_t*>(param.v.data) + in_span;
+    __device__ ElementsOfThread(const AdamWArguments& arguments, const AdamWParam& param)
+        : arguments(arguments), param(param), weights(arguments.weights, param.memory_offset) {
+        codes.m = static_cast<uint8_t*>(param.m.data);
+        codes.v = static_cast<uint8_t*>(param.v.data);
+    }
 
-    // The distance, in elements, from the parameter's first span to `span`. A span past the last one counts
-    // as the last span.
-    __device__ int64_t clamped_offset(int span) const {
-        return static_cast<int64_t>(min(span, param_spans - 1)) * MOMENT_GROUP_SIZE;
+    // The first of the eight elements, counted from the beginning of the parameter. A span past the last one
+    // counts as the last span.
+    __device__ int64_t position_in_param(int span) const {
+        const int first_in_span = threadIdx.x % LANES_PER_SPAN * CHUNK_SIZE;
+        const int clamped = min(span, span_count(param) - 1);
+        return static_cast<int64_t>(clamped) * MOMENT_GROUP_SIZE + first_in_span;
     }
     __device__ LoadedElements<WeightsKind> load(int span) const {
-        const int64_t i = clamped_offset(span);
-        return {.codes = {load_global<uint2>(codes_m + i), load_global<uint2>(codes_v + i)},
+        const int64_t i = position_in_param(span);
+        return {.codes = {load_global<uint2>(codes.m + i), load_global<uint2>(codes.v + i)},
                 .w = weights.load(i),
-                .g = arguments.gradients.load(memory_position - arguments.elements.first + i)};
+                .g = arguments.gradients.load(param.memory_offset - arguments.elements.first + i)};
     }
     // Stores nothing for a span past the last one.
-    __device__ void store(int span, const ChunkValues& w, const MAndV<uint2>& codes,
+    __device__ void store(int span, const ChunkValues& w, const MAndV<uint2>& new_codes,
                           uint32_t& largest_bits) const {
-        const bool live = span < param_spans;
-        const int64_t i = clamped_offset(span);
-        weights.store(i, w, arguments.rounding_key, flat_position + i, live, largest_bits);
+        const bool live = span < span_count(param);
+        const int64_t i = position_in_param(span);
+        weights.store(i, w, arguments.rounding_key, param.flat_offset + i, live, largest_bits);
         if (!live) return;
-        store_in_one_instruction(codes_m + i, codes.m);
-        store_in_one_instruction(codes_v + i, codes.v);
+        store_in_one_instruction(codes.m + i, new_codes.m);
+        store_in_one_instruction(codes.v + i, new_codes.v);
     }
 };
 
@@ -364,21 +362,24 @@ constexpr int FIELDS_PER_SPAN = 4;                                   // m.max, m
 static_assert(SPANS_PER_BUNDLE * FIELDS_PER_SPAN == 32, "each lane has one field of a bundle");
 constexpr int WARPS_PER_BLOCK = 8;
 
-// Which field of a bundle this lane has (the drawing of lanes, fields and spans above), and where that field
-// of each span is in memory. Bundles are counted from the beginning of the parameter.
+// The field of a bundle that this lane has: the drawing of lanes, fields and spans above.
 struct FieldOfLane {
-    const AdamWParam& param;
+    bool is_of_v, is_k;
+    int pair, span_in_bundle;  // counted from the beginning of the bundle
+    // This field of each span of the parameter. It is null if the field is a k, and the moment has no k.
+    float* in_memory;
+    int param_spans;
 
-    const int lane = threadIdx.x % 32;
-    const bool is_of_v = lane % FIELDS_PER_SPAN >= 2;
-    const bool is_k = lane % 2 == 1;
-    // Counted from the beginning of the bundle:
-    const int pair = lane % LANES_PER_SPAN / FIELDS_PER_SPAN;
-    const int span_in_bundle = pair * SPANS_PER_PAIR + lane / LANES_PER_SPAN;
-    const MomentRef moment = is_of_v ? param.v : param.m;
-    // This field of each span of the parameter. (Null if it is a k, and the moment has none.)
-    float* const in_memory = is_k ? moment.k : moment.max;
-    const int param_spans = span_count(param);
+    explicit __device__ FieldOfLane(const AdamWParam& param) {
+        const int lane = threadIdx.x % 32;
+        is_of_v = lane % FIELDS_PER_SPAN >= 2;
+        is_k = lane % 2 == 1;
+        pair = lane % LANES_PER_SPAN / FIELDS_PER_SPAN;
+        span_in_bundle = pair * SPANS_PER_PAIR + lane / LANES_PER_SPAN;
+        const MomentRef moment = is_of_v ? param.v : param.m;
+        in_memory = is_k ? moment.k : moment.max;
+        param_spans = span_count(param);
+    }
 
     // If the span is past the last one of the parameter, load() reads the field of the last span, and store()
     // does nothing.
@@ -409,18 +410,18 @@ __device__ SpanFields fields_from_lanes(float field, int pair) {
     return {.m = m, .v = v};
 }
 
-// A warp updates the bundles `first`, first + 8, first + 16, and so on, below `end`, of a parameter. (The
-// other seven warps of the block update those between.) Returns the bits of the largest magnitude of this
-// lane's new weights.
+// A warp updates bundles of a parameter: first_in_param, first_in_param + 8, and so on, below end_in_param.
+// (The other seven warps of the block update those between.) Returns the bits of the largest magnitude of
+// this lane's new weights.
 //
 // If the parameter has an odd number of spans, the last span has no partner in its pair. Then the second half
 // of the warp computes the last span, too, and stores nothing.
 template <class WeightsKind, class MCodec, class VCodec>
-__device__ uint32_t update_bundles(const AdamWArguments& arguments, const AdamWParam& param, int first,
-                                   int end, const MAndV<Table>& tables) {
-    if (first >= end) return 0;
-    const ElementsOfThread<WeightsKind> elements{arguments, param};
-    const FieldOfLane field_of_lane{param};
+__device__ uint32_t update_bundles(const AdamWArguments& arguments, const AdamWParam& param,
+                                   int first_in_param, int end_in_param, const MAndV<Table>& tables) {
+    if (first_in_param >= end_in_param) return 0;
+    const ElementsOfThread<WeightsKind> elements(arguments, param);
+    const FieldOfLane field_of_lane(param);
     const float clip_factor = arguments.state->clip_factor;
     const float decay = param.decays ? arguments.constants.weight_decay : 0.0f;
     uint32_t largest_bits = 0;
@@ -430,15 +431,15 @@ __device__ uint32_t update_bundles(const AdamWArguments& arguments, const AdamWP
     auto span_of = [&](int bundle, int pair) {
         return bundle * SPANS_PER_BUNDLE + pair * SPANS_PER_PAIR + half_of_warp;
     };
-    LoadedElements<WeightsKind> next_loaded = elements.load(span_of(first, 0));
-    float next_field = field_of_lane.load(first);
-    for (int bundle = first; bundle < end; bundle += WARPS_PER_BLOCK) {
+    LoadedElements<WeightsKind> next_loaded = elements.load(span_of(first_in_param, 0));
+    float next_field = field_of_lane.load(first_in_param);
+    for (int bundle = first_in_param; bundle < end_in_param; bundle += WARPS_PER_BLOCK) {
         const int next_bundle = bundle + WARPS_PER_BLOCK;
         float field = next_field;
         next_field = field_of_lane.load(next_bundle);
         // The last bundle of the parameter may have fewer than four pairs.
-        const int spans = elements.param_spans - bundle * SPANS_PER_BUNDLE;
-        const int pairs = min(PAIRS_PER_BUNDLE, (spans + 1) / SPANS_PER_PAIR);
+        const int spans = span_count(param) - bundle * SPANS_PER_BUNDLE;
+        const int pairs = min(PAIRS_PER_BUNDLE, static_cast<int>(ceil_div(spans, SPANS_PER_PAIR)));
 #pragma unroll 1  // one copy of this long body
         for (int pair = 0; pair < pairs; pair++) {
             const LoadedElements<WeightsKind> loaded = next_loaded;
@@ -518,11 +519,12 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
         const BundleRange of_param = bundles_of(param);
         if (of_param.begin >= of_block.end) return;
         if (!in_fp8_moment_groups(param)) continue;
-        // What the block has of the parameter, counted from the parameter's first bundle.
-        const int64_t begin = max(of_block.begin, of_param.begin) - of_param.begin;
-        const int64_t end = min(of_block.end, of_param.end) - of_param.begin;
+        // What the block has of the parameter.
+        const int64_t first_in_param = max(of_block.begin, of_param.begin) - of_param.begin;
+        const int64_t end_in_param = min(of_block.end, of_param.end) - of_param.begin;
         const uint32_t largest_bits = update_bundles<WeightsKind, MCodec, VCodec>(
-            arguments, param, static_cast<int>(begin) + warp, static_cast<int>(end), tables);
+            arguments, param, static_cast<int>(first_in_param) + warp, static_cast<int>(end_in_param),
+            tables);
         if (param.weight_amax) update_amax_by_warp(param.weight_amax, largest_bits);
     }
 }
