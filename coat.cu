@@ -63,11 +63,11 @@ namespace coat::gpu {
 // A chunk that is not live is a copy of one inside the tensor, so it does not change the maximum.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    compute_amax_kernel(Producer producer, int64_t rows, float* x_amax_to_raise) {
+    compute_amax_kernel(Producer producer, float* x_amax_to_raise) {
     constexpr int PLANES = Producer::PLANES;
     const ThreadTile thread_tile(blockIdx.y);
     float largest = 0;
-    for_each_row(producer, thread_tile, rows, [&](int, const ChunkValues(&v)[PLANES], bool) {
+    for_each_row(producer, thread_tile, [&](int, const ChunkValues(&v)[PLANES], bool) {
         for (int p = 0; p < PLANES; p++) largest = larger_magnitude(largest, v[p]);
     });
     update_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
@@ -76,8 +76,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stream) {
     with_producer_of_bf16_or_groups(x, [&](auto producer) {
         using P = decltype(producer);
-        launch("compute_amax", compute_amax_kernel<P>, tile_grid(x.rows, producer.width), TILE_THREADS,
-               /*shared_bytes=*/0, stream, producer, x.rows, x_amax_to_raise);
+        launch("compute_amax", compute_amax_kernel<P>, tile_grid(producer.rows, producer.plane_cols),
+               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x_amax_to_raise);
     });
 }
 
@@ -91,23 +91,24 @@ void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stre
 // not TILE_BLOCKS_PER_SM, because FP32 values need more registers.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    write_values_kernel(Producer producer, int64_t rows, Bf16OrFp32 out) {
+    write_values_kernel(Producer producer, Bf16OrFp32 out) {
     constexpr int PLANES = Producer::PLANES;
     const ThreadTile thread_tile(blockIdx.y);
     // `out` may be the memory of the input (the rule at for_each_row() in gpu/lazy_tensor.cuh).
-    if (!thread_tile.inside(rows, producer.width)) return;
-    for_each_row(producer, thread_tile, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
+    if (!thread_tile.inside(producer.rows, producer.plane_cols)) return;
+    for_each_row(producer, thread_tile, [&](int i, ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++)
-            out.store(element_index<PLANES>(thread_tile.row + i, thread_tile.col, p, producer.width), v[p],
-                      live);
+            out.store(element_index<PLANES>(thread_tile.row + i, thread_tile.col, p, producer.plane_cols),
+                      v[p], live);
     });
 }
 
 void write_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream) {
     require(!out.format.is_fp8(), "values are stored in BF16 or FP32");
     with_producer(x, [&](auto producer) {
-        launch("write_values", write_values_kernel<decltype(producer)>, tile_grid(x.rows, producer.width),
-               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, bf16_or_fp32(out));
+        launch("write_values", write_values_kernel<decltype(producer)>,
+               tile_grid(producer.rows, producer.plane_cols), TILE_THREADS, /*shared_bytes=*/0, stream,
+               producer, bf16_or_fp32(out));
     });
 }
 
@@ -140,8 +141,7 @@ enum class ExtraTask : uint8_t {
 
 template <class Producer, ExtraTask TASK>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_groups_kernel(Producer producer, int64_t rows, GroupsView groups,
-                           float* activation_amax_to_raise) {
+    quantize_groups_kernel(Producer producer, GroupsView groups, float* activation_amax_to_raise) {
     constexpr int PLANES = Producer::PLANES;
     const ThreadTile thread_tile(blockIdx.y);
     // A thread outside the tensor ends here, because WriteBack writes over x (the rule at for_each_row()).
@@ -151,13 +151,13 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     //     exited do not count.
     //   - Lane 0 updates the amax for its warp. It has the warp's lowest row and column, so it is inside the
     //     tensor if any lane is.
-    if (!thread_tile.inside(rows, producer.width)) return;
+    if (!thread_tile.inside(producer.rows, producer.plane_cols)) return;
     float largest = 0;
-    for_each_row(producer, thread_tile, rows, [&](int i, ChunkValues(&v)[PLANES], bool live) {
+    for_each_row(producer, thread_tile, [&](int i, ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++) {
             const int64_t first_element =
-                element_index<PLANES>(thread_tile.row, thread_tile.col, p, producer.width);
-            const uint32_t offset = row_offset(i, PLANES * producer.width);
+                element_index<PLANES>(thread_tile.row, thread_tile.col, p, producer.plane_cols);
+            const uint32_t offset = row_offset(i, PLANES * producer.plane_cols);
             // This rounds v to what the group holds, scale * decode(code).
             groups.starting_at(first_element).round_and_store(offset, v[p], live);
             if (TASK == ExtraTask::WriteBack)
@@ -180,10 +180,9 @@ static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
     // For the report; nothing where quant_stats is null.
     measure_quant_errors(lazy_load(x), Operand{.tensor = groups}, quant_stats, stream);
     using P = LazyProducer<LazyOp::Load, PlainView<bf16>, PLANES>;
-    const P producer{plain_view<bf16>(x.data), x.cols / PLANES, lazy_load(x)};
-    launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(x.rows, producer.width),
-           TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, groups_view(groups),
-           activation_amax_to_raise);
+    const P producer(lazy_load(x), plain_view<bf16>(x.data));
+    launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(producer.rows, producer.plane_cols),
+           TILE_THREADS, /*shared_bytes=*/0, stream, producer, groups_view(groups), activation_amax_to_raise);
 }
 
 void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
@@ -216,12 +215,12 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 // row-major codes are wanted.
 template <class Producer, Format FP8, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_operand_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, uint8_t* row_major,
+    quantize_operand_kernel(Producer producer, TensorScale* tensor_scale, uint8_t* row_major,
                             uint8_t* transposed) {
     // Just in time: every thread computes the same scale from the amax.
     const float scale = scale_of(FMAX<FP8>, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
-    quantize_tile<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
+    quantize_tile<TRANSPOSED>(producer, blockIdx.y, row_major, transposed,
                               [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool /*live*/) {
                                   return same_in_both(encode<FP8>(v, inverse_scale));
                               });
@@ -244,8 +243,8 @@ void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant
         if (e5m2) kernel = quantize_operand_kernel<P, Format::E5M2, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_operand_kernel<P, Format::E4M3, /*TRANSPOSED=*/true>;
         if (out.transposed && e5m2) kernel = quantize_operand_kernel<P, Format::E5M2, /*TRANSPOSED=*/true>;
-        launch("quantize_operand", kernel, tile_grid(x.rows, producer.width), TILE_THREADS,
-               /*shared_bytes=*/0, stream, producer, x.rows, out.tensor.tensor_scale,
+        launch("quantize_operand", kernel, tile_grid(producer.rows, producer.plane_cols), TILE_THREADS,
+               /*shared_bytes=*/0, stream, producer, out.tensor.tensor_scale,
                static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
     });
 }

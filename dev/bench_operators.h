@@ -183,7 +183,8 @@ private:
 
     static double size(const TensorRef& t) { return t.data ? double(t.format.bytes(t.rows, t.cols)) : 0; }
     static double reads(const LazyTensor& x) {
-        return size(x.input) + size(x.dact) + 8.0 * double(x.norm.input.rows);
+        const double row_statistics = x.op == LazyOp::Norm ? 8.0 * double(x.rows) : 0;
+        return size(x.input) + size(x.dact) + row_statistics;
     }
     TensorRef random(int64_t rows, int64_t cols) { return memory_.random(rows, cols, compute_); }
     TensorRef random(int64_t rows, int64_t cols, const TensorFormat& q) {

@@ -56,13 +56,13 @@ void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradi
 // adds the sums of the threads. The block also finds the amax.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    add_column_sums_kernel(Producer producer, int64_t rows, float* partials, float* x_amax_to_raise) {
+    add_column_sums_kernel(Producer producer, float* partials, float* x_amax_to_raise) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ ColumnSums columns;
     ChunkValues sum[PLANES] = {};
     float largest = 0;
-    for (int64_t tile = blockIdx.y; tile * TILE_SIDE < rows; tile += COLUMN_PARTIALS)
-        for_each_row(producer, ThreadTile(tile), rows, [&](int, const ChunkValues(&v)[PLANES], bool live) {
+    for (int64_t tile = blockIdx.y; tile * TILE_SIDE < producer.rows; tile += COLUMN_PARTIALS)
+        for_each_row(producer, ThreadTile(tile), [&](int, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++)
                 for (int j = 0; j < CHUNK_SIZE; j++) {
                     if (live) sum[p][j] += v[p][j];
@@ -76,8 +76,9 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
 void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* workspace, float* x_amax_to_raise,
                      cudaStream_t stream) {
     with_producer(x, [&](auto producer) {
-        launch("add_column_sums", add_column_sums_kernel<decltype(producer)>, column_grid(producer.width),
-               TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows, workspace, x_amax_to_raise);
+        launch("add_column_sums", add_column_sums_kernel<decltype(producer)>,
+               column_grid(producer.plane_cols), TILE_THREADS, /*shared_bytes=*/0, stream, producer,
+               workspace, x_amax_to_raise);
     });
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }
@@ -90,15 +91,15 @@ void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* work
 // the sums have the same bits.
 template <class Producer, Format FP8>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
-    write_operand_and_add_column_sums_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale,
-                                             uint8_t* row_major, uint8_t* transposed, float* partials) {
+    write_operand_and_add_column_sums_kernel(Producer producer, TensorScale* tensor_scale, uint8_t* row_major,
+                                             uint8_t* transposed, float* partials) {
     __shared__ ColumnSums columns;
     const float scale = scale_of(FMAX<FP8>, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
     ChunkValues sum[Producer::PLANES] = {};
-    for (int64_t tile = blockIdx.y; tile * TILE_SIDE < rows; tile += COLUMN_PARTIALS) {
+    for (int64_t tile = blockIdx.y; tile * TILE_SIDE < producer.rows; tile += COLUMN_PARTIALS) {
         __syncthreads();  // all codes of the tile before have left shared memory
-        quantize_tile<true>(producer, tile, rows, row_major, transposed,
+        quantize_tile<true>(producer, tile, row_major, transposed,
                             [&](int /*row*/, int plane, const ChunkValues& v, bool live) {
                                 if (live) {
                                     for (int j = 0; j < CHUNK_SIZE; j++) sum[plane][j] += v[j];
@@ -128,7 +129,7 @@ void write_operand_and_add_column_sums(const LazyTensor& x, const Operand& out, 
     if (format.element_format == Format::E5M2)
         kernel = write_operand_and_add_column_sums_kernel<P, Format::E5M2>;
     launch("write_operand_and_add_column_sums", kernel, column_grid(x.cols), TILE_THREADS, /*shared_bytes=*/0,
-           stream, P{plain_view<bf16>(x.input.data), x.cols, x}, x.rows, out.tensor.tensor_scale,
+           stream, P(x, plain_view<bf16>(x.input.data)), out.tensor.tensor_scale,
            static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed), workspace);
     reduce_partials(workspace, COLUMN_PARTIALS, gradient, stream);
 }

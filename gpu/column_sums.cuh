@@ -20,19 +20,19 @@ __device__ void combine_columns(const Producer& producer, const ThreadTile& thre
             columns[thread_tile.down][thread_tile.across * CHUNK_SIZE + j] = mine[p][j];
         __syncthreads();
         const int64_t col = static_cast<int64_t>(blockIdx.x) * TILE_SIDE + threadIdx.x;
-        if (threadIdx.x >= TILE_SIDE || col >= producer.width) continue;
+        if (threadIdx.x >= TILE_SIDE || col >= producer.plane_cols) continue;
         Number all = 0;
         for (int i = 0; i < SIDE_THREADS; i++) all = combine(all, columns[i][threadIdx.x]);
-        take(p * producer.width + col, all);
+        take(p * producer.plane_cols + col, all);
     }
 }
 
 // Column sums. Each 128 columns have COLUMN_PARTIALS = 128 thread blocks. Block y adds up tile y of these
 // columns, tile y + 128, and so on. A thread adds up its own rows of these tiles: `mine`. Then
-// store_column_sums() adds the threads' sums and writes row y of partials (COLUMN_PARTIALS, PLANES * width).
+// store_column_sums() adds the threads' sums and writes row y of partials (COLUMN_PARTIALS, PLANES * plane_cols).
 // A multiprocessor has three such blocks, not four: the sums need registers, too.
 constexpr int COLUMN_BLOCKS_PER_SM = 3;
-inline dim3 column_grid(int64_t width) { return {block_count(width, TILE_SIDE), COLUMN_PARTIALS}; }
+inline dim3 column_grid(int64_t plane_cols) { return {block_count(plane_cols, TILE_SIDE), COLUMN_PARTIALS}; }
 // In shared memory; a column is padding, against bank conflicts.
 using ColumnSums = float[SIDE_THREADS][TILE_SIDE + 1];
 template <class Producer>
@@ -41,7 +41,7 @@ __device__ void store_column_sums(const Producer& producer, const ChunkValues (&
     combine_columns(
         producer, ThreadTile(blockIdx.y), mine, columns, [](float a, float b) { return a + b; },
         [&](int64_t col, float total) {
-            partials[static_cast<int64_t>(blockIdx.y) * Producer::PLANES * producer.width + col] = total;
+            partials[static_cast<int64_t>(blockIdx.y) * Producer::PLANES * producer.plane_cols + col] = total;
         });
 }
 

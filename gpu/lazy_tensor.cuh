@@ -6,13 +6,13 @@
 //   3. producers: how a thread loads or computes eight neighbouring elements
 //   4. rows: a thread's loop over its eight rows
 //
-// For example, these lines of a kernel find the largest magnitude of a tensor x. `producer` and `rows` are
-// arguments of the kernel; the host chose the producer:
+// For example, these lines of a kernel find the largest magnitude of a tensor x. `producer` is an argument of
+// the kernel; the host chose it:
 //
 //   constexpr int PLANES = Producer::PLANES;
 //   const ThreadTile thread_tile(blockIdx.y);
 //   float largest = 0;
-//   for_each_row(producer, thread_tile, rows, [&](int, const ChunkValues(&v)[PLANES], bool) {
+//   for_each_row(producer, thread_tile, [&](int, const ChunkValues(&v)[PLANES], bool) {
 //       for (int p = 0; p < PLANES; p++) largest = larger_magnitude(largest, v[p]);
 //   });
 //
@@ -43,7 +43,7 @@ namespace coat::gpu {
 // These are whole sectors. (A sector is 32 bytes. A warp's load or store takes time for each sector that it
 // touches, however little of it is used.)
 //
-// Planes. [gate | up] has two planes side by side, gate and up, each `width` columns wide. A thread block has
+// Planes. [gate | up] has two planes side by side, gate and up, each `plane_cols` columns wide. A thread block has
 // a tile of both, with the same rows and columns, and a thread a thread tile of both. Any other tensor has
 // one plane.
 
@@ -65,7 +65,7 @@ struct ThreadTile {
           row(tile_down * TILE_SIDE + down * THREAD_ROWS),
           col(static_cast<int64_t>(blockIdx.x) * TILE_SIDE + across * CHUNK_SIZE) {}
     // Whether the first element is inside a tensor of this size.
-    __device__ bool inside(int64_t rows, int64_t width) const { return row < rows && col < width; }
+    __device__ bool inside(int64_t rows, int64_t plane_cols) const { return row < rows && col < plane_cols; }
     // How many of the 8 rows are inside it.
     __device__ int rows_inside(int64_t rows) const {
         const int64_t rows_left = max(rows - row, static_cast<int64_t>(0));
@@ -73,12 +73,12 @@ struct ThreadTile {
     }
 };
 // The number of element (row, col) of plane p among all elements of a tensor. A row of the tensor has PLANES
-// planes of `width` columns.
-template <int PLANES> __device__ int64_t element_index(int64_t row, int64_t col, int p, int64_t width) {
-    return (row * PLANES + p) * width + col;
+// planes of plane_cols columns.
+template <int PLANES> __device__ int64_t element_index(int64_t row, int64_t col, int p, int64_t plane_cols) {
+    return (row * PLANES + p) * plane_cols + col;
 }
-inline dim3 tile_grid(int64_t rows, int64_t width) {
-    return {block_count(width, TILE_SIDE), block_count(rows, TILE_SIDE)};
+inline dim3 tile_grid(int64_t rows, int64_t plane_cols) {
+    return {block_count(plane_cols, TILE_SIDE), block_count(rows, TILE_SIDE)};
 }
 
 // ===========================================================================================================
@@ -92,12 +92,10 @@ inline dim3 tile_grid(int64_t rows, int64_t width) {
 inline __device__ float norm_output(float x, RowStatistics statistics, float weight, float bias) {
     return __fmaf_rn(__fmul_rn(__fsub_rn(x, statistics.mean), statistics.rstd), weight, bias);
 }
-// Loads the norm's weight and bias of 8 columns; without a bias, zeros.
-template <class Element>
-__device__ void load_weight_and_bias(const Norm& n, int64_t col, ChunkValues& weight, ChunkValues& bias) {
-    plain_view<Element>(n.weight).load_values(col, weight);
-    for (int j = 0; j < CHUNK_SIZE; j++) bias[j] = 0;
-    if (n.bias) plain_view<Element>(n.bias).load_values(col, bias);
+// A norm's bias of 8 columns. Without a bias (RMSNorm) they are zeros.
+template <class Element> __device__ void load_bias(PlainView<Element> bias, int64_t col, ChunkValues& v) {
+    for (int j = 0; j < CHUNK_SIZE; j++) v[j] = 0;
+    if (bias.data) bias.load_values(col, v);
 }
 
 // SiLU(gate) x up, where silu(u) = u sigmoid(u).
@@ -134,16 +132,17 @@ inline __device__ float gelu_backward(float u, float d) {
 //
 // A producer gives a kernel the values of a LazyTensor: it loads them, or computes them from what is stored.
 // A thread, whose first element is at (row, col), calls three functions:
-//   thread_inputs(row, col)     returns the ThreadInputs, which all rows of the thread need: views of what is
-//                               stored, starting at (row, col), and the weight and bias of a norm
-//   load(inputs, i)             returns a LoadedRow: what row + i needs. It only loads, so the loads of
-//                               several rows can be on their way at once
-//   compute(loaded, inputs, v)  computes the FP32 values of a row from its LoadedRow: 8 columns of each plane
+//   thread_sources(row, col)     returns the ThreadSources, which all rows of the thread need: views of what
+//                                is stored, starting at (row, col), and the weight and bias of a norm
+//   load(sources, i)             returns a LoadedRow: what row + i needs. It only loads, so the loads of
+//                                several rows can be on their way at once
+//   compute(loaded, sources, v)  computes the FP32 values of a row from its LoadedRow: 8 columns of each
+//                                plane
 
-// The distance, in elements, from a thread's first row to its row i of a tensor with `width` columns. It has
+// The distance, in elements, from a thread's first row to its row i of a tensor with `cols` columns. It has
 // 32 bits, so that a single instruction computes an address.
-inline __device__ uint32_t row_offset(int i, int64_t width) {
-    return static_cast<uint32_t>(i) * static_cast<uint32_t>(width);
+inline __device__ uint32_t row_offset(int i, int64_t cols) {
+    return static_cast<uint32_t>(i) * static_cast<uint32_t>(cols);
 }
 
 // The producer of the LazyTensors whose op is OP, and whose input is read through a StoredView (device.cuh).
@@ -154,53 +153,67 @@ template <LazyOp OP, class StoredView, int INPUT_PLANES = 1> struct LazyProducer
                           ACTIVATION_BACKWARD = OP == LazyOp::ActivationBackward;
     static constexpr int PLANES = ACTIVATION ? 1 : INPUT_PLANES;  // how many planes the result has
     using ComputeElement = typename StoredView::ComputeElement;
-    struct ThreadInputs {
-        StoredView views[INPUT_PLANES];
-        PlainView<ComputeElement> dact;
-        const RowStatistics* statistics;
-        ChunkValues weight, bias;
+    using ComputeView = PlainView<ComputeElement>;
+
+    StoredView input;          // (rows, INPUT_PLANES * plane_cols)
+    int64_t rows, plane_cols;  // plane_cols: the columns of a plane
+    // ActivationBackward:
+    ComputeView dact;  // (rows, plane_cols)
+    // Norm:
+    const RowStatistics* row_statistics;  // (rows)
+    ComputeView weight, bias;             // (plane_cols); bias.data is null for RMSNorm
+
+    LazyProducer(const LazyTensor& x, StoredView input_view)
+        : input(input_view), rows(x.rows), plane_cols(x.input.cols / INPUT_PLANES),
+          dact(plain_view<ComputeElement>(x.dact.data)), row_statistics(x.row_statistics),
+          weight(plain_view<ComputeElement>(x.weight)), bias(plain_view<ComputeElement>(x.bias)) {}
+
+    // A producer uses only some fields of these two structs, and the compiler leaves out the others.
+    struct ThreadSources {
+        StoredView input_planes[INPUT_PLANES];
+        ComputeView dact;
+        const RowStatistics* row_statistics;
+        ChunkValues weight_values, bias_values;
     };
-    // What load() returns. A producer uses only some of these fields, and the compiler leaves out the others.
     struct LoadedRow {
-        typename StoredView::StoredChunk input[INPUT_PLANES];
-        typename PlainView<ComputeElement>::StoredChunk dact;
+        typename StoredView::StoredChunk input_chunks[INPUT_PLANES];
+        typename ComputeView::StoredChunk dact_chunk;
         RowStatistics statistics;
     };
     // The bytes of the fields that this producer uses, with padding: what a row takes in registers.
-    static constexpr int BYTES = sizeof(LoadedRow::input) + ACTIVATION_BACKWARD * sizeof(LoadedRow::dact) +
+    static constexpr int BYTES = sizeof(LoadedRow::input_chunks) +
+                                 ACTIVATION_BACKWARD * sizeof(LoadedRow::dact_chunk) +
                                  NORM * sizeof(LoadedRow::statistics);
-    StoredView input;   // the view of tensor.input, (N, INPUT_PLANES * width)
-    int64_t width;      // the columns of a plane
-    LazyTensor tensor;  // what is computed
 
-    __device__ ThreadInputs thread_inputs(int64_t row, int64_t col) const {
-        ThreadInputs inputs;
+    __device__ ThreadSources thread_sources(int64_t row, int64_t col) const {
+        ThreadSources sources;
         for (int p = 0; p < INPUT_PLANES; p++)
-            inputs.views[p] = input.starting_at(element_index<INPUT_PLANES>(row, col, p, width));
-        if (ACTIVATION_BACKWARD)
-            inputs.dact = plain_view<ComputeElement>(tensor.dact.data).starting_at(row * width + col);
+            sources.input_planes[p] = input.starting_at(element_index<INPUT_PLANES>(row, col, p, plane_cols));
+        if (ACTIVATION_BACKWARD) sources.dact = dact.starting_at(row * plane_cols + col);
         if (NORM) {
-            inputs.statistics = tensor.norm.row_statistics + row;
-            load_weight_and_bias<ComputeElement>(tensor.norm, col, inputs.weight, inputs.bias);
+            sources.row_statistics = row_statistics + row;
+            weight.load_values(col, sources.weight_values);
+            load_bias(bias, col, sources.bias_values);
         }
-        return inputs;
+        return sources;
     }
-    __device__ LoadedRow load(const ThreadInputs& inputs, int i) const {
+    __device__ LoadedRow load(const ThreadSources& sources, int i) const {
         LoadedRow loaded;
         for (int p = 0; p < INPUT_PLANES; p++)
-            loaded.input[p] = inputs.views[p].load(row_offset(i, INPUT_PLANES * width));
-        if (ACTIVATION_BACKWARD) loaded.dact = inputs.dact.load(row_offset(i, width));
-        if (NORM) loaded.statistics = inputs.statistics[i];
+            loaded.input_chunks[p] = sources.input_planes[p].load(row_offset(i, INPUT_PLANES * plane_cols));
+        if (ACTIVATION_BACKWARD) loaded.dact_chunk = sources.dact.load(row_offset(i, plane_cols));
+        if (NORM) loaded.statistics = sources.row_statistics[i];
         return loaded;
     }
-    __device__ void compute(const LoadedRow& loaded, const ThreadInputs& inputs,
+    __device__ void compute(const LoadedRow& loaded, const ThreadSources& sources,
                             ChunkValues (&v)[PLANES]) const {
         ChunkValues x[INPUT_PLANES], d;  // d: of dact
-        for (int p = 0; p < INPUT_PLANES; p++) input.unpack(loaded.input[p], x[p]);
-        if (ACTIVATION_BACKWARD) inputs.dact.unpack(loaded.dact, d);
+        for (int p = 0; p < INPUT_PLANES; p++) input.unpack(loaded.input_chunks[p], x[p]);
+        if (ACTIVATION_BACKWARD) dact.unpack(loaded.dact_chunk, d);
         for (int j = 0; j < CHUNK_SIZE; j++) {
             if constexpr (NORM) {
-                v[0][j] = norm_output(x[0][j], loaded.statistics, inputs.weight[j], inputs.bias[j]);
+                v[0][j] =
+                    norm_output(x[0][j], loaded.statistics, sources.weight_values[j], sources.bias_values[j]);
             } else if constexpr (ACTIVATION && INPUT_PLANES == 2) {
                 v[0][j] = gated_silu(x[0][j], x[1][j]);
             } else if constexpr (ACTIVATION) {
@@ -224,15 +237,13 @@ template <LazyOp OP, class StoredView, int INPUT_PLANES = 1> struct LazyProducer
 // Both call this function with the view of x.input. It calls f with the producer, and f is compiled for each
 // type of producer.
 template <class StoredView, class F> void with_producer_of_view(const LazyTensor& x, StoredView input, F f) {
-    const int64_t cols = x.input.cols;
-    if (x.op == LazyOp::Load) f(LazyProducer<LazyOp::Load, StoredView>{input, cols, x});
-    else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, StoredView>{input, cols, x});
+    if (x.op == LazyOp::Load) f(LazyProducer<LazyOp::Load, StoredView>(x, input));
+    else if (x.op == LazyOp::Norm) f(LazyProducer<LazyOp::Norm, StoredView>(x, input));
     else if (x.op == LazyOp::Activation && x.gated)
-        f(LazyProducer<LazyOp::Activation, StoredView, /*INPUT_PLANES=*/2>{input, cols / 2, x});
-    else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, StoredView>{input, cols, x});
-    else if (x.gated)
-        f(LazyProducer<LazyOp::ActivationBackward, StoredView, /*INPUT_PLANES=*/2>{input, cols / 2, x});
-    else f(LazyProducer<LazyOp::ActivationBackward, StoredView>{input, cols, x});
+        f(LazyProducer<LazyOp::Activation, StoredView, /*INPUT_PLANES=*/2>(x, input));
+    else if (x.op == LazyOp::Activation) f(LazyProducer<LazyOp::Activation, StoredView>(x, input));
+    else if (x.gated) f(LazyProducer<LazyOp::ActivationBackward, StoredView, /*INPUT_PLANES=*/2>(x, input));
+    else f(LazyProducer<LazyOp::ActivationBackward, StoredView>(x, input));
 }
 template <class F> void with_producer_of_bf16_or_groups(const LazyTensor& x, F f) {
     require(x.input.format.element_format != Format::FP32,
@@ -258,7 +269,7 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 // same time. For example, this is thread 17, which has rows 8 to 15 and columns 8 to 15, if four rows are
 // loaded at once and the tensor has two planes:
 //
-//                 plane 0, `width` columns     plane 1, `width` columns
+//                 plane 0, plane_cols wide     plane 1, plane_cols wide
 //   column        0..7  8..15  16..23  ...     0..7  8..15  16..23  ...
 //   rows 0..7      t0    t1     t2              t0    t1     t2
 //   row  8         t16  [t17]   t18             t16  [t17]   t18         | four loads of both planes, and
@@ -280,24 +291,25 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 //   first element outside   The thread would load elements of another thread, which may be writing them: a
 //                           race.
 template <class Producer, class Use>
-__device__ void for_each_row(const Producer& producer, const ThreadTile& thread_tile, int64_t rows, Use use) {
+__device__ void for_each_row(const Producer& producer, const ThreadTile& thread_tile, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
     // (With min() in place of these two conditions, some kernels would have 10% more instructions.)
+    const int64_t rows = producer.rows, plane_cols = producer.plane_cols;
     const int64_t row = thread_tile.row < rows ? thread_tile.row : rows - 1;
-    const int64_t col = thread_tile.col < producer.width ? thread_tile.col : producer.width - CHUNK_SIZE;
-    const auto inputs = producer.thread_inputs(row, col);
+    const int64_t col = thread_tile.col < plane_cols ? thread_tile.col : plane_cols - CHUNK_SIZE;
+    const auto sources = producer.thread_sources(row, col);
     const int rows_inside = thread_tile.rows_inside(rows);
     const int last_row = max(rows_inside - 1, 0);  // of the thread's rows 0 to 7
     // In how many rows the thread's chunk is live: in none if its columns lie past the last column.
-    const int live_rows = thread_tile.col < producer.width ? rows_inside : 0;
+    const int live_rows = thread_tile.col < plane_cols ? rows_inside : 0;
 #pragma unroll
     for (int first = 0; first < THREAD_ROWS; first += IN_FLIGHT) {
         typename Producer::LoadedRow loaded[IN_FLIGHT];
-        for (int i = 0; i < IN_FLIGHT; i++) loaded[i] = producer.load(inputs, min(first + i, last_row));
+        for (int i = 0; i < IN_FLIGHT; i++) loaded[i] = producer.load(sources, min(first + i, last_row));
 #pragma unroll
         for (int i = 0; i < IN_FLIGHT; i++) {
             ChunkValues v[Producer::PLANES];
-            producer.compute(loaded[i], inputs, v);
+            producer.compute(loaded[i], sources, v);
             use(first + i, v, first + i < live_rows);
         }
     }

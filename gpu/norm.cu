@@ -18,7 +18,8 @@ __device__ float amax_of_norm(const Norm& n, const ChunkValues (&x)[MAX_CHUNKS_P
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         if (!live(c)) continue;
         ChunkValues weight, bias;
-        load_weight_and_bias<Element>(n, first_column_of_thread(c), weight, bias);
+        plain_view<Element>(n.weight).load_values(first_column_of_thread(c), weight);
+        load_bias(plain_view<Element>(n.bias), first_column_of_thread(c), bias);
         for (int j = 0; j < CHUNK_SIZE; j++)
             largest = larger_magnitude(largest, norm_output(x[c][j], statistics, weight[j], bias[j]));
     }

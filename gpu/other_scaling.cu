@@ -56,13 +56,12 @@ static __device__ void update_block_amax(float* amax, uint32_t largest_bits) {
 // first.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    compute_block_amaxes_kernel(Producer producer, int64_t rows, ScaleGrid row_major_grid,
-                                ScaleGrid transposed_grid) {
+    compute_block_amaxes_kernel(Producer producer, ScaleGrid row_major_grid, ScaleGrid transposed_grid) {
     constexpr int PLANES = Producer::PLANES;
     __shared__ uint32_t columns[SIDE_THREADS][TILE_SIDE + 1];
     const ThreadTile thread_tile(blockIdx.y);
     uint32_t largest_of_columns[PLANES][CHUNK_SIZE] = {};
-    for_each_row(producer, thread_tile, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
+    for_each_row(producer, thread_tile, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++) {
             uint32_t largest_bits = 0;
             for (int j = 0; j < CHUNK_SIZE; j++) {
@@ -73,7 +72,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
             }
             if (row_major_grid.scales && live)
                 update_block_amax(
-                    row_major_grid.address(thread_tile.row + i, p * producer.width + thread_tile.col),
+                    row_major_grid.address(thread_tile.row + i, p * producer.plane_cols + thread_tile.col),
                     largest_bits);
         }
     });
@@ -104,8 +103,8 @@ static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaSt
         if (g.scales) clear_async(g.scales, g.count * static_cast<int64_t>(sizeof(float)), stream);
     with_producer_of_bf16_or_groups(x, [&](auto producer) {
         launch("compute_block_amaxes", compute_block_amaxes_kernel<decltype(producer)>,
-               tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer, x.rows,
-               grids[0], grids[1]);
+               tile_grid(producer.rows, producer.plane_cols), TILE_THREADS, /*shared_bytes=*/0, stream,
+               producer, grids[0], grids[1]);
     });
     for (const ScaleGrid& g : grids)
         if (g.scales)
@@ -117,35 +116,36 @@ static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaSt
 // The second pass: codes with a scale for each row or block. row_major or transposed may be null.
 template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    quantize_in_blocks_kernel(Producer producer, int64_t rows, ScaleGrid row_major_grid,
-                              ScaleGrid transposed_grid, bool e5m2, uint8_t* row_major, uint8_t* transposed) {
+    quantize_in_blocks_kernel(Producer producer, ScaleGrid row_major_grid, ScaleGrid transposed_grid,
+                              bool e5m2, uint8_t* row_major, uint8_t* transposed) {
     constexpr int PLANES = Producer::PLANES;
     const ThreadTile thread_tile(blockIdx.y);
     // For the transposed codes: 1 / scale of each of the thread's columns.
     const int64_t first_row = static_cast<int64_t>(blockIdx.y) * TILE_SIDE;
     ChunkValues inverse_of_columns[PLANES] = {};
-    if (TRANSPOSED && thread_tile.inside(rows, producer.width))
+    if (TRANSPOSED && thread_tile.inside(producer.rows, producer.plane_cols))
         for (int p = 0; p < PLANES; p++)
             for (int j = 0; j < CHUNK_SIZE; j++) {
-                const int64_t col = p * producer.width + thread_tile.col + j;
+                const int64_t col = p * producer.plane_cols + thread_tile.col + j;
                 inverse_of_columns[p][j] = __frcp_rn(*transposed_grid.address(first_row, col));
             }
-    quantize_tile<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
-                              [&](int row, int plane, const ChunkValues& v, bool live) {
-                                  ChunkCodes chunk{};
-                                  if (live && row_major) {
-                                      const float inverse_of_row = __frcp_rn(*row_major_grid.address(
-                                          thread_tile.row + row, plane * producer.width + thread_tile.col));
-                                      chunk.row_major = encode(e5m2, v, inverse_of_row);
-                                  }
-                                  if (TRANSPOSED) {
-                                      ChunkValues scaled;
-                                      for (int j = 0; j < CHUNK_SIZE; j++)
-                                          scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
-                                      chunk.transposed = encode(e5m2, scaled, 1.0f);
-                                  }
-                                  return chunk;
-                              });
+    quantize_tile<TRANSPOSED>(
+        producer, blockIdx.y, row_major, transposed,
+        [&](int row, int plane, const ChunkValues& v, bool live) {
+            ChunkCodes chunk{};
+            if (live && row_major) {
+                const float inverse_of_row = __frcp_rn(*row_major_grid.address(
+                    thread_tile.row + row, plane * producer.plane_cols + thread_tile.col));
+                chunk.row_major = encode(e5m2, v, inverse_of_row);
+            }
+            if (TRANSPOSED) {
+                ChunkValues scaled;
+                for (int j = 0; j < CHUNK_SIZE; j++)
+                    scaled[j] = __fmul_rn(v[j], inverse_of_columns[plane][j]);
+                chunk.transposed = encode(e5m2, scaled, 1.0f);
+            }
+            return chunk;
+        });
 }
 
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
@@ -156,8 +156,8 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
         using P = decltype(producer);
         auto kernel = quantize_in_blocks_kernel<P, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_in_blocks_kernel<P, /*TRANSPOSED=*/true>;
-        launch("quantize_in_blocks", kernel, tile_grid(x.rows, producer.width), TILE_THREADS,
-               /*shared_bytes=*/0, stream, producer, x.rows, scale_grid(out, /*transposed=*/false),
+        launch("quantize_in_blocks", kernel, tile_grid(producer.rows, producer.plane_cols), TILE_THREADS,
+               /*shared_bytes=*/0, stream, producer, scale_grid(out, /*transposed=*/false),
                scale_grid(out, /*transposed=*/true), out.tensor.format.element_format == Format::E5M2,
                static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
     });
@@ -170,14 +170,14 @@ void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* qua
 // which another kernel has found. Later the scale is that of the history, and this kernel finds the amax.
 template <class Producer, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_delayed_kernel(Producer producer, int64_t rows, TensorScale* tensor_scale, float fmax, bool e5m2,
+    quantize_delayed_kernel(Producer producer, TensorScale* tensor_scale, float fmax, bool e5m2,
                             uint8_t* row_major, uint8_t* transposed) {
     const bool delayed = tensor_scale->delayed_scale > 0;
     const float just_in_time = scale_of(fmax, tensor_scale->amax);
     const float scale = delayed ? tensor_scale->delayed_scale : just_in_time;
     const float inverse_scale = __frcp_rn(scale);
     float largest = 0;
-    quantize_tile<TRANSPOSED>(producer, blockIdx.y, rows, row_major, transposed,
+    quantize_tile<TRANSPOSED>(producer, blockIdx.y, row_major, transposed,
                               [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool live) {
                                   // The values of a row that is not live may be wrong: see for_each_row().
                                   if (live) largest = larger_magnitude(largest, v);
@@ -194,8 +194,8 @@ void quantize_delayed(const LazyTensor& x, const Operand& out, QuantStats* quant
         using P = decltype(producer);
         auto kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/false>;
         if (out.transposed) kernel = quantize_delayed_kernel<P, /*TRANSPOSED=*/true>;
-        launch("quantize_delayed", kernel, tile_grid(x.rows, producer.width), TILE_THREADS,
-               /*shared_bytes=*/0, stream, producer, x.rows, out.tensor.tensor_scale, format_info(fp8).fmax,
+        launch("quantize_delayed", kernel, tile_grid(producer.rows, producer.plane_cols), TILE_THREADS,
+               /*shared_bytes=*/0, stream, producer, out.tensor.tensor_scale, format_info(fp8).fmax,
                fp8 == Format::E5M2, static_cast<uint8_t*>(out.tensor.data),
                static_cast<uint8_t*>(out.transposed));
     });

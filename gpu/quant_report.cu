@@ -21,13 +21,13 @@ static float saturation_limit(const FormatInfo& f) {
 // its 1x16 group, which is computed here.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS)
-    measure_quant_errors_kernel(Producer producer, int64_t rows, const TensorScale* tensor_scale,
+    measure_quant_errors_kernel(Producer producer, const TensorScale* tensor_scale,
                                 ScaleGrid block_scale_grid, bool e5m2, float fmax, float saturation_limit,
                                 QuantStats* quant_stats) {
     const ThreadTile thread_tile(blockIdx.y);
     double signal = 0, noise = 0;
     unsigned counts[3] = {};  // elements, saturated, flushed
-    for_each_row(producer, thread_tile, rows, [&](int i, const ChunkValues(&v)[Producer::PLANES], bool live) {
+    for_each_row(producer, thread_tile, [&](int i, const ChunkValues(&v)[Producer::PLANES], bool live) {
         for (int p = 0; p < Producer::PLANES; p++) {
             float scale = GroupsView::group_scale(v[p]);  // both threads of a group call it
             if (tensor_scale) {
@@ -39,7 +39,7 @@ static __global__ void __launch_bounds__(TILE_THREADS)
                 const float value = v[p][j];
                 if (block_scale_grid.scales)
                     scale = *block_scale_grid.address(thread_tile.row + i,
-                                                      p * producer.width + thread_tile.col + j);
+                                                      p * producer.plane_cols + thread_tile.col + j);
                 const uint32_t code = encode_two(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
                 const float back = decode_two(e5m2, code).x * scale;
                 const double error = static_cast<double>(value) - back;
@@ -70,8 +70,8 @@ void measure_quant_errors(const LazyTensor& x, const Operand& out, QuantStats* q
     auto launch_with = [&](const TensorScale* tensor_scale, const ScaleGrid& block_scale_grid) {
         with_producer_of_bf16_or_groups(x, [&](auto producer) {
             launch("measure_quant_errors", measure_quant_errors_kernel<decltype(producer)>,
-                   tile_grid(x.rows, producer.width), TILE_THREADS, /*shared_bytes=*/0, stream, producer,
-                   x.rows, tensor_scale, block_scale_grid, format.element_format == Format::E5M2, f.fmax,
+                   tile_grid(producer.rows, producer.plane_cols), TILE_THREADS, /*shared_bytes=*/0, stream,
+                   producer, tensor_scale, block_scale_grid, format.element_format == Format::E5M2, f.fmax,
                    saturation_limit(f), quant_stats);
         });
     };

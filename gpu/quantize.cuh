@@ -96,19 +96,19 @@ struct TransposeTile {
 // is a multiple of 16. tile_down is that of ThreadTile. All threads call the function.
 template <int PLANES>
 __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t tile_down, int64_t rows,
-                                 int64_t width, uint8_t* out) {
+                                 int64_t plane_cols, uint8_t* out) {
     __syncthreads();
     constexpr int PIECES = TransposeTile::PIECES;
     const int64_t first_row = tile_down * TILE_SIDE;
     const int64_t first_col = static_cast<int64_t>(blockIdx.x) * TILE_SIDE;
-    const int cols = static_cast<int>(min(static_cast<int64_t>(TILE_SIDE), width - first_col));
+    const int cols = static_cast<int>(min(static_cast<int64_t>(TILE_SIDE), plane_cols - first_col));
 #pragma unroll
     for (int p = 0; p < PLANES; p++) {
         for (int i = threadIdx.x; i < TILE_SIDE * PIECES; i += TILE_THREADS) {
             const int col = i / PIECES, piece = i % PIECES;
             const int64_t row = first_row + piece * TransposeTile::PIECE_ROWS;
             if (col >= cols || row >= rows) continue;
-            store_in_one_instruction(out + (p * width + first_col + col) * rows + row,
+            store_in_one_instruction(out + (p * plane_cols + first_col + col) * rows + row,
                                      tiles[p].read_piece(col, piece));
         }
     }
@@ -129,7 +129,7 @@ inline __device__ ChunkCodes same_in_both(uint2 codes) { return {.row_major = co
 // 7, and `live` is that of for_each_row(). All threads call quantize_tile(). A kernel that calls it twice
 // puts a __syncthreads() between: the second call writes to the shared memory that the first reads.
 template <bool TRANSPOSED, class Producer, class MakeCodes>
-__device__ void quantize_tile(const Producer& producer, int64_t tile_down, int64_t rows, uint8_t* row_major,
+__device__ void quantize_tile(const Producer& producer, int64_t tile_down, uint8_t* row_major,
                               uint8_t* transposed, MakeCodes make_codes) {
     constexpr int PLANES = Producer::PLANES;
     // Without TRANSPOSED nothing uses the tiles, and the compiler leaves them out.
@@ -138,25 +138,25 @@ __device__ void quantize_tile(const Producer& producer, int64_t tile_down, int64
     uint8_t* codes_of_first_row[PLANES];  // row-major ones, of the thread tile; unused if row_major is null
     for (int p = 0; p < PLANES; p++)
         codes_of_first_row[p] =
-            row_major + element_index<PLANES>(thread_tile.row, thread_tile.col, p, producer.width);
+            row_major + element_index<PLANES>(thread_tile.row, thread_tile.col, p, producer.plane_cols);
     // Codes on their way to `tiles`: first those of the thread's upper four rows, then of its lower four.
     uint2 four_rows[PLANES][4];
 
     // Codes may overwrite what is read, so a thread outside the tensor leaves out this loop (the rule at
     // for_each_row()). It must not return: store_transposed() synchronizes all threads of the block.
-    if (thread_tile.inside(rows, producer.width)) {
-        for_each_row(producer, thread_tile, rows, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
+    if (thread_tile.inside(producer.rows, producer.plane_cols)) {
+        for_each_row(producer, thread_tile, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++) {
                 const ChunkCodes codes = make_codes(i, p, v[p], live);
                 if (live && row_major)
-                    store_in_one_instruction(codes_of_first_row[p] + row_offset(i, PLANES * producer.width),
-                                             codes.row_major);
+                    store_in_one_instruction(
+                        codes_of_first_row[p] + row_offset(i, PLANES * producer.plane_cols), codes.row_major);
                 four_rows[p][i % 4] = codes.transposed;
                 if (TRANSPOSED && i % 4 == 3) tiles[p].write(thread_tile, i / 4, four_rows[p]);
             }
         });
     }
-    if (TRANSPOSED) store_transposed(tiles, tile_down, rows, producer.width, transposed);
+    if (TRANSPOSED) store_transposed(tiles, tile_down, producer.rows, producer.plane_cols, transposed);
 }
 
 }  // namespace coat::gpu

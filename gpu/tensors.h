@@ -122,9 +122,12 @@ struct LazyTensor {
     LazyOp op;
     int64_t rows, cols;  // the shape of the result
     TensorRef input{};   // what kernels load: the stored tensor, the norm's input, or gate_up
-    TensorRef dact{};    // ActivationBackward: the gradient of the activation's output
+    // Norm: these fields of the struct Norm.
+    const RowStatistics* row_statistics = nullptr;
+    const void *weight = nullptr, *bias = nullptr;
+    // Activation, ActivationBackward:
     bool gated = false;  // the activation is SiLU(gate) x up, not GELU
-    Norm norm{};         // LazyOp::Norm; norm.input is the same tensor as `input`
+    TensorRef dact{};    // ActivationBackward: the gradient of the activation's output
 };
 
 // The elements of x, as they are stored: (rows, cols), in the compute format or in groups.
@@ -133,7 +136,13 @@ inline LazyTensor lazy_load(const TensorRef& x) {
 }
 // The output (N, C) of a norm, whose row statistics are known.
 inline LazyTensor lazy_norm(const Norm& n) {
-    return {.op = LazyOp::Norm, .rows = n.input.rows, .cols = n.input.cols, .input = n.input, .norm = n};
+    return {.op = LazyOp::Norm,
+            .rows = n.input.rows,
+            .cols = n.input.cols,
+            .input = n.input,
+            .row_statistics = n.row_statistics,
+            .weight = n.weight,
+            .bias = n.bias};
 }
 // gate_up (N, 2F) = [gate | up], or (N, F) where nothing is gated, in the compute format or in groups. The
 // result is (N, F): SiLU(gate) x up, or GELU.
@@ -151,8 +160,8 @@ inline LazyTensor lazy_activation_backward(bool gated, const TensorRef& gate_up,
             .rows = gate_up.rows,
             .cols = gate_up.cols,
             .input = gate_up,
-            .dact = dact,
-            .gated = gated};
+            .gated = gated,
+            .dact = dact};
 }
 
 // ===========================================================================================================
