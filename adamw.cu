@@ -247,7 +247,7 @@ template <class Value> __device__ Value load_global(const void* from) {
 template <class WeightsKind> struct LoadedElements {
     MAndV<uint2> codes;
     typename WeightsKind::StoredChunk w;
-    Bf16OrFp32::StoredChunk g;
+    Bf16OrFp32View::StoredChunk g;
 };
 
 // How many spans a parameter has. The last one may have fewer than 128 elements, and then padding.

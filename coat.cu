@@ -91,7 +91,7 @@ void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stre
 // not TILE_BLOCKS_PER_SM, because FP32 values need more registers.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, 2)
-    write_values_kernel(Producer producer, Bf16OrFp32 out) {
+    write_values_kernel(Producer producer, Bf16OrFp32View out) {
     constexpr int PLANES = Producer::PLANES;
     const ThreadTile thread_tile(blockIdx.y);
     // `out` may be the memory of the input (the rule at for_each_row() in gpu/lazy_tensor.cuh).
@@ -213,16 +213,16 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
 
 // Computes x and stores its codes, with quantize_tile() of gpu/quantize.cuh. row_major is null if no
 // row-major codes are wanted.
-template <class Producer, Format FP8, bool TRANSPOSED>
+template <class Producer, Format FORMAT, bool TRANSPOSED>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_operand_kernel(Producer producer, TensorScale* tensor_scale, uint8_t* row_major,
                             uint8_t* transposed) {
     // Just in time: every thread computes the same scale from the amax.
-    const float scale = scale_of(FMAX<FP8>, tensor_scale->amax);
+    const float scale = scale_of(FMAX<FORMAT>, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
     quantize_tile<TRANSPOSED>(producer, blockIdx.y, row_major, transposed,
                               [&](int /*row*/, int /*plane*/, const ChunkValues& v, bool /*live*/) {
-                                  return same_in_both(encode<FP8>(v, inverse_scale));
+                                  return same_in_both(encode<FORMAT>(v, inverse_scale));
                               });
     // The GEMM multiplies by the scale. It is stored last, so that it delays no load of x.
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;

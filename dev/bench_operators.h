@@ -69,8 +69,8 @@ public:
         if (q == E4M3_PER_1x16) {
             out.tensor.group_scales = take<uint16_t>(q.scale_count(rows, cols) * 2);
         } else if (q.granularity != PER_TENSOR) {
-            out.block_scales = take<float>(operand_scale_count(q, rows, cols) * 4);
-            if (transposed) out.transposed_block_scales = take<float>(operand_scale_count(q, cols, rows) * 4);
+            out.block_scales = take<float>(block_scale_count(q, rows, cols) * 4);
+            if (transposed) out.transposed_block_scales = take<float>(block_scale_count(q, cols, rows) * 4);
         }
         return out;
     }

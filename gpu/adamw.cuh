@@ -183,7 +183,7 @@ struct AdamWArguments {
     Range elements;  // of these parameters, in memory order: whole moment groups
     Weights weights;
     uint64_t rounding_key;
-    Bf16OrFp32 gradients;  // the gradients of these parameters, from elements.first on
+    Bf16OrFp32View gradients;  // the gradients of these parameters, from elements.first on
     const GradientState* state;
 };
 

@@ -19,8 +19,8 @@ namespace coat::gpu {
 // is 0 for `gradient`, and 1 for `second_gradient`.
 constexpr int REDUCE_ROWS = 16;
 static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
-    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFp32 gradient,
-                           Bf16OrFp32 second_gradient) {
+    reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFp32View gradient,
+                           Bf16OrFp32View second_gradient) {
     __shared__ float sums[REDUCE_ROWS][32];
     const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
     const float* const column = partials + blockIdx.y * rows * cols + col;
@@ -61,8 +61,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     __shared__ ColumnSums columns;
     ChunkValues sum[PLANES] = {};
     float largest = 0;
-    for (int64_t tile = blockIdx.y; tile * TILE_SIDE < producer.rows; tile += COLUMN_PARTIALS)
-        for_each_row(producer, ThreadTile(tile), [&](int, const ChunkValues(&v)[PLANES], bool live) {
+    for (int64_t tile_row = blockIdx.y; tile_row * TILE_SIDE < producer.rows; tile_row += COLUMN_PARTIALS)
+        for_each_row(producer, ThreadTile(tile_row), [&](int, const ChunkValues(&v)[PLANES], bool live) {
             for (int p = 0; p < PLANES; p++)
                 for (int j = 0; j < CHUNK_SIZE; j++) {
                     if (live) sum[p][j] += v[p][j];
@@ -89,22 +89,22 @@ void add_column_sums(const LazyTensor& x, const TensorRef& gradient, float* work
 // Makes the codes of quantize_operand_kernel() (part 4 of coat.cu) and the column sums in one pass. A thread
 // block has the tiles that it has in add_column_sums_kernel(), and ends with store_column_sums() as there. So
 // the sums have the same bits.
-template <class Producer, Format FP8>
+template <class Producer, Format FORMAT>
 static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
     write_operand_and_add_column_sums_kernel(Producer producer, TensorScale* tensor_scale, uint8_t* row_major,
                                              uint8_t* transposed, float* partials) {
     __shared__ ColumnSums columns;
-    const float scale = scale_of(FMAX<FP8>, tensor_scale->amax);
+    const float scale = scale_of(FMAX<FORMAT>, tensor_scale->amax);
     const float inverse_scale = __frcp_rn(scale);
     ChunkValues sum[Producer::PLANES] = {};
-    for (int64_t tile = blockIdx.y; tile * TILE_SIDE < producer.rows; tile += COLUMN_PARTIALS) {
+    for (int64_t tile_row = blockIdx.y; tile_row * TILE_SIDE < producer.rows; tile_row += COLUMN_PARTIALS) {
         __syncthreads();  // all codes of the tile before have left shared memory
-        quantize_tile<true>(producer, tile, row_major, transposed,
+        quantize_tile<true>(producer, tile_row, row_major, transposed,
                             [&](int /*row*/, int plane, const ChunkValues& v, bool live) {
                                 if (live) {
                                     for (int j = 0; j < CHUNK_SIZE; j++) sum[plane][j] += v[j];
                                 }
-                                return same_in_both(encode<FP8>(v, inverse_scale));
+                                return same_in_both(encode<FORMAT>(v, inverse_scale));
                             });
     }
     store_column_sums(producer, sum, columns, partials);

@@ -29,8 +29,8 @@ __device__ void combine_columns(const Producer& producer, const ThreadTile& thre
 
 // Column sums. Each 128 columns have COLUMN_PARTIALS = 128 thread blocks. Block y adds up tile y of these
 // columns, tile y + 128, and so on. A thread adds up its own rows of these tiles: `mine`. Then
-// store_column_sums() adds the threads' sums and writes row y of partials (COLUMN_PARTIALS, PLANES * plane_cols).
-// A multiprocessor has three such blocks, not four: the sums need registers, too.
+// store_column_sums() adds the threads' sums and writes row y of partials (COLUMN_PARTIALS, PLANES *
+// plane_cols). A multiprocessor has three such blocks, not four: the sums need registers, too.
 constexpr int COLUMN_BLOCKS_PER_SM = 3;
 inline dim3 column_grid(int64_t plane_cols) { return {block_count(plane_cols, TILE_SIDE), COLUMN_PARTIALS}; }
 // In shared memory; a column is padding, against bank conflicts.

@@ -135,7 +135,7 @@ template <class Real> __device__ Real sum_of_warp(Real x) {
 
 // FMAX of a format that is known when a kernel is compiled: 448 for E4M3, 57,344 for E5M2. (A kernel that
 // learns the format when it runs has an argument fmax.)
-template <Format FP8> constexpr float FMAX = format_info(FP8).fmax;
+template <Format FORMAT> constexpr float FMAX = format_info(FORMAT).fmax;
 
 inline __device__ uint32_t encode_two(bool e5m2, float lo, float hi) {  // two codes; saturates
     return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
@@ -145,23 +145,19 @@ inline __device__ float2 decode_two(bool e5m2, uint32_t codes) {
     const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), format);
     return __half22float2(__half2(h));
 }
-// Eight codes of v * inverse_scale. The format is known when the kernel is compiled; in the function below,
-// when it runs.
-template <Format FP8> __device__ uint2 encode(const ChunkValues& v, float inverse_scale) {
-    constexpr bool E5M2 = FP8 == Format::E5M2;
+// Eight codes of v * inverse_scale.
+template <Format FORMAT> __device__ uint2 encode(const ChunkValues& v, float inverse_scale) {
+    constexpr bool E5M2 = FORMAT == Format::E5M2;
     uint32_t pairs[4];  // of codes
     for (int i = 0; i < 4; i++)
         pairs[i] = encode_two(E5M2, v[2 * i] * inverse_scale, v[2 * i + 1] * inverse_scale);
     return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
 }
-inline __device__ uint2 encode(bool e5m2, const ChunkValues& v, float inverse_scale) {
-    if (e5m2) return encode<Format::E5M2>(v, inverse_scale);
-    return encode<Format::E4M3>(v, inverse_scale);
-}
 // Eight values, code * scale.
-inline __device__ void decode(bool e5m2, uint2 codes, float scale, ChunkValues& v) {
+template <Format FORMAT> __device__ void decode(uint2 codes, float scale, ChunkValues& v) {
+    constexpr bool E5M2 = FORMAT == Format::E5M2;
     for (int i = 0; i < 4; i++) {
-        const float2 pair = decode_two(e5m2, ((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
+        const float2 pair = decode_two(E5M2, ((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
         v[2 * i] = pair.x * scale;
         v[2 * i + 1] = pair.y * scale;
     }
@@ -201,16 +197,16 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 // ===========================================================================================================
 // 3. Views of stored tensors
 //
-// A view is a tensor's pointers, with functions that load, convert and store its elements. There are three
+// A view is a tensor's pointers, with functions that load, convert and store its elements. There are four
 // types of views:
 //
 //   PlainView<bf16>    elements in BF16, without scales
 //   PlainView<float>   elements in FP32, without scales
 //   GroupsView         E4M3 codes, with one BF16 scale for 16 elements (gpu/groups.cuh)
+//   Bf16OrFp32View     elements in BF16 or FP32, without scales: a kernel learns at run time in which
 //
-// A kernel is compiled for each type of view that it reads. StoredView is the template parameter that stands
-// for this type. (Bf16OrFp32, at the end, is for a tensor whose format a kernel learns at run time.) Whatever
-// it is, a StoredView has two types and four functions:
+// A kernel is compiled for each of the first three types that it reads. StoredView is the template parameter
+// that stands for this type. Whatever it is, a StoredView has two types and four functions:
 //
 //   ComputeElement                a type: the compute format that goes with the view. What is read together
 //                                 with the tensor, such as a norm's weight, is in it
@@ -299,10 +295,10 @@ template <class F> void with_plain_view(const TensorRef& t, F f) {
 }
 
 // A tensor in BF16 or FP32. The kernel learns at run time which of the two it is. All threads take the same
-// branch, so this costs little. Bf16OrFp32 is for a tensor whose format does not follow from the compute
+// branch, so this costs little. This view is for a tensor whose format does not follow from the compute
 // format, above all a gradient of parameters (gradient_format() in common/model.h). With a PlainView of it, a
 // kernel would be compiled for each pair of formats.
-struct Bf16OrFp32 {
+struct Bf16OrFp32View {
     void* data;
     bool is_fp32;
 
@@ -326,9 +322,11 @@ struct Bf16OrFp32 {
         with([&](auto x) { x.store(i, v, live); });
     }
 };
-inline Bf16OrFp32 bf16_or_fp32(const void* data, Format f) {
+inline Bf16OrFp32View bf16_or_fp32(const void* data, Format f) {
     return {const_cast<void*>(data), f == Format::FP32};
 }
-inline Bf16OrFp32 bf16_or_fp32(const TensorRef& t) { return bf16_or_fp32(t.data, t.format.element_format); }
+inline Bf16OrFp32View bf16_or_fp32(const TensorRef& t) {
+    return bf16_or_fp32(t.data, t.format.element_format);
+}
 
 }  // namespace coat::gpu

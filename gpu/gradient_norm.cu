@@ -36,12 +36,12 @@ static __device__ double sum_of_squares(const ChunkValues& v) {
 // A warp computes the sum of squares of one unit: the elements [begin, end) of a parameter, which begins
 // at gradients[offset].
 constexpr int LOADS_IN_FLIGHT = 4;
-static __device__ double squares_of_unit(const Bf16OrFp32& gradients, int64_t offset, int64_t begin,
+static __device__ double squares_of_unit(const Bf16OrFp32View& gradients, int64_t offset, int64_t begin,
                                          int64_t end) {
     constexpr int WARP_ELEMENTS = 32 * CHUNK_SIZE;
     double sum = 0;
     for (int64_t i = begin + threadIdx.x % 32 * CHUNK_SIZE; i < end; i += WARP_ELEMENTS * LOADS_IN_FLIGHT) {
-        Bf16OrFp32::StoredChunk loaded[LOADS_IN_FLIGHT] = {};
+        Bf16OrFp32View::StoredChunk loaded[LOADS_IN_FLIGHT] = {};
         for (int u = 0; u < LOADS_IN_FLIGHT; u++)
             if (i + u * WARP_ELEMENTS < end) loaded[u] = gradients.load(offset + i + u * WARP_ELEMENTS);
         for (int u = 0; u < LOADS_IN_FLIGHT; u++) {
@@ -60,7 +60,7 @@ static __device__ int64_t unit_count(const AdamWParam& param) { return ceil_div(
 // with element `first` of memory order.
 constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
-    compute_gradient_squares_kernel(const AdamWParam* params, int param_count, Bf16OrFp32 gradients,
+    compute_gradient_squares_kernel(const AdamWParam* params, int param_count, Bf16OrFp32View gradients,
                                     int64_t first, int64_t unit_offset, const double* loss_or_nan,
                                     double* loss_and_squares) {
     const int lane = threadIdx.x % 32;

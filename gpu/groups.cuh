@@ -47,7 +47,7 @@ struct GroupsView {
         return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP_SIZE]};
     }
     __device__ void unpack(const StoredChunk& loaded, ChunkValues& v) const {
-        decode(/*e5m2=*/false, loaded.codes, __uint_as_float(static_cast<uint32_t>(loaded.scale) << 16), v);
+        decode<Format::E4M3>(loaded.codes, __uint_as_float(static_cast<uint32_t>(loaded.scale) << 16), v);
     }
     // The scale of the group that this lane and its neighbour have.
     static __device__ float group_scale(const ChunkValues& v) {
@@ -70,7 +70,7 @@ struct GroupsView {
             if (threadIdx.x % 2 == 0)
                 scales[i / GROUP_SIZE] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
         }
-        decode(/*e5m2=*/false, c, scale, v);
+        decode<Format::E4M3>(c, scale, v);
     }
 };
 inline GroupsView groups_view(const TensorRef& t) { return {static_cast<uint8_t*>(t.data), t.group_scales}; }

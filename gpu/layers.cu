@@ -309,8 +309,8 @@ EmbeddingOrder embedding_order(const int32_t* tokens, int64_t N) {
 // sum becomes the sum of the rows row_of(begin), ..., row_of(end - 1) of g, added in this order, in the
 // chunk that begins with column col.
 template <class RowOf>
-static __device__ void sum_rows(const Bf16OrFp32& g, int64_t C, int64_t col, int begin, int end, RowOf row_of,
-                                ChunkValues& sum) {
+static __device__ void sum_rows(const Bf16OrFp32View& g, int64_t C, int64_t col, int begin, int end,
+                                RowOf row_of, ChunkValues& sum) {
     for (int j = 0; j < CHUNK_SIZE; j++) sum[j] = 0;
 #pragma unroll 8
     for (int i = begin; i < end; i++) {
@@ -320,7 +320,7 @@ static __device__ void sum_rows(const Bf16OrFp32& g, int64_t C, int64_t col, int
     }
 }
 
-static __device__ void add_to_gradient(const Bf16OrFp32& gradient, int64_t i, const ChunkValues& sum) {
+static __device__ void add_to_gradient(const Bf16OrFp32View& gradient, int64_t i, const ChunkValues& sum) {
     ChunkValues total;
     gradient.load_values(i, total);
     for (int j = 0; j < CHUNK_SIZE; j++) total[j] += sum[j];
@@ -328,8 +328,8 @@ static __device__ void add_to_gradient(const Bf16OrFp32& gradient, int64_t i, co
 }
 
 // blockIdx.x is the number of a rare token. A thread has a chunk of columns.
-static __global__ void embedding_backward_rare_kernel(Bf16OrFp32 g, int64_t C, const int32_t* row_order,
-                                                      const TokenRows* token_rows, Bf16OrFp32 gradient) {
+static __global__ void embedding_backward_rare_kernel(Bf16OrFp32View g, int64_t C, const int32_t* row_order,
+                                                      const TokenRows* token_rows, Bf16OrFp32View gradient) {
     const TokenRows rows = token_rows[blockIdx.x];
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK_SIZE;
     if (col >= C) return;
@@ -344,8 +344,8 @@ static __global__ void embedding_backward_rare_kernel(Bf16OrFp32 g, int64_t C, c
 // columns.
 constexpr int RUNS = 8;  // runs of a round
 static __global__ void __launch_bounds__(32 * RUNS)
-    embedding_backward_frequent_kernel(Bf16OrFp32 g, int64_t C, const int32_t* row_order,
-                                       const TokenRows* token_rows, Bf16OrFp32 gradient) {
+    embedding_backward_frequent_kernel(Bf16OrFp32View g, int64_t C, const int32_t* row_order,
+                                       const TokenRows* token_rows, Bf16OrFp32View gradient) {
     __shared__ ChunkValues sums[RUNS][32];
     const TokenRows rows = token_rows[blockIdx.x];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -368,8 +368,8 @@ static __global__ void __launch_bounds__(32 * RUNS)
 }
 
 // blockIdx.x is a position t. Each sequence has one row of this position: the rows t, T + t, 2 T + t, ...
-static __global__ void positions_backward_kernel(Bf16OrFp32 g, int64_t N, int64_t C, int64_t T,
-                                                 Bf16OrFp32 gradient) {
+static __global__ void positions_backward_kernel(Bf16OrFp32View g, int64_t N, int64_t C, int64_t T,
+                                                 Bf16OrFp32View gradient) {
     const int64_t t = blockIdx.x;
     const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK_SIZE;
     if (col >= C) return;

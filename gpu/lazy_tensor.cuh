@@ -43,9 +43,9 @@ namespace coat::gpu {
 // These are whole sectors. (A sector is 32 bytes. A warp's load or store takes time for each sector that it
 // touches, however little of it is used.)
 //
-// Planes. [gate | up] has two planes side by side, gate and up, each `plane_cols` columns wide. A thread block has
-// a tile of both, with the same rows and columns, and a thread a thread tile of both. Any other tensor has
-// one plane.
+// Planes. [gate | up] has two planes side by side, gate and up, each with plane_cols columns. A thread block
+// has a tile of both, with the same rows and columns, and a thread a thread tile of both. Any other tensor
+// has one plane.
 
 constexpr int TILE_SIDE = 128;                        // rows and columns of a tile
 constexpr int THREAD_ROWS = 8;                        // rows of a thread tile
@@ -55,14 +55,16 @@ constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
 // three, or with five, the kernels were slower.)
 constexpr int TILE_BLOCKS_PER_SM = 4;
 
-// Where the thread tile of this thread is. tile_down is the number of the tile, counted down the tensor:
-// blockIdx.y where a thread block has a single tile. (Only in gpu/column_sums.cu it has several.)
+// Where the thread tile of this thread is. The tiles of a tensor lie in rows and columns. A thread block has
+// the tile in the row of tiles tile_row, which is blockIdx.y, and in the column of tiles blockIdx.x. (Only in
+// gpu/column_sums.cu a thread block has several tiles, one after the other: one in each of several rows of
+// tiles.)
 struct ThreadTile {
     int across, down;  // the thread's number across and down the 16 x 16 threads of its tile
     int64_t row, col;  // of the first element, in the tensor (in each plane, if there are two)
-    __device__ explicit ThreadTile(int64_t tile_down)
+    __device__ explicit ThreadTile(int64_t tile_row)
         : across(threadIdx.x % SIDE_THREADS), down(threadIdx.x / SIDE_THREADS),
-          row(tile_down * TILE_SIDE + down * THREAD_ROWS),
+          row(tile_row * TILE_SIDE + down * THREAD_ROWS),
           col(static_cast<int64_t>(blockIdx.x) * TILE_SIDE + across * CHUNK_SIZE) {}
     // Whether the first element is inside a tensor of this size.
     __device__ bool inside(int64_t rows, int64_t plane_cols) const { return row < rows && col < plane_cols; }

@@ -3,6 +3,7 @@
 
 #include "../coat.h"
 #include "column_sums.h"
+#include "other_scaling.h"
 #include "sharding_kernels.h"
 
 namespace coat::gpu {
@@ -65,6 +66,12 @@ bool LinearLayer::is_read_as_stored(OperandKind kind, const LazyTensor& source) 
 }
 
 static Operand with_block_scales(const TensorRef& tensor, void* transposed);  // rowwise, deepseek: below
+
+// The bytes of the elements (rows, cols) of an operand, and (rowwise, deepseek) of its block scales.
+static int64_t operand_bytes(const TensorFormat& format, int64_t rows, int64_t cols) {
+    return format.bytes_without_scales(rows, cols) +
+           block_scale_count(format, rows, cols) * format_info(format.scale_format).bytes;
+}
 
 // Takes the memory of an operand.
 //   needed_rows   the operand's rows, before they are rounded up for an FP8 GEMM

@@ -5,7 +5,9 @@
 namespace coat::gpu {
 
 // The elements of a moment.
-static __device__ Bf16OrFp32 elements_of(const MomentRef& m) { return {m.data, m.format == Format::FP32}; }
+static __device__ Bf16OrFp32View elements_of(const MomentRef& m) {
+    return {m.data, m.format == Format::FP32};
+}
 
 // Eight old elements of a moment, from element i on.
 static __device__ FactoredMoments load_moment(const MomentRef& m, int64_t i) {

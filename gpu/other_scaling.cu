@@ -39,7 +39,7 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
             .col_shift = transposed ? shift_n : shift_k,
             .down = transposed ? step_k : step_n,
             .across = transposed ? step_n : step_k,
-            .count = operand_scale_count(t.format, N, K)};
+            .count = block_scale_count(t.format, N, K)};
 }
 
 // *amax = max(*amax, the value with these bits). One atomicMax serves all lanes of a warp that have the same
@@ -111,6 +111,12 @@ static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaSt
             launch("convert_amaxes_to_scales", convert_amaxes_to_scales_kernel, block_count(g.count, 256),
                    256, /*shared_bytes=*/0, stream, g.scales, g.count,
                    format_info(out.tensor.format.element_format).fmax, &out.tensor.tensor_scale->amax);
+}
+
+// The codes of encode<FORMAT>() in device.cuh, in a format that the kernel learns when it runs.
+static __device__ uint2 encode(bool e5m2, const ChunkValues& v, float inverse_scale) {
+    if (e5m2) return encode<Format::E5M2>(v, inverse_scale);
+    return encode<Format::E4M3>(v, inverse_scale);
 }
 
 // The second pass: codes with a scale for each row or block. row_major or transposed may be null.

@@ -20,6 +20,13 @@ namespace coat::gpu {
 //   128x128    (rows / 128, cols / 128), each row padded to a multiple of four
 void quantize_in_blocks(const LazyTensor& x, const Operand& out, QuantStats* quant_stats,
                         cudaStream_t stream);
+// The number of block scales of codes (rows, cols), with padding. It is 0 for an operand that has a single
+// scale, and for one that is not in FP8.
+inline int64_t block_scale_count(const TensorFormat& format, int64_t rows, int64_t cols) {
+    if (!format.is_fp8() || format.granularity == PER_TENSOR) return 0;
+    return format.rows_of_scales(rows) *
+           round_up(format.cols_of_scales(cols), format.granularity == PER_128x128 ? 4 : 1);
+}
 
 // Delayed scaling (te), one scale for the tensor. quantize_operand() calls this function. It makes codes with
 // the delayed scale, and finds the amax of x for the scales of later steps.

@@ -93,13 +93,13 @@ struct TransposeTile {
 };
 
 // Stores the transposed codes of a thread block's tiles, one for each plane, in out (columns, rows). `rows`
-// is a multiple of 16. tile_down is that of ThreadTile. All threads call the function.
+// is a multiple of 16. tile_row is that of ThreadTile. All threads call the function.
 template <int PLANES>
-__device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t tile_down, int64_t rows,
+__device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t tile_row, int64_t rows,
                                  int64_t plane_cols, uint8_t* out) {
     __syncthreads();
     constexpr int PIECES = TransposeTile::PIECES;
-    const int64_t first_row = tile_down * TILE_SIDE;
+    const int64_t first_row = tile_row * TILE_SIDE;
     const int64_t first_col = static_cast<int64_t>(blockIdx.x) * TILE_SIDE;
     const int cols = static_cast<int>(min(static_cast<int64_t>(TILE_SIDE), plane_cols - first_col));
 #pragma unroll
@@ -129,12 +129,12 @@ inline __device__ ChunkCodes same_in_both(uint2 codes) { return {.row_major = co
 // 7, and `live` is that of for_each_row(). All threads call quantize_tile(). A kernel that calls it twice
 // puts a __syncthreads() between: the second call writes to the shared memory that the first reads.
 template <bool TRANSPOSED, class Producer, class MakeCodes>
-__device__ void quantize_tile(const Producer& producer, int64_t tile_down, uint8_t* row_major,
+__device__ void quantize_tile(const Producer& producer, int64_t tile_row, uint8_t* row_major,
                               uint8_t* transposed, MakeCodes make_codes) {
     constexpr int PLANES = Producer::PLANES;
     // Without TRANSPOSED nothing uses the tiles, and the compiler leaves them out.
     __shared__ __align__(16) TransposeTile tiles[PLANES];
-    const ThreadTile thread_tile(tile_down);
+    const ThreadTile thread_tile(tile_row);
     uint8_t* codes_of_first_row[PLANES];  // row-major ones, of the thread tile; unused if row_major is null
     for (int p = 0; p < PLANES; p++)
         codes_of_first_row[p] =
@@ -156,7 +156,7 @@ __device__ void quantize_tile(const Producer& producer, int64_t tile_down, uint8
             }
         });
     }
-    if (TRANSPOSED) store_transposed(tiles, tile_down, producer.rows, producer.plane_cols, transposed);
+    if (TRANSPOSED) store_transposed(tiles, tile_row, producer.rows, producer.plane_cols, transposed);
 }
 
 }  // namespace coat::gpu

@@ -8,8 +8,8 @@ constexpr int THREADS = 256;  // threads of a block
 
 // A thread adds the gradients of a chunk, in the order of the ranks.
 static __global__ void __launch_bounds__(THREADS)
-    add_gradients_kernel(Bf16OrFp32 sum, bool overwrite, Bf16OrFp32 mine, Bf16OrFp32 received, int64_t n,
-                         int64_t rank, int64_t ranks) {
+    add_gradients_kernel(Bf16OrFp32View sum, bool overwrite, Bf16OrFp32View mine, Bf16OrFp32View received,
+                         int64_t n, int64_t rank, int64_t ranks) {
     const int64_t i = thread_of_grid() * CHUNK_SIZE;
     if (i >= n) return;
     ChunkValues total = {};

@@ -72,20 +72,6 @@ struct Operand {
     bool delayed = false;                      // te: scaling is delayed
 };
 
-// (The next two can wait: gpu/linear.cpp.) The number of block scales of codes (rows, cols), with the padding
-// of 128x128 scales (gpu/other_scaling.h). It is 0 in coat, where an operand has a single scale, and for an
-// operand that is not in FP8.
-inline int64_t operand_scale_count(const TensorFormat& format, int64_t rows, int64_t cols) {
-    if (!format.is_fp8() || format.granularity == PER_TENSOR) return 0;
-    return format.rows_of_scales(rows) *
-           round_up(format.cols_of_scales(cols), format.granularity == PER_128x128 ? 4 : 1);
-}
-// The bytes of the elements (rows, cols) of an operand, and of their block scales.
-inline int64_t operand_bytes(const TensorFormat& format, int64_t rows, int64_t cols) {
-    return format.bytes_without_scales(rows, cols) +
-           operand_scale_count(format, rows, cols) * format_info(format.scale_format).bytes;
-}
-
 // ===========================================================================================================
 // 2. Tensors that are computed where they are needed
 

@@ -121,10 +121,10 @@ public:
     Tensor(Shape s, TensorFormat q, float delayed = 0)
         : rows(s.rows), cols(s.cols), format(q), codes(q.bytes_without_scales(rows, cols)),
           transposed(transposes() ? q.bytes_without_scales(rows, cols) : 0),
-          scales(std::max(per_tensor() ? 0 : q.scale_count(rows, cols),
-                          gpu::operand_scale_count(q, rows, cols)) *
-                 format_info(q.scale_format).bytes),
-          transposed_scales(transposes() ? gpu::operand_scale_count(q, cols, rows) * 4 : 0), tensor_scale(1),
+          scales(
+              std::max(per_tensor() ? 0 : q.scale_count(rows, cols), gpu::block_scale_count(q, rows, cols)) *
+              format_info(q.scale_format).bytes),
+          transposed_scales(transposes() ? gpu::block_scale_count(q, cols, rows) * 4 : 0), tensor_scale(1),
           delayed_scaling(delayed > 0) {
         tensor_scale.write({TensorScale{0, 0, delayed}});
     }
