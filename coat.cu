@@ -7,9 +7,9 @@
 //   4. codes with one scale for the tensor, for GEMMs, and the choice between codes and values
 //
 // The simplest kernel comes first. Every kernel here goes through a tensor with for_each_row() of
-// gpu/lazy_tensor.cuh. It reads each of its inputs once, and most kernels are bound by memory bandwidth. An
-// element takes 2 bytes in BF16, 1 as the FP8 code of an operand, and 9/8 in groups: its code, and a 16th of
-// a scale of 2 bytes.
+// gpu/lazy_tensor.cuh. A kernel reads each of its inputs once, and most kernels are bound by memory
+// bandwidth. An element takes 2 bytes in BF16, 1 as the FP8 code of an operand, and 9/8 in groups: its code,
+// and a 16th of a scale of 2 bytes.
 //
 // Who calls whom, for the operand of a GEMM. On the host, where gpu/linear.cpp calls the first function:
 //
@@ -53,14 +53,14 @@ namespace coat::gpu {
 //   stage 2                         the atomicMax with which update_amax_by_warp() ends
 //
 // Usually no kernel of its own is needed:
-//   - A kernel that writes the input of a norm or of an activation also computes what the norm or the
-//     activation will put out, and keeps only the amax of that.
+//   - A kernel that writes the input of a norm or of an activation also finds the amax of its output
+//     (gpu/norm.h; for activations part 3).
 //   - A kernel that writes a tensor which is quantized next (attention forward and backward on Hopper,
 //     the backward pass of norms, AdamW) finds the amax of what it writes.
 // The kernel below is for what no other kernel has at hand, for instance the gradient of gate and up. (Two
 // tables in model.cu, which can wait, say which kernel finds which amax.)
 
-// A chunk that is not live is a copy of one inside the tensor, so it does not change the maximum.
+// The kernel of compute_amax(). The top of gpu/device.cuh says why it does not ask whether a chunk is live.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     compute_amax_kernel(Producer producer, float* x_amax_to_raise) {
@@ -96,7 +96,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     const ThreadTile thread_tile(blockIdx.y);
     // `out` may be the memory of the input (the rule at for_each_row() in gpu/lazy_tensor.cuh).
     if (!thread_tile.inside(producer.rows, producer.plane_cols)) return;
-    for_each_row(producer, thread_tile, [&](int i, ChunkValues(&v)[PLANES], bool live) {
+    for_each_row(producer, thread_tile, [&](int i, const ChunkValues(&v)[PLANES], bool live) {
         for (int p = 0; p < PLANES; p++)
             out.store(element_index<PLANES>(thread_tile.row + i, thread_tile.col, p, producer.plane_cols),
                       v[p], live);

@@ -18,19 +18,30 @@
 //   :            live = false      :
 //    - - - - - - - - - - - - - - - -
 //
-// A thread computes a chunk that is not live like any other, from values inside the tensor or from zeros. So
-// few instructions need a condition. Only the store has one: a chunk that is not live is not stored.
+// A chunk that is not live is not stored. Otherwise most kernels compute it like any other, so that few
+// instructions need a condition. (What says whether a chunk is live is called live if it is a bool, and
+// is_live if it is a function.)
+//
+// (This can wait until you come to these kernels.) What a thread has in place of a chunk that is not live,
+// and why a maximum over all chunks is still that of the tensor:
+//
+//   for_each_row()            the last chunk of the row or of the      it belongs to the tensor, too
+//   (gpu/lazy_tensor.cuh)     column instead
+//   adamw.cu                  the last span instead                    it belongs to the tensor, too
+//   gpu/norm.cu               zeros                                    the maximum leaves the chunk out
+//   kernels that write over   nothing, if none of the thread's         the thread takes part in no maximum
+//   their input (coat.cu)     chunks is live: the thread does no work
 //
 // For example, this kernel stores half of every element of x in y. It uses all three parts of this file. (It
 // is not in the program.)
 //
 //   __global__ void halve_kernel(PlainView<bf16> x, PlainView<bf16> y, int64_t n) {
-//       const int64_t i = thread_of_grid() * CHUNK_SIZE;    // the first of the thread's eight elements
+//       const int64_t i = thread_of_grid() * CHUNK_SIZE;  // the first of the thread's eight elements
 //       const bool live = i < n;
-//       ChunkValues v;                                 // eight FP32 values in registers
-//       x.load_values(live ? i : 0, v);                // loads 16 bytes, and converts them
+//       ChunkValues v;                                    // eight FP32 values in registers
+//       x.load_values(live ? i : 0, v);                   // loads 16 bytes, and converts them
 //       for (int j = 0; j < CHUNK_SIZE; j++) v[j] *= 0.5f;
-//       y.store(i, v, live);                           // rounds to BF16, and stores 16 bytes
+//       y.store(i, v, live);                              // rounds to BF16, and stores 16 bytes
 //   }
 //
 //   void halve(const TensorRef& x, const TensorRef& y, cudaStream_t stream) {

@@ -456,11 +456,11 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const int HS = static_cast<int>(n.HS), half = HS / 2;
     const int64_t col = head % heads * n.HS;
     const bool is_v = col >= n.q_cols + n.k_cols;
-    auto live = [&](int i) { return row < rows && quad_column(i) < HS; };
+    auto is_live = [&](int i) { return row < rows && quad_column(i) < HS; };
     const PlainView<Element, QUAD> from = qkv.starting_at(head * n.HS), to = out.starting_at(head * n.HS);
     typename PlainView<Element, QUAD>::StoredChunk loaded[HEAD_QUADS] = {};
     for (int i = 0; i < HEAD_QUADS; i++)
-        if (live(i)) loaded[i] = from.load(quad_column(i));
+        if (is_live(i)) loaded[i] = from.load(quad_column(i));
 
     Quads x;
     float squares[QUAD] = {};
@@ -471,7 +471,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const float r = inverse_rms(sum_of_head(squares), n);
     const PlainView<Element, QUAD> weights = weight_of_head<Element>(n, is_v ? 0 : col);
     for (int i = 0; i < HEAD_QUADS; i++) {
-        if (!live(i) || is_v) continue;
+        if (!is_live(i) || is_v) continue;
         float weight[QUAD];
         weights.load_values(quad_column(i), weight);
         for (int j = 0; j < QUAD; j++) {
@@ -481,7 +481,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     }
     __syncwarp();
     for (int i = 0; i < HEAD_QUADS; i++) {
-        if (!live(i)) continue;
+        if (!is_live(i)) continue;
         const bool in_first_half = quad_column(i) < half;
         const int pair = in_first_half ? quad_column(i) : quad_column(i) - half;  // the quad's first pair
         const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + pair;
@@ -505,11 +505,11 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const int64_t part = first_part + head_of_block();
     const int64_t col = blockIdx.y * n.HS;
     const int HS = static_cast<int>(n.HS);
-    auto live = [&](int i) { return quad_column(i) < HS; };
+    auto is_live = [&](int i) { return quad_column(i) < HS; };
     typename PlainView<Element, QUAD>::StoredChunk loaded_x[HEAD_QUADS] = {}, loaded_dy[HEAD_QUADS] = {};
     auto fetch_row = [&](int64_t row) {
         for (int i = 0; i < HEAD_QUADS; i++) {
-            if (row >= rows || !live(i)) continue;
+            if (row >= rows || !is_live(i)) continue;
             loaded_x[i] = qkv.starting_at(row * cols + col).load(quad_column(i));
             loaded_dy[i] = dqkv.starting_at(row * cols + col).load(quad_column(i));
         }
@@ -517,7 +517,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     const PlainView<Element, QUAD> weights = weight_of_head<Element>(n, col);
     Quads weight = {}, dweight = {};
     for (int i = 0; i < HEAD_QUADS; i++)
-        if (live(i)) weights.load_values(quad_column(i), weight[i]);
+        if (is_live(i)) weights.load_values(quad_column(i), weight[i]);
 
     fetch_row(part);
     // All threads of a warp take part in its sums, even those past the last row.
@@ -537,7 +537,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         const float r = inverse_rms(sum_of_head(squares), n);
         const float mean_d_xhat = sum_of_head(products) * r / static_cast<float>(n.HS);
         for (int i = 0; i < HEAD_QUADS; i++) {
-            if (row >= rows || !live(i)) continue;
+            if (row >= rows || !is_live(i)) continue;
             float dx[QUAD];
             for (int j = 0; j < QUAD; j++) {
                 const float xhat = __fmul_rn(x[i][j], r);
@@ -550,7 +550,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     }
     float* const sums = partials + (blockIdx.y * COLUMN_PARTIALS + part) * HS;
     for (int i = 0; i < HEAD_QUADS; i++)
-        for (int j = 0; j < QUAD && live(i); j++) sums[quad_column(i) + j] = dweight[i][j];
+        for (int j = 0; j < QUAD && is_live(i); j++) sums[quad_column(i) + j] = dweight[i][j];
 }
 
 void qk_norms_and_rope(const QkNorms& n, const Rope& rope, const TensorRef& qkv, const TensorRef& out,

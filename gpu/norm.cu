@@ -1,9 +1,5 @@
-// gpu/norm.cu - the residual sum, RMSNorm and LayerNorm on the GPU, forward (interface: gpu/norm.h).
-//
-// One kernel adds a branch, the output of half a layer, to the residual stream. It has whole rows in
-// registers, so it also does what the norm of the sum needs: it saves the norm's input, in coat in 1x16
-// groups, and computes the row statistics and the amax of the norm's output. It does not store this output:
-// the kernel that makes the next GEMM's operand computes it again (coat.cu).
+// gpu/norm.cu - the residual sum, RMSNorm and LayerNorm on the GPU, forward. One kernel makes the sum and
+// what the norm of the sum needs. gpu/norm.h says what this is, and why.
 #include "norm.cuh"
 
 namespace coat::gpu {
@@ -11,12 +7,12 @@ namespace {
 
 // x: the thread's chunks of one input row. Returns the largest magnitude of the norm's output in these
 // chunks. A chunk that is not live lies past the end of the row, or its row lies past the last row.
-template <class Element, class Live>
+template <class Element, class IsLive>
 __device__ float amax_of_norm(const Norm& n, const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD],
-                              RowStatistics statistics, Live live) {
+                              RowStatistics statistics, IsLive is_live) {
     float largest = 0;
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
-        if (!live(c)) continue;
+        if (!is_live(c)) continue;
         ChunkValues weight, bias;
         plain_view<Element>(n.weight).load_values(first_column_of_thread(c), weight);
         load_bias(plain_view<Element>(n.bias), first_column_of_thread(c), bias);
@@ -57,11 +53,11 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     const auto a = plain_view<Element>(summands.a.data), b = plain_view<Element>(summands.b.data);
     const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = norm.input.rows, C = norm.input.cols;
-    auto live = [&](int c) { return row < rows && first_column_of_thread(c) < C; };
+    auto is_live = [&](int c) { return row < rows && first_column_of_thread(c) < C; };
     const SummandRows summand_rows = find_summand_rows(summands, row, rows);
     StoredChunk loaded_a[MAX_CHUNKS_PER_THREAD] = {}, loaded_b[MAX_CHUNKS_PER_THREAD] = {};
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
-        if (!live(c)) continue;
+        if (!is_live(c)) continue;
         loaded_a[c] = a.load(summand_rows.of_a * C + first_column_of_thread(c));
         if (b.data) loaded_b[c] = b.load(summand_rows.of_b * C + first_column_of_thread(c));
     }
@@ -75,15 +71,15 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
             b.unpack(loaded_b[c], b_values);
             for (int j = 0; j < CHUNK_SIZE; j++) sum[c][j] = __fadd_rn(sum[c][j], b_values[j]);
         }
-        plain_sum.store(i, sum[c], live(c) && plain_sum.data != nullptr);
+        plain_sum.store(i, sum[c], is_live(c) && plain_sum.data != nullptr);
         // Rounds the sum to what the norm will read, in coat to groups.
-        norm_input.round_and_store(i, sum[c], live(c));
+        norm_input.round_and_store(i, sum[c], is_live(c));
     }
     const RowStatistics statistics = compute_row_statistics(sum, C, norm.rms, norm.eps);
     if (row < rows && threadIdx.x == 0) norm.row_statistics[row] = statistics;
     if (norm_output_amax_to_raise)
         update_amax_by_warp(norm_output_amax_to_raise,
-                            magnitude_bits(amax_of_norm<Element>(norm, sum, statistics, live)));
+                            magnitude_bits(amax_of_norm<Element>(norm, sum, statistics, is_live)));
 }
 
 // Launches residual_add_kernel(); the two operators below say what it does.

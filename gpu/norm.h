@@ -15,6 +15,11 @@ namespace coat::gpu {
 // last sum, which only the final norm reads, is stored once, in BF16. (In other recipes every sum is stored
 // once, for both, in the compute format: plain_sum is no tensor.)
 //
+// The output of the norm is not stored. The kernel that makes the operand of the next GEMM computes it again
+// (quantize_operand() in coat.h). It needs the row statistics of the norm, and for the scale the amax of the
+// whole output. The kernel of the sum has whole rows in registers, so it finds both, from the sum as the norm
+// will read it: rounded.
+//
 // `norm` is the norm that reads the sum. This is what the two functions write:
 //
 //                               norms 1 and 2 in coat           final norm
@@ -22,9 +27,6 @@ namespace coat::gpu {
 //   norm.row_statistics         those of norm.input             those of norm.input
 //   plain_sum                   the sum, in BF16                no tensor: nothing is written
 //   norm_output_amax_to_raise   the amax of the norm's output   null: the output is not quantized
-//
-// The norm will read the rounded sum. So its row statistics, and the amax of its output, are computed from
-// norm.input as it is stored.
 
 // Adds a branch to the residual stream: x + branch, both (N, C). plain_sum may be the memory of x or branch.
 void residual_add(const TensorRef& x, const TensorRef& branch, const Norm& norm, const TensorRef& plain_sum,
