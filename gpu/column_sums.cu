@@ -17,12 +17,12 @@ namespace coat::gpu {
 // The partial sums are added up in a fixed order. A thread block has 32 columns. Thread (x, y) adds the rows
 // y, y + 16, y + 32, ... of column x of the partial sums. Then the 16 sums of a column are added. blockIdx.y
 // is 0 for `gradient`, and 1 for `second_gradient`.
-constexpr int REDUCE_ROWS = 16;
-static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
+constexpr int REDUCE_COLS = 32, REDUCE_ROWS = 16, REDUCE_THREADS = REDUCE_COLS * REDUCE_ROWS;
+static __global__ void __launch_bounds__(REDUCE_THREADS)
     reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFp32View gradient,
                            Bf16OrFp32View second_gradient) {
-    __shared__ float sums[REDUCE_ROWS][32];
-    const int64_t col = static_cast<int64_t>(blockIdx.x) * 32 + threadIdx.x;
+    __shared__ float sums[REDUCE_ROWS][REDUCE_COLS];
+    const int64_t col = static_cast<int64_t>(blockIdx.x) * REDUCE_COLS + threadIdx.x;
     const float* const column = partials + blockIdx.y * rows * cols + col;
     float sum = 0;
     if (col < cols) {
@@ -43,8 +43,9 @@ static __global__ void __launch_bounds__(32 * REDUCE_ROWS)
 void reduce_partials(const float* partials, int64_t rows, const TensorRef& gradient, cudaStream_t stream,
                      const TensorRef& second_gradient) {
     const int64_t n = gradient.rows * gradient.cols;
-    launch("reduce_partials", reduce_partials_kernel, dim3(block_count(n, 32), second_gradient.data ? 2 : 1),
-           dim3(32, REDUCE_ROWS), /*shared_bytes=*/0, stream, partials, rows, n, bf16_or_fp32(gradient),
+    launch("reduce_partials", reduce_partials_kernel,
+           dim3(block_count(n, REDUCE_COLS), second_gradient.data ? 2 : 1), dim3(REDUCE_COLS, REDUCE_ROWS),
+           /*shared_bytes=*/0, stream, partials, rows, n, bf16_or_fp32(gradient),
            bf16_or_fp32(second_gradient));
 }
 

@@ -228,7 +228,7 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 //   unpack(loaded, v)             converts a StoredChunk to FP32: v
 //   round_and_store(i, v, live)   rounds v itself to what can be stored, and stores it at element i if live
 //
-// A PlainView has two functions more:
+// A PlainView has two functions more. Bf16OrFp32View has these two, and of the others load() and unpack().
 //   load_values(i, v)             load() and unpack()
 //   store(i, v, live)             stores v rounded, but leaves v as it is
 
@@ -296,8 +296,8 @@ template <class Element> __host__ __device__ PlainView<Element> plain_view(const
 
 // How the host chooses among kernels. A function whose name begins with with_ turns what is known at run time
 // into a type: it calls f with an object of this type. f, which launches a kernel, is compiled for each type.
-// (Where there are only two kernels, the launch chooses itself: `auto kernel = k<false>; if (flag) kernel =
-// k<true>;`)
+// (Where there are only a few kernels, the function that launches them chooses itself: `auto kernel =
+// k<false>; if (flag) kernel = k<true>;`)
 
 // Calls f with the view of a tensor in BF16 or FP32.
 template <class F> void with_plain_view(const TensorRef& t, F f) {

@@ -223,10 +223,9 @@ static __global__ void update_delayed_scales_kernel(TensorScale* scales, int64_t
     }
     const float largest = __uint_as_float(largest_bits);
     if (largest > 0 && largest < INFINITY) entry.delayed_scale = scale_of(fmax, largest);
-    if (!(entry.delayed_scale > 0)) atomicAdd(empty, 1u);
-    else
-        // For a rank that owns no part of this weight and receives its codes
-        entry.scale = entry.delayed_scale;
+    // (entry.scale is for a rank that owns no part of this weight and receives its codes.)
+    if (entry.delayed_scale > 0) entry.scale = entry.delayed_scale;
+    else atomicAdd(empty, 1u);
 }
 
 void update_delayed_scales(const DelayedScales& delayed, const uint32_t* skipped, uint32_t* empty,

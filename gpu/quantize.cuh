@@ -135,7 +135,9 @@ __device__ void quantize_tile(const Producer& producer, int64_t tile_row, uint8_
     // Without TRANSPOSED nothing uses the tiles, and the compiler leaves them out.
     __shared__ __align__(16) TransposeTile tiles[PLANES];
     const ThreadTile thread_tile(tile_row);
-    uint8_t* codes_of_first_row[PLANES];  // row-major ones, of the thread tile; unused if row_major is null
+    // Where the row-major codes of the thread's first row go; unused if row_major is null. (Computed in the
+    // loop below, these addresses would take more instructions.)
+    uint8_t* codes_of_first_row[PLANES];
     for (int p = 0; p < PLANES; p++)
         codes_of_first_row[p] =
             row_major + element_index<PLANES>(thread_tile.row, thread_tile.col, p, producer.plane_cols);

@@ -108,10 +108,10 @@ struct LazyTensor {
     LazyOp op;
     int64_t rows, cols;  // the shape of the result
     TensorRef input{};   // what kernels load: the stored tensor, the norm's input, or gate_up
-    // Norm: these fields of the struct Norm.
+    // Norm: these fields are those of struct Norm.
     const RowStatistics* row_statistics = nullptr;
     const void *weight = nullptr, *bias = nullptr;
-    // Activation, ActivationBackward:
+    // Activation and ActivationBackward:
     bool gated = false;  // the activation is SiLU(gate) x up, not GELU
     TensorRef dact{};    // ActivationBackward: the gradient of the activation's output
 };
