@@ -32,10 +32,10 @@ struct AdamWKernelConstants {
     float root_factor, scaled_eps;
 };
 
-// Eight old elements of a moment, as multiples of a common factor: element j is factor * multiples[j]. The
-// equations multiply it by b1 or b2. So the product of factor and b1 is computed once for all eight elements,
-// and each needs one multiplication less. For example, the magnitude of an element of a moment group in COAT
-// is max * (|y| / FMAX)^(1/k), where y is the value of its code. There the factor is max.
+// Eight old elements of a moment, which share a factor: element j is factor * multiples[j]. This saves a
+// multiplication for each element. The equations multiply it by b1 or b2, and the product of b1 and factor is
+// computed once for all eight. For example, in COAT the magnitude of an element is
+// max * (|y| / FMAX)^(1/k), where y is the value of its code. There the factor is max.
 struct FactoredMoments {
     float factor;
     ChunkValues multiples;
@@ -75,16 +75,13 @@ inline __device__ MAndV<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& 
 //
 // A kernel is compiled for each kind of weights: COAT's by default are Bf16Weights<true>, with masters. (The
 // others can wait: Bf16Weights<false>, without masters, and Fp32Weights.) The template parameter WeightsKind
-// stands for one of them. All have these functions:
-//   constructor       `first` is a position in memory order, from which i counts below
-//   load()            eight weights from position first + i on, and what belongs to their masters
-//   unpack()          these as FP32 values: the masters, if there are any
-//   store()           rounds eight FP32 values to weights and, if they are live, writes them. It raises
-//                     largest_bits, the bits of the largest magnitude of rounded weights so far. (Weights
-//                     that are not live are copies of live ones, so they do not change it.)
-//                     (This can wait: without masters it needs random bits. They follow from `key`, the
-//                     rounding_key() of the update, and from `element`, the number of the first of these
-//                     weights in the flat order. See common/random.h)
+// stands for one of them. All have the functions of Bf16Weights<true>:
+//   constructor   the weights of a parameter, from its memory_offset on
+//   load()        loads eight weights and their remainders, from the parameter's element i on
+//   unpack()      joins them: eight masters
+//   store()       rounds eight masters to weights, and stores weights and remainders if they are live. It
+//                 raises largest_bits, the bits of the largest magnitude of rounded weights so far. (Weights
+//                 that are not live are copies of live ones, so they do not change it.)
 
 // BF16 weights. Rounding adds a number to the bits of an FP32 value, and the upper half of the sum is the
 // weight:
@@ -94,8 +91,11 @@ inline __device__ MAndV<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& 
 //                      So the remainder is the lower half of the master's bits, read as a signed number.
 //                      For example, the master 0x3F8D9000 has the weight 0x3F8E. The remainder is 0x9000,
 //                      read as -0x7000, and 0x3F8E0000 - 0x7000 = 0x3F8D9000
-//   without a master   the number is 16 random bits, so that an update is kept on average. Rounding to
-//                      nearest would lose every update below half the distance to the next BF16 value
+//   without a master   (This can wait.) The number is 16 random bits, so that an update is kept on average.
+//                      Rounding to nearest would lose every update below half the distance to the next BF16
+//                      value. The bits follow from `key`, the rounding_key() of the update, and from
+//                      `element`, the number of the first of the eight weights in the flat order
+//                      (common/random.h)
 template <bool MASTER> struct Bf16Weights {
     using EightOf16Bits = PlainView<bf16>::StoredChunk;  // two in a word
     struct StoredChunk {
@@ -104,9 +104,9 @@ template <bool MASTER> struct Bf16Weights {
     bf16* weights;
     int16_t* remainders;  // null without a master
 
-    __device__ Bf16Weights(const Weights& w, int64_t first)
-        : weights(static_cast<bf16*>(w.values) + first), remainders(MASTER ? w.remainders + first : nullptr) {
-    }
+    __device__ Bf16Weights(const Weights& w, int64_t memory_offset)
+        : weights(static_cast<bf16*>(w.values) + memory_offset),
+          remainders(MASTER ? w.remainders + memory_offset : nullptr) {}
     __device__ StoredChunk load(int64_t i) const {
         StoredChunk loaded{};
         loaded.weights = *reinterpret_cast<const EightOf16Bits*>(weights + i);
@@ -155,8 +155,8 @@ struct Fp32Weights {
     using StoredChunk = PlainView<float>::StoredChunk;
     PlainView<float> weights;
 
-    __device__ Fp32Weights(const Weights& w, int64_t first)
-        : weights{static_cast<float*>(w.values) + first} {}
+    __device__ Fp32Weights(const Weights& w, int64_t memory_offset)
+        : weights{static_cast<float*>(w.values) + memory_offset} {}
     __device__ StoredChunk load(int64_t i) const { return weights.load(i); }
     __device__ void unpack(const StoredChunk& loaded, ChunkValues& v) const { weights.unpack(loaded, v); }
     __device__ void store(int64_t i, const ChunkValues& v, uint64_t, uint64_t, bool live,
