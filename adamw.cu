@@ -518,7 +518,7 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
         const AdamWParam param = arguments.params[i];
         const BundleRange of_param = bundles_of(param);
         if (of_param.begin >= of_block.end) return;
-        if (!in_fp8_moment_groups(param)) continue;
+        if (!param.has_fp8_moment_groups()) continue;
         // What the block has of the parameter.
         const int64_t first_in_param = max(of_block.begin, of_param.begin) - of_param.begin;
         const int64_t end_in_param = min(of_block.end, of_param.end) - of_param.begin;

@@ -63,6 +63,10 @@ struct AdamWParam {
     // Elements before the parameter in the flat order, by which random bits are numbered. (So they do not
     // depend on the number of ranks. With one GPU this is memory_offset.)
     int64_t flat_offset = 0;
+
+    // Whether m and v are FP8 codes in moment groups. Then the kernel of adamw.cu updates the parameter, else
+    // that of gpu/other_optimizers.cu. (m has moment groups if and only if v has them.)
+    COAT_HD bool has_fp8_moment_groups() const { return is_fp8(m.format); }
 };
 
 // What a step knows of its gradients, on the device. It is cleared before the step.

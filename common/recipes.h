@@ -114,8 +114,8 @@ struct OptimizerFormats {
     // The format f of a moment is m_format or v_format; or FP32, for the weights of norms and for biases
     // (Param::moment_format()).
     bool uses_expansion(Format f) const { return expansion && is_fp8(f); }
-    // Whether m and v are FP8 codes in moment groups: adamw.cu has a kernel for such moments. In every row of
-    // the table either both are stored like this, or neither is.
+    // Whether the m and v of a matrix are FP8 codes in moment groups. (In every row of the table either both
+    // are, or neither is.)
     bool has_fp8_moment_groups() const { return is_fp8(m_format) && is_fp8(v_format); }
 };
 

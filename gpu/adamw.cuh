@@ -187,12 +187,8 @@ struct AdamWArguments {
     const GradientState* state;
 };
 
-// Whether adamw.cu updates the parameter. Only m is looked at: where m is in moment groups, v is, too
-// (OptimizerFormats::has_fp8_moment_groups()). Norm weights and biases have FP32 moments with all optimizers.
-inline __device__ bool in_fp8_moment_groups(const AdamWParam& param) { return is_fp8(param.m.format); }
-
-// Updates the other parameters, for which in_fp8_moment_groups() is false (other_optimizers.cu). With the
-// optimizer coat these are norm weights and biases.
+// Updates the parameters without FP8 moment groups (other_optimizers.cu). With the optimizer coat these are
+// norm weights and biases.
 void update_other_params(const OptimizerFormats& optimizer, const AdamWArguments& arguments,
                          cudaStream_t stream);
 

@@ -23,7 +23,7 @@ template <class WeightsKind>
 static __global__ void __launch_bounds__(ADAMW_THREADS)
     update_other_params_kernel(const AdamWArguments arguments) {
     const AdamWParam param = arguments.params[blockIdx.y];
-    if (arguments.state->skip || in_fp8_moment_groups(param)) return;
+    if (arguments.state->skip || param.has_fp8_moment_groups()) return;
     const WeightsKind weights(arguments.weights, param.memory_offset);
     const float clip_factor = arguments.state->clip_factor;
     const float decay = param.decays ? arguments.constants.weight_decay : 0.0f;

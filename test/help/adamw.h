@@ -22,14 +22,9 @@ struct MomentGroup {
 };
 inline std::vector<MomentGroup> moment_groups(const Moment& m) {
     std::vector<MomentGroup> all;
-    const int64_t size = MOMENT_GROUP_SIZE;
-    for (int64_t first = 0; first < m.n; first += size)
-        all.push_back({first, std::min(m.n, first + size), all.size()});
+    for (int64_t first = 0; first < m.n; first += MOMENT_GROUP_SIZE)
+        all.push_back({first, std::min<int64_t>(m.n, first + MOMENT_GROUP_SIZE), all.size()});
     return all;
-}
-inline uint16_t code_of(const Moment& m, int64_t i) {
-    return format_info(m.format).bytes == 1 ? m.elements[i]
-                                            : uint16_t(m.elements[2 * i] | m.elements[2 * i + 1] << 8);
 }
 
 inline Floats load(const Moment& m) {
@@ -43,9 +38,9 @@ inline Doubles load_exactly(const Moment& m) {
     const double fmax = format_info(m.format).fmax;
     for (const MomentGroup& g : moment_groups(m))
         for (int64_t i = g.first; i < g.last; i++) {
-            const double code = reference::decode(m.format, code_of(m, i)),
-                         k = m.expanded ? m.k[g.number] : 1;
-            x[i] = std::copysign(m.maxima[g.number] * std::pow(std::abs(code) / fmax, 1 / k), code);
+            const double y = reference::decode(m.format, m.elements[i]);
+            const double k = m.expanded ? m.k[g.number] : 1;
+            x[i] = std::copysign(m.maxima[g.number] * std::pow(std::abs(y) / fmax, 1 / k), y);
         }
     return x;
 }
@@ -259,9 +254,10 @@ struct MomentCheck {
             double lower, upper;
         } top{0, 0}, low{INFINITY, INFINITY};  // of the largest magnitude, and of the smallest but for zeros
         for (int64_t i = g.first; i < g.last; i++) {
-            const double size = std::abs(exact[i]), error = SLACK * (lost + U * cancellation(i)) * size;
-            const Limits limits{std::max(size - error, 0x1p-149), size + error};
-            if (size == 0) continue;
+            const double magnitude = std::abs(exact[i]);
+            const double error = SLACK * (lost + U * cancellation(i)) * magnitude;
+            const Limits limits{std::max(magnitude - error, 0x1p-149), magnitude + error};
+            if (magnitude == 0) continue;
             top = {std::max(top.lower, limits.lower), std::max(top.upper, limits.upper)};
             low = {std::min(low.lower, limits.lower), std::min(low.upper, limits.upper)};
         }
@@ -288,7 +284,6 @@ struct MomentCheck {
     // The codes of a moment group. Returns how many are wrong.
     int64_t wrong_codes(const MomentGroup& g, bool keep_positive) const {
         const double fmax = format_info(got.format).fmax;
-        const uint16_t sign = 0x80;
         const float max = got.maxima[g.number], k = got.expanded ? got.k[g.number] : 1;
         const float scale = reference::scale_of(TensorFormat{got.format}, max);
         const bool expands = got.expanded && max > 0;
@@ -308,12 +303,14 @@ struct MomentCheck {
             const auto encoded = [&](double factor) {
                 return reference::encode(got.format, float(std::min(fmax, y[i - g.first] * factor)));
             };
-            const uint16_t code = code_of(got, i), magnitude = code & (sign - 1);
+            const uint8_t code = got.elements[i];
+            const int code_without_sign = code & 0x7F;
+            const bool has_sign = code & 0x80;
             const bool positive = keep_positive && exact[i] > 0;
             const int low = encoded(std::max(0.0, 1 - error)), high = encoded(1 + error);
-            wrong += magnitude < (positive && in_float[i] > 0 ? std::max(low, 1) : low);
-            wrong += magnitude > (positive ? std::max(high, 1) : high);
-            wrong += error < 1 && magnitude > 0 && (code & sign) != (exact[i] < 0 ? sign : 0);
+            wrong += code_without_sign < (positive && in_float[i] > 0 ? std::max(low, 1) : low);
+            wrong += code_without_sign > (positive ? std::max(high, 1) : high);
+            wrong += error < 1 && code_without_sign > 0 && has_sign != (exact[i] < 0);
         }
         return wrong;
     }
