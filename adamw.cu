@@ -4,18 +4,22 @@
 // One kernel clips the gradients, decodes m and v, updates m, v and the weights in FP32 by the equations of
 // gpu/adamw.cuh, and encodes the new m and v.
 //
-// This file goes from small to large. Each part has a piece of a parameter, and says who updates it:
+// This file goes from small to large. Its words for the pieces of a parameter:
 //
-//   part   piece                                      updated by
-//   1      an element: dynamic range expansion
-//   2      eight consecutive elements                 a thread
-//   3      a span: 128 consecutive elements           half a warp: 16 lanes
-//   4      a bundle: eight consecutive spans          a warp
-//   5      a range of the bundles of all parameters   a thread block: eight warps
+//   part   word           what it is                                       updated by
+//   1      element        a weight, with its m and v
+//   2      chunk          eight consecutive elements                       a thread
+//   3      span           128 consecutive elements                         half a warp: 16 lanes
+//          moment group   the m of a span, or its v
+//          field          max or k of a moment group: a span has four
+//   4      pair           two neighbouring spans                           a warp
+//          bundle         eight consecutive spans                          a warp, one pair after the other
+//   5      the bundles of all parameters                                   thread blocks of eight warps
 //   6      moments without expansion (this can wait)
 //   7      the launch
 //
-// The m of a span are one moment group, and its v another.
+// Elements, spans and bundles are counted from the beginning of their parameter. Part 5 also numbers the
+// bundles of all parameters.
 //
 // Which bytes move. An update moves 14.25 bytes for each element:
 //   2 x 6.125   read and written: the BF16 weight (2), the remainder of its FP32 master (2), m (1), v (1),
@@ -205,8 +209,8 @@ template <bool IS_V> struct ExpansionCodec {
 // ===========================================================================================================
 // 3. A span, which half a warp updates
 //
-// A span is 128 consecutive elements of a parameter. Each of 16 lanes has eight of them. A warp updates two
-// neighbouring spans at the same time:
+// Each of 16 lanes has eight elements of a span. A warp updates two neighbouring spans, a pair, at the same
+// time:
 //
 //   lane        0       1        ...   15            16      17       ...   31
 //   elements    0 - 7   8 - 15         120 - 127     0 - 7   8 - 15         120 - 127
@@ -214,7 +218,7 @@ template <bool IS_V> struct ExpansionCodec {
 
 constexpr int LANES_PER_SPAN = MOMENT_GROUP_SIZE / CHUNK_SIZE;  // 16
 
-// The four fields of a span: max and k of its m, and max and k of its v.
+// The four fields of a span.
 using SpanFields = MAndV<MaxAndK>;
 
 // max and k of a moment group, from its new elements x in 16 lanes. Magnitudes are compared by their bits,
@@ -312,7 +316,6 @@ __device__ SpanFields update_span(const ElementsOfThread<WeightsKind>& elements,
     const MAndV<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
     const SpanFields new_fields{.m = max_and_k_of_new_moments<MCodec>(moments.m),
                                 .v = max_and_k_of_new_moments<VCodec>(moments.v)};
-
     const MAndV<uint2> codes{.m = MCodec::encode(moments.m, new_fields.m),
                              .v = VCodec::encode(moments.v, new_fields.v)};
     elements.store(span, w, codes, largest_bits);
