@@ -523,11 +523,10 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
         if (of_param.begin >= of_block.end) return;
         if (!param.has_fp8_moment_groups()) continue;
         // What the block has of the parameter.
-        const int64_t first_in_param = max(of_block.begin, of_param.begin) - of_param.begin;
-        const int64_t end_in_param = min(of_block.end, of_param.end) - of_param.begin;
+        const int first_in_param = static_cast<int>(max(of_block.begin, of_param.begin) - of_param.begin);
+        const int end_in_param = static_cast<int>(min(of_block.end, of_param.end) - of_param.begin);
         const uint32_t largest_bits = update_bundles<WeightsKind, MCodec, VCodec>(
-            arguments, param, static_cast<int>(first_in_param) + warp, static_cast<int>(end_in_param),
-            tables);
+            arguments, param, first_in_param + warp, end_in_param, tables);
         if (param.weight_amax) update_amax_by_warp(param.weight_amax, largest_bits);
     }
 }
@@ -538,6 +537,17 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
 // A moment group has one scale, max / FMAX, and no k.
 template <bool IS_V> struct CodecWithoutExpansion {
     static __device__ float k_of(float, float) { return 1.0f; }  // nobody stores or reads it
+
+    // The factor is the scale.
+    static __device__ FactoredMoments decode(uint2 codes, const MaxAndK& max_and_k, const Table& table) {
+        FactoredMoments moments;
+        moments.factor = scale_of(E4M3_FMAX, max_and_k.max);
+        for (int j = 0; j < CHUNK_SIZE; j++) {
+            const uint32_t code = code_of(codes, j);
+            moments.multiples[j] = with_sign<IS_V>(table[code % CODES_WITHOUT_SIGN], code);
+        }
+        return moments;
+    }
 
     static __device__ uint2 encode(const ChunkValues& x, const MaxAndK& max_and_k) {
         const float inverse_scale = __frcp_rn(scale_of(E4M3_FMAX, max_and_k.max));
@@ -551,17 +561,6 @@ template <bool IS_V> struct CodecWithoutExpansion {
     }
 
     static __device__ float table_entry(uint32_t code) { return decode_two(/*e5m2=*/false, code).x; }
-
-    // The factor is the scale.
-    static __device__ FactoredMoments decode(uint2 codes, const MaxAndK& max_and_k, const Table& table) {
-        FactoredMoments moments;
-        for (int j = 0; j < CHUNK_SIZE; j++) {
-            const uint32_t code = code_of(codes, j);
-            moments.multiples[j] = with_sign<IS_V>(table[code % CODES_WITHOUT_SIGN], code);
-        }
-        moments.factor = scale_of(E4M3_FMAX, max_and_k.max);
-        return moments;
-    }
 };
 
 // ===========================================================================================================

@@ -1,5 +1,5 @@
 // adamw.h - the optimizer of section 4 of the paper on the GPU: weights and moments in memory, and their
-// update (kernels: adamw.cu; for other moments than COAT's, gpu/other_optimizers.cu). The rules of
+// update (kernels: adamw.cu; for moments in FP32 or BF16, gpu/other_optimizers.cu). The rules of
 // gpu/tensors.h hold here.
 //
 // Weights, masters, moments and the gradients that AdamW reads lie in memory order: all parameters one after
