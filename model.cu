@@ -101,7 +101,7 @@ using namespace gpu;
 //        gate and up of a      gate and up         -                     the row-major codes of dgate_up;
 //        layer                                                           then dqkv
 //        activations of later  what forward saves  -                     gradients of weights, in most runs
-//        layers                                                          (gpu/memory_map.h)
+//        layers                                                          (gpu/memory_layout.h)
 //        logits                -                   logits, then their    -
 //                                                  gradients
 //

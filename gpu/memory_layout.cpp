@@ -56,8 +56,8 @@ int64_t gradients_offset(const RunSettings& s) {
     const int64_t bytes_per_gradient = format_info(gradient_format(s)).bytes;
     int64_t offset = 0;
     for (size_t i = 0; i < params.size(); i++) {
-        // Gradient i begins at offset + memory_offset * bytes_per_gradient: after needed_bytes, or right
-        // there
+        // Gradient i begins at offset + memory_offset * bytes_per_gradient, which must be at least
+        // needed_bytes
         const int64_t needed_bytes = layers_alive(config, params[i]) * layer_bytes;
         offset = std::max(offset, needed_bytes - places[i].memory_offset * bytes_per_gradient);
     }

@@ -35,7 +35,7 @@ static void allocate_moments(MemoryMap& map, GpuContext& context, const std::vec
     map.moments_bytes = arena.allocate(0) - static_cast<uint8_t*>(map.moments_begin);
 }
 
-// Allocates the saved activations and the gradients, as in the drawing of gpu/memory_map.h.
+// Allocates the saved activations and the gradients, as in the drawing of gpu/memory_layout.h.
 static void allocate_activations_and_gradients(MemoryMap& map, GpuContext& context,
                                                const std::vector<ParamPlace>& places) {
     const RunSettings& s = context.settings;

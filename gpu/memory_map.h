@@ -12,7 +12,7 @@ namespace coat::gpu {
 
 // What a step finds out, on the device. The host clears it before the step and fetches it at the end.
 struct StepOutcome {
-    double loss;                   // the sum of the losses so far, times StepExchange::loss_weight
+    double loss;                   // the sum of the losses so far, times loss_weight: see StepExchange
     double loss_or_nan;            // `loss`; or NaN, if an amax was not finite. Then the step is skipped
     GradientState gradient_state;  // sum_of_squares, norm, clip_factor, skip
     uint32_t empty_histories;      // delayed scaling: how many operands have had no amax yet
@@ -28,35 +28,13 @@ struct StepExchange {
     QuantStats quant_stats[int(MeasuredKind::Moment1)];
 };
 
-// The map: where everything is that lasts for the run. The members have the order of the memory. After the
-// last of them comes what a step allocates where it uses it (Arena::Scope): the operands of one linear layer,
-// gradients of activations, logits. (If a run caches the FP8 codes of all weights, these come before that.)
+// The map: where everything is that lasts for the run. The members have the order of the memory. Behind them
+// lies the stack: what a step allocates where it uses it (Arena::Scope), such as the operands of one linear
+// layer, gradients of activations, and logits. (The FP8 codes of all weights lie in between, if a run caches
+// them.)
 //
-// Gradients of weights. Backward writes them where the update reads them. Usually they lie over the saved
-// activations. Forward writes the layers from left to right, and backward needs them from right to left. The
-// drawing, which is not to scale, shows Llama-2-7B with 8 x 2048 tokens. The activations of a layer take
-// 1.1 GB, and its gradients 0.4 GB. 0 GB is where saved_activations begins:
-//
-//   0 GB                                 22.3 GB                      35.1 GB
-//   +---------+---------+-------------+----------+---------+----------+
-//   | layer 0 | layer 1 |     ...     | layer 20 |   ...   | layer 31 |  activations
-//   +---------+---------+-------------+----------+---------+----------+
-//                                        +-----------+---------+------+----------+------------+------+
-//                                        | embedding | layer 0 | ...  | layer 31 | final norm | head |
-//                                        +-----------+---------+------+----------+------------+------+
-//                                        ^ gradients_offset()         ^ the end of all activations, where
-//                                                                       the gradients of layer 31 begin
-//
-// The gradients begin as far left as possible. There are these conditions:
-//   - The gradients of layer l begin after the activations of the layers 0 to l, or later. Backward still
-//     needs these activations when it writes the gradients.
-//   - The gradients of the final norm and of the head begin after all activations, or later.
-//   - The gradient of the embedding may begin anywhere, because backward writes it last.
-// In the drawing layer 31 decides. Its gradients cannot begin before the end of all activations, and the
-// gradients of all earlier layers lie before its own.
-//
-// (This can wait: gpu/memory_map.cpp says where gradients lie with several micro-batches in a step, with a
-// tied head, with --gradients none, and with several ranks.)
+// Backward writes the gradients of weights where the update reads them. Usually they lie over the saved
+// activations, as in the drawing of gpu/memory_layout.h.
 struct MemoryMap {
     StepExchange* step_exchange;
     StepOutcome* outcome() const { return &step_exchange->outcome; }  // on the device
@@ -69,14 +47,14 @@ struct MemoryMap {
     // In memory order (adamw.h)
     Weights owned_weights;
     AdamWParam* adamw_params;    // AdamW's table of parameters
-    TensorScale* scale_entries;  // (scale_entry_count): gpu/scale_table.h
-    int64_t scale_entry_count;
-    float* histories;       // with delayed scaling: (scale_entry_count, Recipe::history_steps)
-    void* moments_begin;    // where all moments begin, with their max and k
-    int64_t moments_bytes;  // how many bytes they take together
+    TensorScale* scale_entries;  // (scale_entry_count): the ScaleTable (gpu/scale_table.h)
+    int64_t scale_entry_count;   // three for each linear layer
+    float* histories;            // with delayed scaling: (scale_entry_count, Recipe::history_steps)
+    void* moments_begin;         // where all moments begin, with their max and k
+    int64_t moments_bytes;       // how many bytes they take together
     std::vector<MomentRef> first_moments, second_moments;  // by parameter, whose m and v lie together
 
-    uint8_t* saved_activations;                 // L layers of saved_layer_bytes(), and mostly the gradients
+    uint8_t* saved_activations;                 // L layers of saved_layer_bytes(); usually also gradients
     std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
     std::vector<uint8_t*> gradients_to_write;   // by bucket: what backward writes; with one rank the same
 
