@@ -86,9 +86,11 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
     void* transposed = nullptr;
     if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(format, cols, rows));
 
-    TensorScale* const by_kind[] = {x_tensor_scale_, w_tensor_scale_, g_tensor_scale_};
-    const TensorRef tensor{
-        .data = row_major, .rows = rows, .cols = cols, .format = format, .tensor_scale = by_kind[int(kind)]};
+    const TensorRef tensor{.data = row_major,
+                           .rows = rows,
+                           .cols = cols,
+                           .format = format,
+                           .tensor_scale = shared_.scale_table.of_operand(kind, linear_layer_index_)};
     // Both forms share the one scale of the tensor. (BF16 and FP32 count as PER_TENSOR. They have no scale,
     // and no transposed form.)
     if (format.granularity == PER_TENSOR)

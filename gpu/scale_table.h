@@ -57,11 +57,9 @@ private:
     const int64_t entry_count_;
     float* const histories_;
 
-    // The index of an operand in the table.
+    // The index of an operand in the table: OperandKind is W, X, G.
     int64_t index_of(OperandKind o, int64_t linear_layer) const {
-        // By OperandKind, which is X, W, G: how many of the three parts lie before it.
-        constexpr int64_t KINDS_BEFORE[] = {1, 0, 2};
-        return KINDS_BEFORE[int(o)] * linear_layer_count + linear_layer;
+        return int64_t(o) * linear_layer_count + linear_layer;
     }
     void clear_amaxes(int64_t first) const;  // of the entries from number `first` on
     void clear_histories();
