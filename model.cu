@@ -433,7 +433,7 @@ public:
     // The embedding: a row of the weight for each token, and in GPT-2 a row for its position. The sum is
     // saved as the input of the first norm 1.
     void embed_and_save(ResidualStream& residual, const ResidualNorm& first_norm) {
-        sharding_.gather_weights(Sharding::EMBEDDING_GATHER_UNIT, Direction::Forward);
+        sharding_.gather_weights(Sharding::EMBEDDING_WEIGHT_SET, Direction::Forward);
         const TensorRef positions = rotary_ ? TensorRef{} : weight(parameter_state_.param_index("positions"));
         embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T, first_norm.args,
               residual.plain_sum_before(first_norm), first_norm.output_amax_to_raise(), stream_);
@@ -586,7 +586,7 @@ public:
         const Arena::Scope scope(arena_);
         const TensorRef dnorm_output = allocate_tensor(micro_batch_.N, config_.C);
         // (Several ranks: the direction says whose weights are gathered next, here those of the last layer)
-        sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Backward);
+        sharding_.gather_weights(sharding_.head_weight_set(), Direction::Backward);
         sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
         // (If head_sum_in_fp32_, dweight is a temporary FP32 sum, which is rounded at the end)
         const TensorRef dweight = head_sum_in_fp32_ ? make_head_gradient_in_fp32() : gradient(head_index_);
@@ -918,7 +918,7 @@ public:
     // Adds the losses to memory_.outcome()->loss.
     void loss_without_gradients() {
         const Arena::Scope scope(arena_);
-        sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Forward);
+        sharding_.gather_weights(sharding_.head_weight_set(), Direction::Forward);
         for (int64_t first = 0; first < micro_batch_.N; first += HEAD_SLICE_TOKENS) {
             const Arena::Scope slice_scope(arena_);
             const TensorRef logits = make_norm_output_and_logits(first, tokens_in_slice(first)).logits;
@@ -931,7 +931,7 @@ public:
     // is free between GEMMs.
     const float* last_logits() {
         const Arena::Scope scope(arena_);
-        sharding_.gather_weights(sharding_.head_gather_unit(), Direction::Forward);
+        sharding_.gather_weights(sharding_.head_weight_set(), Direction::Forward);
         const TensorRef logits = make_norm_output_and_logits(/*first=*/micro_batch_.N - 1, /*n=*/1).logits;
         const TensorRef fp32_logits{
             .data = gemms_.scratch, .rows = 1, .cols = logits.cols, .format = PLAIN_FP32};

@@ -16,8 +16,8 @@ ReceivedBytes received_bytes(const RunSettings& s) {
     const std::vector<Param> params = parameters(s.config);
     for (const BucketRange& b : bucket_ranges(params)) {
         int64_t elements = 0;  // the most that a rank owns of the bucket
-        // A gather unit's matrices are in one bucket. The vectors of the bucket count here, too, but they are
-        // small
+        // The matrices of a weight set are in one bucket. The vectors of the bucket count here, too, but they
+        // are small
         int64_t gathered = 0;
         for (size_t i = b.first_param; i < b.end_param; i++) {
             const int64_t most_units = ceil_div(ceil_div(params[i].size(), UNIT_SIZE), s.ranks);

@@ -16,11 +16,11 @@ GradientBufferSizes gradient_buffer_sizes(const RunSettings& s);
 // -----------------------------------------------------------------------------------------------------------
 // Several GPUs
 
-// What a rank receives of the others at a time: gradients, and weights. A gather unit is a part of the model
-// whose weights the ranks gather at a time: the embeddings, a linear layer, or the head (gpu/sharding.h).
+// What a rank receives of the others at a time: gradients of a bucket, and a weight set, which is the
+// matrices that are gathered together (gpu/sharding.h).
 struct ReceivedBytes {
     int64_t gradients = 0;  // the most bytes that it receives of a bucket's gradients
-    int64_t matrices = 0;   // the most bytes that the gathered matrices of a gather unit take
+    int64_t matrices = 0;   // the most bytes that a weight set takes
 };
 ReceivedBytes received_bytes(const RunSettings& s);
 // The bytes from the beginning of a gathered matrix to that of the next one.

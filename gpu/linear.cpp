@@ -112,7 +112,7 @@ Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, Ge
 // reads. (Delayed scaling: the update leaves no amax of w. So it is computed here, as long as some history of
 // amaxes is empty.)
 Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
-    shared_.sharding.gather_weights(Sharding::gather_unit_of(linear_layer_index_),
+    shared_.sharding.gather_weights(Sharding::weight_set_of(linear_layer_index_),
                                     gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);
     if (shared_.caches_weights) return cached_w_operand_;
     const TensorRef w = shared_.parameter_state.weights[weight_index_];

@@ -21,7 +21,7 @@
 // Arena::Scope in which its memory was taken.
 //
 // (Several GPUs: gather_weights() waits for the weight. This function is in gpu/sharding.h, with Direction
-// and gather_unit_of(). With one GPU it does nothing.)
+// and weight_set_of(). With one GPU it does nothing.)
 #pragma once
 #include <optional>
 

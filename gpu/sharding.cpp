@@ -32,18 +32,19 @@ public:
         : Sharding(scale_table.linear_layer_count), settings_(context.settings), context_(context),
           memory_(memory), parameter_state_(parameter_state), scale_table_(scale_table),
           compute_stream_(context.stream), comm_stream_(transport == nullptr),
-          transport_(std::move(transport)), matrices_(size_t(head_gather_unit()) + 1) {
+          transport_(std::move(transport)), matrices_(size_t(head_weight_set()) + 1) {
         list_matrices();
         if (transport_) transport_->attach(context.arena.begin(), memory.received.flags, comm_stream_);
     }
 
     // --- Weights
-    void gather_weights(int64_t gather_unit, Direction direction) override {
-        gather(gather_unit);
-        is_gathered_[gather_unit % 2].make_wait(compute_stream_);
-        // In backward the first linear layer is the last gather unit: the embeddings are not read again.
-        const int64_t next = direction == Direction::Forward ? gather_unit + 1 : gather_unit - 1;
-        if (next > EMBEDDING_GATHER_UNIT && next <= head_gather_unit()) gather(next);
+    void gather_weights(int64_t weight_set, Direction direction) override {
+        gather(weight_set);
+        is_gathered_[weight_set % 2].make_wait(compute_stream_);
+        // In backward the weight set of the first linear layer is the last: the embeddings are not read
+        // again.
+        const int64_t next = direction == Direction::Forward ? weight_set + 1 : weight_set - 1;
+        if (next > EMBEDDING_WEIGHT_SET && next <= head_weight_set()) gather(next);
     }
     void combine_amaxes_of_ranks() override {
         // Of all w, which are first in the table; with delayed scaling of all operands
@@ -57,7 +58,7 @@ public:
                        compute_stream_);
     }
     void forget_gathered_weights() override {
-        for (int64_t& gather_unit : in_buffer_) gather_unit = NONE;
+        for (int64_t& weight_set : in_buffer_) weight_set = NONE;
     }
     QuantStats sum_weight_quant_stats(const QuantStats& mine) const override {
         if (!sends_codes()) return mine;
@@ -123,16 +124,16 @@ private:
     const cudaStream_t compute_stream_;
     const Stream comm_stream_;
     const std::shared_ptr<Transport> transport_;  // null in a dry run: nothing travels
-    std::vector<std::vector<size_t>> matrices_;   // by gather unit: the parameters that it gathers
+    std::vector<std::vector<size_t>> matrices_;   // by weight set: its parameters
     // Whether weights of linear layers can travel as FP8 codes: if they have one scale per tensor, which
     // every rank knows before it has the whole weight.
     const bool codes_travel_ =
         linear_formats(settings_).w.is_fp8() && settings_.recipe.w.granularity == PER_TENSOR;
     Event launched_so_far_, sent_so_far_;
     Event is_sent_[3];  // by buffer of gradients: its gradients are sent, so it may be written again
-    // By buffer of weights, of even and of odd gather units: the gather unit in it is gathered
+    // By buffer of weights, one for even and one for odd weight sets: the weight set in it is gathered
     Event is_gathered_[2];
-    int64_t in_buffer_[2] = {NONE, NONE};  // by buffer of weights: the gather unit in it
+    int64_t in_buffer_[2] = {NONE, NONE};  // by buffer of weights: the weight set in it
 
     // What is put on the stream from now on runs after what the computation has launched so far.
     void wait_for_compute() {
@@ -191,26 +192,26 @@ private:
         for (size_t i = 0; i < parameter_state_.params.size(); i++) {
             const Param& p = parameter_state_.params[i];
             if (p.is_vector()) continue;
-            int64_t gather_unit = EMBEDDING_GATHER_UNIT;
-            if (p.is_linear_weight()) gather_unit = gather_unit_of(parameter_state_.linear_layer_index(i));
-            else if (p.role == Role::Head) gather_unit = head_gather_unit();
-            matrices_[size_t(gather_unit)].push_back(i);
+            int64_t weight_set = EMBEDDING_WEIGHT_SET;
+            if (p.is_linear_weight()) weight_set = weight_set_of(parameter_state_.linear_layer_index(i));
+            else if (p.role == Role::Head) weight_set = head_weight_set();
+            matrices_[size_t(weight_set)].push_back(i);
         }
         if (settings_.config.tied) matrices_.back() = {parameter_state_.param_index("embedding")};
     }
-    // Gathers the matrices of a gather unit, unless they are in its buffer.
-    void gather(int64_t gather_unit) {
-        if (in_buffer_[gather_unit % 2] == gather_unit) return;
-        uint8_t* to = memory_.received.matrices[gather_unit % 2];
+    // Gathers a weight set, unless it is in its buffer.
+    void gather(int64_t weight_set) {
+        if (in_buffer_[weight_set % 2] == weight_set) return;
+        uint8_t* to = memory_.received.matrices[weight_set % 2];
         std::vector<Transfer> transfers;
         wait_for_compute();
-        for (size_t i : matrices_[size_t(gather_unit)]) {
+        for (size_t i : matrices_[size_t(weight_set)]) {
             parameter_state_.weights[i] = begin_to_gather(i, to, transfers);
             to += gathered_bytes(settings_, parameter_state_.params[i]);
         }
         send(transfers);
-        is_gathered_[gather_unit % 2].record(comm_stream_);
-        in_buffer_[gather_unit % 2] = gather_unit;
+        is_gathered_[weight_set % 2].record(comm_stream_);
+        in_buffer_[weight_set % 2] = weight_set;
     }
     // Writes this rank's part of a matrix to its place in the whole, which begins at `to`, and adds the
     // transfers of all parts. Returns the whole. What travels are FP8 codes, which each rank makes from its

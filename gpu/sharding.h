@@ -17,16 +17,15 @@ public:
     explicit Sharding(int64_t linear_layers) : linear_layers_(linear_layers) {}
     virtual ~Sharding() = default;
 
-    // --- Weights, which are gathered by gather unit: the embeddings, each linear layer, the head, counted in
-    // the order of forward
-    static constexpr int64_t EMBEDDING_GATHER_UNIT = 0;
-    static int64_t gather_unit_of(int64_t linear_layer) { return linear_layer + 1; }
-    int64_t head_gather_unit() const { return gather_unit_of(linear_layers_); }
-    // To be called before the launch of what reads the weights of a gather unit. Makes the computation's
-    // stream wait until these weights are gathered, enters them in ParameterState::weights, and begins to
-    // gather those of the next gather unit: in forward the gather unit after this one, in backward the gather
-    // unit before it.
-    virtual void gather_weights(int64_t /*gather_unit*/, Direction) {}
+    // --- Weights. A weight set is the matrices that are gathered together: those of the embeddings, of one
+    // linear layer, or of the head. Weight sets are counted in the order of forward
+    static constexpr int64_t EMBEDDING_WEIGHT_SET = 0;
+    static int64_t weight_set_of(int64_t linear_layer) { return linear_layer + 1; }
+    int64_t head_weight_set() const { return weight_set_of(linear_layers_); }
+    // To be called before the launch of what reads a weight set. Makes the computation's stream wait until
+    // these weights are gathered, writes their addresses and formats to ParameterState::weights, and begins
+    // to gather the next weight set: in forward the one after this, in backward the one before it.
+    virtual void gather_weights(int64_t /*weight_set*/, Direction) {}
     // To be called after the weights have changed, or before the scale of their codes changes: what was
     // gathered before is gathered again when it is needed.
     virtual void forget_gathered_weights() {}
@@ -64,8 +63,7 @@ private:
 //
 //   gradients   after a bucket's backward: each rank sends to every other rank the gradients that the
 //               receiver owns. The receiver adds them in the order of the ranks, in FP32, and rounds once.
-//   weights     while one gather unit computes, the matrices of the gather unit that comes next are gathered,
-//               in another buffer.
+//   weights     while one weight set is computed with, the next one is gathered in another buffer.
 //
 // So R ranks with a micro-batch each get the same bits as one GPU with R micro-batches, if two things hold:
 // sums are in FP32, and a micro-batch adds to each gradient once. (It adds more often to a tied embedding,
