@@ -70,7 +70,7 @@
 #include "gpu/linear.h"
 #include "gpu/named_memory.h"
 #include "gpu/norm.h"
-#include "gpu/parameter_state.h"
+#include "gpu/parameter_tensors.h"
 #include "gpu/quant_report.h"
 #include "gpu/sharding.h"
 
@@ -110,7 +110,7 @@ using namespace gpu;
 
 // A layer of the transformer.
 struct Layer {
-    // The weights of the norms, as indices into ParameterState::params (gpu/parameter_state.h).
+    // The weights of the norms, as indices into ParameterTensors::params (gpu/parameter_tensors.h).
     size_t norm1_weight_index, norm2_weight_index;
     // Only Qwen3 has norms of the heads of q and k: qk_norms.
     std::optional<size_t> qk_norms_weight_index = std::nullopt;
@@ -123,7 +123,7 @@ struct Layer {
 // A norm of the residual stream, between two linear layers.
 struct ResidualNorm {
     Norm args;            // as kernels are given it; args.input is the norm's saved input
-    size_t weight_index;  // the index of the norm's weight in ParameterState::params
+    size_t weight_index;  // the index of the norm's weight in ParameterTensors::params
     // The linear layer whose output was added to the residual stream last. In backward this linear layer
     // reads the gradient that the norm computes. Null for the first norm 1: the embedding comes before it.
     LinearLayer* linear_before;
@@ -196,7 +196,7 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 //   needs_amax_before_codes()       LinearLayerContext     true
 //   extra_amax_passes_              LinearLayer            false; over_g of gate_up_proj is true
 //   is_read_as_stored()             LinearLayer            false
-//   bias_index()                    ParameterState         nothing, for all weights
+//   bias_index()                    ParameterTensors         nothing, for all weights
 //   delayed()                       ScaleTable             false
 //   any_empty_history               ScaleTable             false
 //   sends_gradients()               Sharding               false
@@ -220,17 +220,17 @@ class Network {
     Arena& arena_ = context_.arena;
     const MemoryMap& memory_;  // where everything is that lasts for the run
     ScaleTable& scale_table_;
-    ParameterState& parameter_state_;
+    ParameterTensors& parameter_tensors_;
     Sharding& sharding_;  // the other GPUs
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     LinearLayerContext linear_layer_context_;
     std::vector<Layer> layers_;
     MicroBatch micro_batch_{.B = 0, .T = 0};  // what is computed now: see begin_micro_batch()
 
-    // Weights, as indices into ParameterState::params. A tied head has the index of the embedding.
-    const size_t embedding_index_ = parameter_state_.param_index("embedding");
-    const size_t final_norm_weight_index_ = parameter_state_.param_index("final_norm.weight");
-    const size_t head_index_ = parameter_state_.param_index(config_.tied ? "embedding" : "head");
+    // Weights, as indices into ParameterTensors::params. A tied head has the index of the embedding.
+    const size_t embedding_index_ = parameter_tensors_.param_index("embedding");
+    const size_t final_norm_weight_index_ = parameter_tensors_.param_index("final_norm.weight");
+    const size_t head_index_ = parameter_tensors_.param_index(config_.tied ? "embedding" : "head");
 
     // What kind of model it is.
     const bool rotary_ = config_.arch.rope;        // RoPE; GPT-2 has learned positions
@@ -263,10 +263,11 @@ class Network {
 
 public:
     Network(GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table,
-            ParameterState& parameter_state, Sharding& sharding, bool cache_weights)
-        : context_(context), memory_(memory), scale_table_(scale_table), parameter_state_(parameter_state),
+            ParameterTensors& parameter_tensors, Sharding& sharding, bool cache_weights)
+        : context_(context), memory_(memory), scale_table_(scale_table),
+          parameter_tensors_(parameter_tensors),
           sharding_(sharding), linear_layer_context_{.gpu_context = context,
-                                                     .parameter_state = parameter_state,
+                                                     .parameter_tensors = parameter_tensors,
                                                      .scale_table = scale_table,
                                                      .sharding = sharding,
                                                      .gemms = gemms_,
@@ -281,8 +282,8 @@ public:
 
     // The weight of the parameter with this index, as forward and backward read it; and its gradient, where
     // backward writes it.
-    const TensorRef& weight(size_t i) const { return parameter_state_.weights[i]; }
-    const TensorRef& gradient(size_t i) const { return parameter_state_.gradients[i]; }
+    const TensorRef& weight(size_t i) const { return parameter_tensors_.weights[i]; }
+    const TensorRef& gradient(size_t i) const { return parameter_tensors_.gradients[i]; }
     // Whether GEMMs overwrite gradients: in the first micro-batch. In later ones they add to the gradients.
     // (With several ranks they always overwrite: backward writes to a buffer, from which the gradients are
     // sent, and the sums of the step lie elsewhere.)
@@ -303,7 +304,7 @@ public:
     Layer make_layer(int64_t l) {
         const int64_t N = settings_.B * settings_.T;
         auto index = [&](const char* param) {
-            return parameter_state_.param_index(concat("layers.", l, ".", param));
+            return parameter_tensors_.param_index(concat("layers.", l, ".", param));
         };
         auto linear = [&](const char* weight, ExtraAmaxPasses extra_amax_passes) {
             return LinearLayer(linear_layer_context_, index(weight), extra_amax_passes);
@@ -346,7 +347,7 @@ public:
 
     // The norms of the residual stream, with their inputs. norm1_of(l) and norm2_of(l) are those of layer l.
     Norm norm_args(size_t weight_index, const TensorRef& input) const {
-        const std::optional<size_t> bias_index = parameter_state_.bias_index(weight_index);
+        const std::optional<size_t> bias_index = parameter_tensors_.bias_index(weight_index);
         return {.input = input,
                 .weight = weight(weight_index).data,
                 .bias = bias_index ? weight(*bias_index).data : nullptr,
@@ -434,7 +435,8 @@ public:
     // saved as the input of the first norm 1.
     void embed_and_save(ResidualStream& residual, const ResidualNorm& first_norm) {
         sharding_.gather_weights(Sharding::EMBEDDING_WEIGHT_SET, Direction::Forward);
-        const TensorRef positions = rotary_ ? TensorRef{} : weight(parameter_state_.param_index("positions"));
+        const TensorRef positions =
+            rotary_ ? TensorRef{} : weight(parameter_tensors_.param_index("positions"));
         embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T, first_norm.args,
               residual.plain_sum_before(first_norm), first_norm.output_amax_to_raise(), stream_);
         residual.advance_to(first_norm);
@@ -553,11 +555,12 @@ public:
     }
     // Does what the last row of the table says.
     void clear_gradients_that_no_gemm_writes(int64_t bucket) const {
-        const BucketRange& range = parameter_state_.buckets[bucket];
+        const BucketRange& range = parameter_tensors_.buckets[bucket];
         for (size_t i = range.first_param; i < range.end_param; i++) {
-            const Param& p = parameter_state_.params[i];
+            const Param& p = parameter_tensors_.params[i];
             if (!p.is_linear_weight() && i != head_index_)
-                clear_async(gradient(i).data, p.padded_size() * parameter_state_.bytes_per_gradient, stream_);
+                clear_async(gradient(i).data, p.padded_size() * parameter_tensors_.bytes_per_gradient,
+                            stream_);
         }
     }
 
@@ -574,7 +577,8 @@ public:
             update_buckets(*micro_batch_.update_in_backward, bucket, bucket + 1);
         }
         // measure_quantization(): what storing the moments would lose is measured
-        if (context_.quant_report) parameter_state_.measure_moment_errors_of(bucket, *context_.quant_report);
+        if (context_.quant_report)
+            parameter_tensors_.measure_moment_errors_of(bucket, *context_.quant_report);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -587,7 +591,7 @@ public:
         const TensorRef dnorm_output = allocate_tensor(micro_batch_.N, config_.C);
         // (Several ranks: the direction says whose weights are gathered next, here those of the last layer)
         sharding_.gather_weights(sharding_.head_weight_set(), Direction::Backward);
-        sharding_.wait_for_gradient_buffer(parameter_state_.params[head_index_].bucket);
+        sharding_.wait_for_gradient_buffer(parameter_tensors_.params[head_index_].bucket);
         // (If head_sum_in_fp32_, dweight is a temporary FP32 sum, which is rounded at the end)
         const TensorRef dweight = head_sum_in_fp32_ ? make_head_gradient_in_fp32() : gradient(head_index_);
         for (int64_t first = 0; first < micro_batch_.N; first += HEAD_SLICE_TOKENS)
@@ -596,7 +600,7 @@ public:
         if (head_sum_in_fp32_) write_values(lazy_load(dweight), gradient(head_index_), stream_);
         // final norm: the gradient of the residual stream begins here. The gradient of an untied head, which
         // is in the same bucket, is complete
-        const int64_t bucket = parameter_state_.params[final_norm_weight_index_].bucket;
+        const int64_t bucket = parameter_tensors_.params[final_norm_weight_index_].bucket;
         begin_bucket(bucket);
         residual_norm_backward(final_norm(), dnorm_output, /*dresidual_in=*/TensorRef{});
         finish_bucket(bucket);
@@ -785,7 +789,7 @@ public:
                                 const TensorRef& dresidual_in) {
         const TensorRef dweight = gradient(norm.weight_index);
         TensorRef dbias{};
-        if (const std::optional<size_t> bias_index = parameter_state_.bias_index(norm.weight_index))
+        if (const std::optional<size_t> bias_index = parameter_tensors_.bias_index(norm.weight_index))
             dbias = gradient(*bias_index);
         norm_backward(norm.args,
                       {.dnorm_output = dnorm_output,
@@ -806,7 +810,7 @@ public:
                                              micro_batch_.N * INT32_BYTES);
         context_.wait_then_start_copy_to_gpu(memory_.token_rows, embedding_order_.token_rows.data(),
                                              distinct_tokens * static_cast<int64_t>(sizeof(TokenRows)));
-        const int64_t bucket = parameter_state_.params[embedding_index_].bucket;
+        const int64_t bucket = parameter_tensors_.params[embedding_index_].bucket;
         begin_bucket(bucket);
         embedding_backward(dresidual(),
                            {.row_order = memory_.row_order,
@@ -816,7 +820,7 @@ public:
                            gradient(embedding_index_), stream_);
         if (!rotary_)
             positions_backward(dresidual(), micro_batch_.T,
-                               gradient(parameter_state_.param_index("positions")), stream_);
+                               gradient(parameter_tensors_.param_index("positions")), stream_);
         finish_bucket(bucket);
     }
 
@@ -838,8 +842,8 @@ public:
     // Clipping needs the norm of all gradients, so their squares come first. (With several ranks each
     // computes a row of loss_and_squares, from what it owns, and gets those of the others.)
     void update_buckets(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket) {
-        const ParamsToUpdate params = parameter_state_.params_of_buckets(first_bucket, end_bucket);
-        const Range units = parameter_state_.units_of_buckets(first_bucket, end_bucket);
+        const ParamsToUpdate params = parameter_tensors_.params_of_buckets(first_bucket, end_bucket);
+        const Range units = parameter_tensors_.units_of_buckets(first_bucket, end_bucket);
         StepOutcome* const outcome = memory_.outcome();
         GradientState* const gradient_state = &outcome->gradient_state;
         double* const loss_and_squares = memory_.loss_and_squares;
@@ -961,9 +965,9 @@ class GpuModel final : public Model {
     const cudaStream_t stream_ = context_.stream;
     const MemoryMap memory_ = allocate_memory(context_);
     ScaleTable scale_table_{context_, memory_};
-    ParameterState parameter_state_{context_, memory_, scale_table_};
+    ParameterTensors parameter_tensors_{context_, memory_, scale_table_};
     // The tensors of all these members by name, for checkpoints.
-    NamedMemory named_memory_{context_, memory_, parameter_state_, scale_table_};
+    NamedMemory named_memory_{context_, memory_, parameter_tensors_, scale_table_};
     const std::unique_ptr<Sharding> sharding_;
     Network network_;
 
@@ -983,8 +987,8 @@ public:
     // bytes: the size of the allocation, or DRY_RUN_BYTES.
     GpuModel(const RunSettings& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : context_(s, bytes),
-          sharding_(make_sharding(context_, memory_, parameter_state_, scale_table_, std::move(transport))),
-          network_(context_, memory_, scale_table_, parameter_state_, *sharding_, cache_weights),
+          sharding_(make_sharding(context_, memory_, parameter_tensors_, scale_table_, std::move(transport))),
+          network_(context_, memory_, scale_table_, parameter_tensors_, *sharding_, cache_weights),
           caches_weights_(cache_weights) {
         named_memory_.initialize();
         clear_async(memory_.step_exchange, sizeof(StepExchange), stream_);
@@ -1067,7 +1071,7 @@ public:
 
     // Updates all parameters. (With --gradients none backward has updated them: Network::finish_bucket())
     void update_parameters(const AdamWOptions& options) {
-        const int64_t bucket_count = static_cast<int64_t>(parameter_state_.buckets.size());
+        const int64_t bucket_count = static_cast<int64_t>(parameter_tensors_.buckets.size());
         sharding_->wait_for_transfers();
         if (settings_.keep_gradients)
             network_.update_buckets(options, /*first_bucket=*/0, /*end_bucket=*/bucket_count);
@@ -1135,8 +1139,8 @@ public:
         run_micro_batch(micro_batch, tokens, targets);
         sharding_->wait_for_transfers();
         context_.copy_to_host(report.stats_by_kind, quant_stats, sizeof(StepExchange::quant_stats));
-        report.k_m = parameter_state_.expansion_exponents(memory_.first_moments);
-        report.k_v = parameter_state_.expansion_exponents(memory_.second_moments);
+        report.k_m = parameter_tensors_.expansion_exponents(memory_.first_moments);
+        report.k_v = parameter_tensors_.expansion_exponents(memory_.second_moments);
         // With several ranks, each may have quantized a part of the weights
         QuantStats& weights = report.stats_by_kind[static_cast<int>(MeasuredKind::Weight)];
         weights = sharding_->sum_weight_quant_stats(weights);

@@ -10,10 +10,10 @@ namespace coat::gpu {
 
 LinearLayer::LinearLayer(LinearLayerContext& shared, size_t weight_index, ExtraAmaxPasses extra_amax_passes)
     : shared_(shared), weight_index_(weight_index),
-      bias_index_(shared_.parameter_state.bias_index(weight_index)),
-      out_(shared_.parameter_state.params[weight_index].rows),
-      in_(shared_.parameter_state.params[weight_index].cols),
-      linear_layer_index_(shared_.parameter_state.linear_layer_index(weight_index)),
+      bias_index_(shared_.parameter_tensors.bias_index(weight_index)),
+      out_(shared_.parameter_tensors.params[weight_index].rows),
+      in_(shared_.parameter_tensors.params[weight_index].cols),
+      linear_layer_index_(shared_.parameter_tensors.linear_layer_index(weight_index)),
       extra_amax_passes_(extra_amax_passes),
       x_tensor_scale_(shared_.scale_table.of_operand(OperandKind::X, linear_layer_index_)),
       w_tensor_scale_(shared_.scale_table.of_operand(OperandKind::W, linear_layer_index_)),
@@ -37,7 +37,7 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     if (extra_amax_passes_.over_x) compute_amax_if_needed(x, x_tensor_scale_);
     const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Fprop);
     const Operand w_operand = get_or_make_w_operand(GemmKind::Fprop);
-    const void* const bias = bias_index_ ? shared_.parameter_state.weights[*bias_index_].data : nullptr;
+    const void* const bias = bias_index_ ? shared_.parameter_tensors.weights[*bias_index_].data : nullptr;
     TensorRef padded_y = y;
     padded_y.rows = rows_of_gemm(shared_.formats.x, y.rows);
     shared_.gemms.run(GemmKind::Fprop, x_operand, w_operand, padded_y, stream(), {.bias = bias});
@@ -53,7 +53,7 @@ void LinearLayer::wgrad(const Operand& g_operand, const LazyTensor& x, bool over
     const Arena::Scope scope(arena());
     // x has the same values as in forward, so the amax from forward is that of this x.
     const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Wgrad);
-    const TensorRef dw = shared_.parameter_state.gradients[weight_index_];
+    const TensorRef dw = shared_.parameter_tensors.gradients[weight_index_];
     shared_.gemms.run(GemmKind::Wgrad, g_operand, x_operand, dw, stream(), {.overwrite = overwrite});
 }
 
@@ -115,7 +115,7 @@ Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
     shared_.sharding.gather_weights(Sharding::weight_set_of(linear_layer_index_),
                                     gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);
     if (shared_.caches_weights) return cached_w_operand_;
-    const TensorRef w = shared_.parameter_state.weights[weight_index_];
+    const TensorRef w = shared_.parameter_tensors.weights[weight_index_];
     if (w.format.is_fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
     if (shared_.scale_table.delayed()) compute_amax_if_needed(lazy_load(w), w_tensor_scale_);
     return make_operand(OperandKind::W, lazy_load(w), gemm);
@@ -173,7 +173,7 @@ void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, const Opera
     } else {
         const Arena::Scope scope(arena());
         float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-        write_operand_and_add_column_sums(g, g_operand, shared_.parameter_state.gradients[*bias_index_],
+        write_operand_and_add_column_sums(g, g_operand, shared_.parameter_tensors.gradients[*bias_index_],
                                           workspace, quant_stats, stream());
     }
 }
@@ -182,7 +182,8 @@ void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, const Opera
 void LinearLayer::add_dbias(const LazyTensor& g, float* amax_to_compute) const {
     const Arena::Scope scope(arena());
     float* const workspace = arena().allocate<float>(COLUMN_PARTIALS * g.cols);
-    add_column_sums(g, shared_.parameter_state.gradients[*bias_index_], workspace, amax_to_compute, stream());
+    add_column_sums(g, shared_.parameter_tensors.gradients[*bias_index_], workspace, amax_to_compute,
+                    stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
 }
 
 void LinearLayer::write_cached_w_operand() {
-    const LazyTensor w = lazy_load(shared_.parameter_state.weights[weight_index_]);
+    const LazyTensor w = lazy_load(shared_.parameter_tensors.weights[weight_index_]);
     if (shared_.scale_table.delayed()) compute_amax_if_needed(w, w_tensor_scale_);
     write_operand(w, cached_w_operand_, quant_stats_of(OperandKind::W), stream());
 }

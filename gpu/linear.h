@@ -33,7 +33,7 @@ namespace coat::gpu {
 // What the linear layers of a model share.
 struct LinearLayerContext {
     GpuContext& gpu_context;
-    const ParameterState& parameter_state;
+    const ParameterTensors& parameter_tensors;
     const ScaleTable& scale_table;
     Sharding& sharding;
     CublasGemms& gemms;
@@ -61,7 +61,7 @@ struct ExtraAmaxPasses {
 
 class LinearLayer {
 public:
-    // weight_index: the index of w in ParameterState::params.
+    // weight_index: the index of w in ParameterTensors::params.
     LinearLayer(LinearLayerContext& shared, size_t weight_index, ExtraAmaxPasses extra_amax_passes);
 
     // --- The three GEMMs
@@ -93,7 +93,7 @@ public:
     }
 
     // The bucket (gpu/memory_layout.h) to which the gradients of w and of the bias belong.
-    int64_t bucket() const { return shared_.parameter_state.params[weight_index_].bucket; }
+    int64_t bucket() const { return shared_.parameter_tensors.params[weight_index_].bucket; }
 
     // Makes the operand of w, if weights are cached (this can wait).
     void write_cached_w_operand();
@@ -103,7 +103,7 @@ private:
     enum class Form : uint8_t { RowMajor, Transposed, Both };
 
     LinearLayerContext& shared_;              // what all linear layers share
-    const size_t weight_index_;               // the index of w (out, in) in ParameterState::params
+    const size_t weight_index_;               // the index of w (out, in) in ParameterTensors::params
     const std::optional<size_t> bias_index_;  // the index of the bias (out), if there is one
     const int64_t out_, in_;
     const int64_t linear_layer_index_;  // the number of this layer in the order of forward

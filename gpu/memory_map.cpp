@@ -46,10 +46,10 @@ static void allocate_activations_and_gradients(MemoryMap& map, GpuContext& conte
     const int64_t end_of_gradients = offset + places.back().memory_offset * bytes_per_gradient;
     map.saved_activations = context.arena.allocate(std::max(activation_bytes, end_of_gradients));
     for (const BucketRange& bucket : bucket_ranges(context.params))
-        map.owned_gradient_sums.push_back(map.saved_activations + offset +
-                                          places[bucket.first_param].memory_offset * bytes_per_gradient);
-    map.gradients_to_write =
-        s.ranks == 1 ? map.owned_gradient_sums : allocate_gradient_buffers(context, /*two=*/true);
+        map.gradient_sums_by_bucket.push_back(map.saved_activations + offset +
+                                              places[bucket.first_param].memory_offset * bytes_per_gradient);
+    map.gradients_by_bucket =
+        s.ranks == 1 ? map.gradient_sums_by_bucket : allocate_gradient_buffers(context, /*two=*/true);
 }
 
 MemoryMap allocate_memory(GpuContext& context) {
@@ -129,8 +129,8 @@ static std::vector<uint8_t*> allocate_gradient_buffers(GpuContext& context, bool
 static void allocate_activations_and_one_buffer(MemoryMap& map, GpuContext& context) {
     const RunSettings& s = context.settings;
     map.saved_activations = context.arena.allocate(s.config.L * saved_layer_bytes(s));
-    map.gradients_to_write = allocate_gradient_buffers(context, /*two=*/false);
-    map.owned_gradient_sums = map.gradients_to_write;
+    map.gradients_by_bucket = allocate_gradient_buffers(context, /*two=*/false);
+    map.gradient_sums_by_bucket = map.gradients_by_bucket;
 }
 
 static void allocate_places_of_received(MemoryMap& map, GpuContext& context) {

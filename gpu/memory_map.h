@@ -54,9 +54,9 @@ struct MemoryMap {
     int64_t moments_bytes;       // how many bytes they take together
     std::vector<MomentRef> first_moments, second_moments;  // by parameter, whose m and v lie together
 
-    uint8_t* saved_activations;                 // L layers of saved_layer_bytes(); usually also gradients
-    std::vector<uint8_t*> owned_gradient_sums;  // by bucket: what the update reads
-    std::vector<uint8_t*> gradients_to_write;   // by bucket: what backward writes; with one rank the same
+    uint8_t* saved_activations;                     // L layers of saved_layer_bytes(); usually also gradients
+    std::vector<uint8_t*> gradient_sums_by_bucket;  // by bucket: what the update reads
+    std::vector<uint8_t*> gradients_by_bucket;      // by bucket: what backward writes; with one rank the same
 
     // For the micro-batch that runs, or for a prompt, which is at most as long
     int32_t *tokens, *targets;  // (N)

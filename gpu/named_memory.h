@@ -3,13 +3,13 @@
 #pragma once
 #include <map>
 
-#include "parameter_state.h"
+#include "parameter_tensors.h"
 
 namespace coat::gpu {
 
 class NamedMemory {
 public:
-    NamedMemory(const GpuContext& context, const MemoryMap& memory, const ParameterState& parameter_state,
+    NamedMemory(const GpuContext& context, const MemoryMap& memory, const ParameterTensors& parameter_tensors,
                 ScaleTable& scale_table);
 
     // Gives all weights, moments and scales the values that a new run begins with. (A run that continues
@@ -36,7 +36,7 @@ private:
     };
     const GpuContext& context_;
     const MemoryMap& memory_;
-    const ParameterState& parameter_state_;
+    const ParameterTensors& parameter_tensors_;
     ScaleTable& scale_table_;
     std::map<std::string, Entry> entries_;  // by name
 

@@ -27,10 +27,10 @@ public:
 // A run on several GPUs. Transfers are put on a stream of their own.
 class Zero3Sharding : public Sharding {
 public:
-    Zero3Sharding(const GpuContext& context, const MemoryMap& memory, ParameterState& parameter_state,
+    Zero3Sharding(const GpuContext& context, const MemoryMap& memory, ParameterTensors& parameter_tensors,
                   const ScaleTable& scale_table, std::shared_ptr<Transport> transport)
         : Sharding(scale_table.linear_layer_count), settings_(context.settings), context_(context),
-          memory_(memory), parameter_state_(parameter_state), scale_table_(scale_table),
+          memory_(memory), parameter_tensors_(parameter_tensors), scale_table_(scale_table),
           compute_stream_(context.stream), comm_stream_(transport == nullptr),
           transport_(std::move(transport)), matrices_(size_t(head_weight_set()) + 1) {
         list_matrices();
@@ -74,8 +74,8 @@ public:
     bool sends_gradients() const override { return true; }
     // Each rank gets the gradients of what it owns from all others, and adds them to its sums.
     void reduce_gradients(int64_t bucket, bool first_micro_batch) override {
-        const BucketRange& b = parameter_state_.buckets[bucket];
-        const int64_t me = settings_.rank, element_bytes = parameter_state_.bytes_per_gradient;
+        const BucketRange& b = parameter_tensors_.buckets[bucket];
+        const int64_t me = settings_.rank, element_bytes = parameter_tensors_.bytes_per_gradient;
         std::vector<Transfer> transfers;
         for (size_t i = b.first_param; i < b.end_param; i++)
             for (int64_t other = 0; other < settings_.ranks; other++)
@@ -89,10 +89,10 @@ public:
         wait_for_compute();
         send(transfers);
         for (size_t i = b.first_param; i < b.end_param; i++)
-            add_gradients(parameter_state_.owned_gradient_sum(i), first_micro_batch,
+            add_gradients(parameter_tensors_.owned_gradient_sum(i), first_micro_batch,
                           {.mine = gradient_at(i, owned_by(i, me).first),
                            .received = place_of_received(i, /*from=*/me == 0 ? 1 : 0, me),
-                           .format = parameter_state_.format_of_gradients.element_format,
+                           .format = parameter_tensors_.format_of_gradients.element_format,
                            .n = padded_count(owned_by(i, me)),
                            .rank = me,
                            .ranks = settings_.ranks},
@@ -119,7 +119,7 @@ private:
     const RunSettings& settings_;
     const GpuContext& context_;
     const MemoryMap& memory_;
-    ParameterState& parameter_state_;
+    ParameterTensors& parameter_tensors_;
     const ScaleTable& scale_table_;
     const cudaStream_t compute_stream_;
     const Stream comm_stream_;
@@ -165,20 +165,21 @@ private:
 
     // --- Gradients
     Range owned_by(size_t i, int64_t rank) const {
-        return owned(parameter_state_.params[i], rank, settings_.ranks);
+        return owned(parameter_tensors_.params[i], rank, settings_.ranks);
     }
     // Where backward writes this element of the gradient of parameter i.
     uint8_t* gradient_at(size_t i, int64_t element) const {
-        uint8_t* const begin = static_cast<uint8_t*>(parameter_state_.gradients[i].data);
-        return begin + element * parameter_state_.bytes_per_gradient;
+        uint8_t* const begin = static_cast<uint8_t*>(parameter_tensors_.gradients[i].data);
+        return begin + element * parameter_tensors_.bytes_per_gradient;
     }
     // Where rank `to` receives its part of the gradient of parameter i from rank `from`. The parts lie in the
     // order of the bucket's parameters, and for each parameter in the order of the senders.
     uint8_t* place_of_received(size_t i, int64_t from, int64_t to) const {
         int64_t elements = (from - (from > to)) * padded_count(owned_by(i, to));
-        for (size_t j = parameter_state_.buckets[parameter_state_.params[i].bucket].first_param; j < i; j++)
+        for (size_t j = parameter_tensors_.buckets[parameter_tensors_.params[i].bucket].first_param; j < i;
+             j++)
             elements += (settings_.ranks - 1) * padded_count(owned_by(j, to));
-        return memory_.received.gradients + elements * parameter_state_.bytes_per_gradient;
+        return memory_.received.gradients + elements * parameter_tensors_.bytes_per_gradient;
     }
     // The buffer to which backward writes the gradients of a bucket: that of even buckets, that of odd ones,
     // or that of a tied embedding (gpu/memory_map.cpp, allocate_gradient_buffers()).
@@ -189,15 +190,15 @@ private:
     bool sends_codes() const { return codes_travel_ && !scale_table_.any_empty_history; }
 
     void list_matrices() {
-        for (size_t i = 0; i < parameter_state_.params.size(); i++) {
-            const Param& p = parameter_state_.params[i];
+        for (size_t i = 0; i < parameter_tensors_.params.size(); i++) {
+            const Param& p = parameter_tensors_.params[i];
             if (p.is_vector()) continue;
             int64_t weight_set = EMBEDDING_WEIGHT_SET;
-            if (p.is_linear_weight()) weight_set = weight_set_of(parameter_state_.linear_layer_index(i));
+            if (p.is_linear_weight()) weight_set = weight_set_of(parameter_tensors_.linear_layer_index(i));
             else if (p.role == Role::Head) weight_set = head_weight_set();
             matrices_[size_t(weight_set)].push_back(i);
         }
-        if (settings_.config.tied) matrices_.back() = {parameter_state_.param_index("embedding")};
+        if (settings_.config.tied) matrices_.back() = {parameter_tensors_.param_index("embedding")};
     }
     // Gathers a weight set, unless it is in its buffer.
     void gather(int64_t weight_set) {
@@ -206,8 +207,8 @@ private:
         std::vector<Transfer> transfers;
         wait_for_compute();
         for (size_t i : matrices_[size_t(weight_set)]) {
-            parameter_state_.weights[i] = begin_to_gather(i, to, transfers);
-            to += gathered_bytes(settings_, parameter_state_.params[i]);
+            parameter_tensors_.weights[i] = begin_to_gather(i, to, transfers);
+            to += gathered_bytes(settings_, parameter_tensors_.params[i]);
         }
         send(transfers);
         is_gathered_[weight_set % 2].record(comm_stream_);
@@ -217,11 +218,12 @@ private:
     // transfers of all parts. Returns the whole. What travels are FP8 codes, which each rank makes from its
     // part with the scale of the whole weight; or else the weights as they are.
     TensorRef begin_to_gather(size_t i, uint8_t* to, std::vector<Transfer>& transfers) const {
-        const Param& p = parameter_state_.params[i];
+        const Param& p = parameter_tensors_.params[i];
         const bool codes = sends_codes() && p.is_linear_weight();
-        const TensorFormat format = codes ? settings_.recipe.w : parameter_state_.format_of_weights;
+        const TensorFormat format = codes ? settings_.recipe.w : parameter_tensors_.format_of_weights;
         TensorScale* const scale =
-            codes ? scale_table_.of_operand(OperandKind::W, parameter_state_.linear_layer_index(i)) : nullptr;
+            codes ? scale_table_.of_operand(OperandKind::W, parameter_tensors_.linear_layer_index(i))
+                  : nullptr;
         const int64_t element_bytes = format_info(format.element_format).bytes;
         const auto part_of = [&](int64_t rank) {
             const Range elements = owned_by(i, rank);
@@ -230,7 +232,7 @@ private:
         };
         const Range mine = part_of(settings_.rank);
         if (codes) {
-            const TensorRef part = parameter_state_.owned_weight(i);
+            const TensorRef part = parameter_tensors_.owned_weight(i);
             const TensorRef codes_of_part{.data = to + mine.first,
                                           .rows = part.rows,
                                           .cols = part.cols,
@@ -239,7 +241,7 @@ private:
             quantize_operand(lazy_load(part), {.tensor = codes_of_part, .delayed = scale_table_.delayed()},
                              context_.quant_stats_of(MeasuredKind::Weight), comm_stream_);
         } else {
-            copy_async(to + mine.first, parameter_state_.owned_weight_data(i), mine.count, comm_stream_);
+            copy_async(to + mine.first, parameter_tensors_.owned_weight_data(i), mine.count, comm_stream_);
         }
         add_gather(to, part_of, transfers);
         return {to, p.rows, p.cols, format, scale};
@@ -249,10 +251,10 @@ private:
 }  // namespace
 
 std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,
-                                        ParameterState& parameter_state, const ScaleTable& scale_table,
+                                        ParameterTensors& parameter_tensors, const ScaleTable& scale_table,
                                         std::shared_ptr<Transport> transport) {
     if (context.settings.ranks == 1) return std::make_unique<Sharding>(scale_table.linear_layer_count);
-    return std::make_unique<Zero3Sharding>(context, memory, parameter_state, scale_table,
+    return std::make_unique<Zero3Sharding>(context, memory, parameter_tensors, scale_table,
                                            std::move(transport));
 }
 

@@ -5,7 +5,7 @@
 // Zero3Sharding, which overrides every virtual function (gpu/sharding.cpp; step by step: dev/WALK2.md). It
 // gathers weights, reduces gradients and exchanges small values. The comments say what it does.
 #pragma once
-#include "parameter_state.h"
+#include "parameter_tensors.h"
 #include "transport.h"
 
 namespace coat::gpu {
@@ -23,7 +23,7 @@ public:
     static int64_t weight_set_of(int64_t linear_layer) { return linear_layer + 1; }
     int64_t head_weight_set() const { return weight_set_of(linear_layers_); }
     // To be called before the launch of what reads a weight set. Makes the computation's stream wait until
-    // these weights are gathered, writes their addresses and formats to ParameterState::weights, and begins
+    // these weights are gathered, writes their addresses and formats to ParameterTensors::weights, and begins
     // to gather the next weight set: in forward the one after this, in backward the one before it.
     virtual void gather_weights(int64_t /*weight_set*/, Direction) {}
     // To be called after the weights have changed, or before the scale of their codes changes: what was
@@ -71,7 +71,7 @@ private:
 
 // The sharding of a run. transport: null with one rank, and in a dry run, in which nothing travels.
 std::unique_ptr<Sharding> make_sharding(const GpuContext& context, const MemoryMap& memory,
-                                        ParameterState& parameter_state, const ScaleTable& scale_table,
+                                        ParameterTensors& parameter_tensors, const ScaleTable& scale_table,
                                         std::shared_ptr<Transport> transport);
 
 }  // namespace coat::gpu

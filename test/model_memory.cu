@@ -3,7 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "../gpu/gemm.h"
-#include "../gpu/parameter_state.h"
+#include "../gpu/parameter_tensors.h"
 #include "../program/plan.h"
 #include "help/files.h"
 #include "help/model.h"
@@ -158,7 +158,7 @@ static std::map<std::string, int64_t> allocated_bytes(const RunSettings& s) {
     if (!s.keep_gradients || s.ranks > 1) {
         // The gradients of one micro-batch. In a run of several ranks they are working memory
         const void* const first =
-            std::min_element(m.gradients_to_write.begin(), m.gradients_to_write.end())[0];
+            std::min_element(m.gradients_by_bucket.begin(), m.gradients_by_bucket.end())[0];
         begins[first] = s.keep_gradients ? "" : "gradients";
     }
     std::map<std::string, int64_t> bytes;

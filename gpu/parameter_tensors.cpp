@@ -1,13 +1,13 @@
-// gpu/parameter_state.cpp - the class ParameterState (gpu/parameter_state.h).
-#include "parameter_state.h"
+// gpu/parameter_tensors.cpp - the class ParameterTensors (gpu/parameter_tensors.h).
+#include "parameter_tensors.h"
 
 #include "../common/state_tensors.h"
 #include "quant_report.h"
 
 namespace coat::gpu {
 
-ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memory,
-                               const ScaleTable& scale_table)
+ParameterTensors::ParameterTensors(const GpuContext& context, const MemoryMap& memory,
+                                   const ScaleTable& scale_table)
     : settings(context.settings), params(context.params), buckets(bucket_ranges(params)),
       param_places(coat::param_places(settings)), format_of_weights{settings.recipe.compute_format},
       format_of_gradients(TensorFormat{gradient_format(settings)}),
@@ -23,19 +23,19 @@ ParameterState::ParameterState(const GpuContext& context, const MemoryMap& memor
     upload_adamw_params();
 }
 
-size_t ParameterState::param_index(const std::string& name) const {
+size_t ParameterTensors::param_index(const std::string& name) const {
     const auto found = indices_.find(name);
     if (found == indices_.end()) throw_no_such_tensor(name);
     return found->second;
 }
 // In the table of parameters a bias follows right after its weight.
-std::optional<size_t> ParameterState::bias_index(size_t weight_index) const {
+std::optional<size_t> ParameterTensors::bias_index(size_t weight_index) const {
     const size_t next = weight_index + 1;
     if (next == params.size() || params[next].role != Role::Bias) return std::nullopt;
     return next;
 }
 
-void ParameterState::list_weights_and_gradients() {
+void ParameterTensors::list_weights_and_gradients() {
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
         const bool owns_all_of_it = settings.ranks == 1 || p.is_vector();
@@ -45,7 +45,7 @@ void ParameterState::list_weights_and_gradients() {
                            .format = format_of_weights});
         const int64_t elements_before = p.flat_offset - buckets[p.bucket].flat_offset;
         gradients.push_back(
-            {.data = memory_.gradients_to_write[p.bucket] + elements_before * bytes_per_gradient,
+            {.data = memory_.gradients_by_bucket[p.bucket] + elements_before * bytes_per_gradient,
              .rows = p.rows,
              .cols = p.cols,
              .format = format_of_gradients});
@@ -53,7 +53,7 @@ void ParameterState::list_weights_and_gradients() {
 }
 
 // Fills memory_.adamw_params, AdamW's table of parameters.
-void ParameterState::upload_adamw_params() {
+void ParameterTensors::upload_adamw_params() {
     std::vector<AdamWParam> table;
     int64_t bundles = 0;
     for (size_t i = 0; i < params.size(); i++) {
@@ -75,12 +75,12 @@ void ParameterState::upload_adamw_params() {
     context_.wait("Copying the table of parameters failed");
 }
 
-float* ParameterState::weight_amax(size_t i) const {
+float* ParameterTensors::weight_amax(size_t i) const {
     if (!params[i].is_linear_weight() || scale_table_.delayed()) return nullptr;
     return &scale_table_.of_operand(OperandKind::W, linear_layer_index(i))->amax;
 }
 
-TensorRef ParameterState::owned_weight(size_t i) const {
+TensorRef ParameterTensors::owned_weight(size_t i) const {
     if (settings.ranks == 1) return weights[i];
     constexpr int64_t COLS = 256;
     return {.data = owned_weight_data(i),
@@ -89,14 +89,14 @@ TensorRef ParameterState::owned_weight(size_t i) const {
             .format = format_of_weights};
 }
 
-uint8_t* ParameterState::owned_gradient_sum(size_t i) const {
+uint8_t* ParameterTensors::owned_gradient_sum(size_t i) const {
     const int64_t bucket = params[i].bucket;
     const int64_t in_bucket =
         param_places[i].memory_offset - param_places[buckets[bucket].first_param].memory_offset;
-    return memory_.owned_gradient_sums[bucket] + in_bucket * bytes_per_gradient;
+    return memory_.gradient_sums_by_bucket[bucket] + in_bucket * bytes_per_gradient;
 }
 
-ParamsToUpdate ParameterState::params_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
+ParamsToUpdate ParameterTensors::params_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
     const size_t first_param = buckets[first_bucket].first_param;
     const size_t end_param = buckets[end_bucket - 1].end_param;
     const int64_t begin = param_places[first_param].memory_offset,
@@ -107,7 +107,7 @@ ParamsToUpdate ParameterState::params_of_buckets(int64_t first_bucket, int64_t e
             .gradients = owned_gradient_sum(first_param),
             .gradient_format = format_of_gradients.element_format};
 }
-Range ParameterState::units_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
+Range ParameterTensors::units_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
     const int64_t begin = param_places[buckets[first_bucket].first_param].units_before;
     const int64_t end = param_places[buckets[end_bucket - 1].end_param].units_before;
     return {.first = begin, .count = end - begin};
@@ -118,7 +118,7 @@ Range ParameterState::units_of_buckets(int64_t first_bucket, int64_t end_bucket)
 
 // measure_moment_errors() of gpu/quant_report.h waits with plain CUDA calls, which would never return if the
 // stream waits for a rank that has ended. context_.wait() notices such a rank, so it is called first.
-void ParameterState::measure_moment_errors_of(int64_t bucket, QuantReport& report) const {
+void ParameterTensors::measure_moment_errors_of(int64_t bucket, QuantReport& report) const {
     context_.wait();
     for (size_t i = buckets[bucket].first_param; i < buckets[bucket].end_param; i++) {
         const Range& owned = param_places[i].owned;
@@ -129,15 +129,15 @@ void ParameterState::measure_moment_errors_of(int64_t bucket, QuantReport& repor
     }
 }
 
-std::vector<float> ParameterState::expansion_exponents(const std::vector<MomentRef>& moments) const {
+std::vector<float> ParameterTensors::expansion_exponents(const std::vector<MomentRef>& moments) const {
     std::vector<float> all;
     for (size_t i = 0; i < params.size(); i++) {
         const float* const k = moments[i].k;
         if (!k) continue;
         const size_t before = all.size();
-        const int64_t moment_groups = ceil_div(param_places[i].owned.count, MOMENT_GROUP_SIZE);
+        const int64_t moment_groups = moment_group_count(moments[i].format, param_places[i].owned.count);
         all.resize(before + size_t(moment_groups));
-        context_.copy_to_host(all.data() + before, k, moment_groups * FLOAT_BYTES);
+        context_.copy_to_host(all.data() + before, k, moment_groups * int64_t(sizeof(float)));
     }
     return all;
 }

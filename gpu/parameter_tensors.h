@@ -1,15 +1,15 @@
-// gpu/parameter_state.h - what one GPU keeps of each parameter: weights, gradients and moments. model.cu
+// gpu/parameter_tensors.h - what one GPU keeps of each parameter: weights, gradients and moments. model.cu
 // updates them (Network::update_buckets()). How a checkpoint reads and writes them is in gpu/named_memory.h.
 //
-// (Buckets are explained in gpu/memory_layout.h. With several GPUs each is a rank, which owns a part of each
-// matrix. With one GPU some names mean the same:
+// (This can wait: with several GPUs each is a rank, which owns a part of each matrix. With one GPU some names
+// mean the same:
 //
-//   with several GPUs                        with one GPU
-//   param_places[i].owned                    all elements of parameter i
-//   param_places[i].memory_offset            params[i].flat_offset
-//   owned_weight_data(i)                     weights[i].data
-//   owned_gradient_sum(i)                    gradients[i].data
-//   owned_gradient_sums in the MemoryMap     gradients_to_write in the MemoryMap)
+//   with several GPUs                          with one GPU
+//   param_places[i].owned                      all elements of parameter i
+//   param_places[i].memory_offset              params[i].flat_offset
+//   owned_weight_data(i)                       weights[i].data
+//   owned_gradient_sum(i)                      gradients[i].data
+//   gradient_sums_by_bucket in the MemoryMap   gradients_by_bucket in the MemoryMap)
 #pragma once
 #include <map>
 #include <optional>
@@ -18,31 +18,28 @@
 
 namespace coat::gpu {
 
-// The bytes of an FP32 value, such as the max of a moment group.
-inline constexpr int64_t FLOAT_BYTES = sizeof(float);
-
 // Weights, gradients and moments, by parameter. `i` is the index of a parameter in params, the table of
 // common/architecture.h in the order of forward. The memory is allocated elsewhere (gpu/memory_map.h): this
 // class finds what belongs to a parameter.
-class ParameterState {
+class ParameterTensors {
 public:
     // Copies AdamW's table of parameters to the GPU. (The weights, moments and scales get their first values
     // by NamedMemory::initialize().)
-    ParameterState(const GpuContext& context, const MemoryMap& memory, const ScaleTable& scale_table);
+    ParameterTensors(const GpuContext& context, const MemoryMap& memory, const ScaleTable& scale_table);
 
     const RunSettings& settings;
     const std::vector<Param>& params;
-    const std::vector<BucketRange> buckets;  // by bucket: its parameters
+    const std::vector<BucketRange> buckets;  // by bucket (gpu/memory_layout.h): its parameters
     // By parameter: where it is. One more entry says where the last parameter ends.
     const std::vector<ParamPlace> param_places;
     const TensorFormat format_of_weights, format_of_gradients;
     const int64_t bytes_per_weight, bytes_per_gradient;  // the bytes of one element
 
     // By parameter, (rows, cols): the weight that forward and backward read, and the gradient that backward
-    // writes. With one GPU both tables stay as the constructor has filled them.
+    // writes.
     //
-    // (Several GPUs: a matrix has no data here until it has been gathered. Then Sharding writes its address
-    // and its format into `weights`. And backward writes gradients to buffers; the update reads
+    // (This can wait: with several GPUs a matrix has no data here until it is gathered. Then Sharding writes
+    // its address and its format to `weights`. And what the update reads is not `gradients`, but
     // owned_gradient_sum().)
     std::vector<TensorRef> weights, gradients;
 
