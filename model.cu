@@ -122,7 +122,7 @@ struct Layer {
 
 // A norm of the residual stream, between two linear layers.
 struct ResidualNorm {
-    Norm args;            // as kernels are given it; args.input is the norm's saved input
+    Norm norm;            // as kernels are given it; norm.input is what was saved
     size_t weight_index;  // the index of the norm's weight in ParameterTensors::params
     // The linear layer whose output was added to the residual stream last. In backward this linear layer
     // reads the gradient that the norm computes. Null for the first norm 1: the embedding comes before it.
@@ -130,7 +130,7 @@ struct ResidualNorm {
     // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
     LinearLayer* linear_after;
 
-    bool saves_groups() const { return args.input.format.is_fp8(); }
+    bool saves_groups() const { return norm.input.format.is_fp8(); }
     float* output_amax_to_raise() const { return linear_after ? linear_after->x_amax_to_raise() : nullptr; }
     float* dresidual_amax_to_raise() const {
         return linear_before ? linear_before->g_amax_to_raise() : nullptr;
@@ -148,7 +148,7 @@ struct ResidualStream {
         return next.saves_groups() ? buffer : TensorRef{};
     }
     // To be called after that sum.
-    void advance_to(const ResidualNorm& next) { current = next.saves_groups() ? buffer : next.args.input; }
+    void advance_to(const ResidualNorm& next) { current = next.saves_groups() ? buffer : next.norm.input; }
 };
 
 // B sequences of T tokens: a micro-batch of a step or of an evaluation, or a prompt.
@@ -159,7 +159,7 @@ struct MicroBatch {
     // The rest is for backward.
     bool is_first = true;  // of the step, on this rank
     // The settings of the update, if finish_bucket() does it (--gradients none).
-    std::optional<AdamWOptions> update_in_backward = std::nullopt;
+    std::optional<AdamWOptions> options_of_update_in_backward = std::nullopt;
 };
 
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
@@ -186,7 +186,7 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 //   dqkv_replaces_gate_up_          Network                true
 //   overwrites_gradients()          Network                true
 //   is_first                        MicroBatch             true, because a step has one micro-batch
-//   update_in_backward              MicroBatch             nothing
+//   options_of_update_in_backward              MicroBatch             nothing
 //   saves_groups()                  ResidualNorm           true; of the final norm false
 //   repeats_launches()              GpuModel               false in the first step, then true
 //   caches_weights_                 GpuModel               false
@@ -316,10 +316,10 @@ public:
                     .gate_up_proj = linear("gate_up", {.over_g = true}),
                     .down_proj = linear("down", {.over_x = !saves_inputs_in_groups_})};
         if (qk_norms_) layer.qk_norms_weight_index = index("qk_norm.weight");
-        uint8_t* const saved_by_layer = memory_.saved_activations + l * saved_layer_bytes(settings_);
+        uint8_t* const memory_of_layer = memory_.saved_activations + l * saved_layer_bytes(settings_);
         const std::vector<int64_t> offsets = saved_tensor_offsets(settings_);
         for (const SavedFormat& saved : saved_per_layer(config_, recipe_)) {
-            uint8_t* const data = saved_by_layer + offsets[static_cast<size_t>(saved.kind)];
+            uint8_t* const data = memory_of_layer + offsets[static_cast<size_t>(saved.kind)];
             TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .format = saved.format};
             // The scales of groups lie right after the codes
             if (saved.format.is_fp8())
@@ -346,7 +346,7 @@ public:
     TensorRef dresidual() const { return final_norm_input(); }
 
     // The norms of the residual stream, with their inputs. norm1_of(l) and norm2_of(l) are those of layer l.
-    Norm norm_args(size_t weight_index, const TensorRef& input) const {
+    Norm make_norm(size_t weight_index, const TensorRef& input) const {
         const std::optional<size_t> bias_index = parameter_tensors_.bias_index(weight_index);
         return {.input = input,
                 .weight = weight(weight_index).data,
@@ -357,20 +357,20 @@ public:
     }
     ResidualNorm norm1_of(int64_t l) {
         Layer& layer = layers_[l];
-        return {.args = norm_args(layer.norm1_weight_index, saved_tensor(layer, SavedKind::Norm1Input)),
+        return {.norm = make_norm(layer.norm1_weight_index, saved_tensor(layer, SavedKind::Norm1Input)),
                 .weight_index = layer.norm1_weight_index,
                 .linear_before = l > 0 ? &layers_[l - 1].down_proj : nullptr,
                 .linear_after = &layer.qkv_proj};
     }
     ResidualNorm norm2_of(int64_t l) {
         Layer& layer = layers_[l];
-        return {.args = norm_args(layer.norm2_weight_index, saved_tensor(layer, SavedKind::Norm2Input)),
+        return {.norm = make_norm(layer.norm2_weight_index, saved_tensor(layer, SavedKind::Norm2Input)),
                 .weight_index = layer.norm2_weight_index,
                 .linear_before = &layer.attention_out_proj,
                 .linear_after = &layer.gate_up_proj};
     }
     ResidualNorm final_norm() {
-        return {.args = norm_args(final_norm_weight_index_, final_norm_input()),
+        return {.norm = make_norm(final_norm_weight_index_, final_norm_input()),
                 .weight_index = final_norm_weight_index_,
                 .linear_before = &layers_.back().down_proj,
                 .linear_after = nullptr};
@@ -437,7 +437,7 @@ public:
         sharding_.gather_weights(Sharding::EMBEDDING_WEIGHT_SET, Direction::Forward);
         const TensorRef positions =
             rotary_ ? TensorRef{} : weight(parameter_tensors_.param_index("positions"));
-        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T, first_norm.args,
+        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T, first_norm.norm,
               residual.plain_sum_before(first_norm), first_norm.output_amax_to_raise(), stream_);
         residual.advance_to(first_norm);
         if (context_.quant_stats) measure_norm_input_errors(residual, first_norm);
@@ -449,9 +449,9 @@ public:
         Layer& layer = layers_[l];
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). lazy_norm() computes nothing yet:
         // fprop() computes x while it makes the codes of x
-        const LazyTensor x = lazy_norm(norm1_of(l).args);
+        const LazyTensor x = lazy_norm(norm1_of(l).norm);
         // (Llama: qkv is the saved tensor itself)
-        const TensorRef qkv = allocate_buffer_if_in_groups(saved_tensor(layer, SavedKind::Qkv));
+        const TensorRef qkv = attention_tensor_of(saved_tensor(layer, SavedKind::Qkv));
         layer.qkv_proj.fprop(x, qkv);
         // attention with rotary positions -> (N, q_cols)
         core_attention_forward(layer, qkv);
@@ -469,19 +469,19 @@ public:
     // allocated here is given back at the end of the caller's Scope.)
     void core_attention_forward(const Layer& layer, const TensorRef& qkv) {
         const TensorRef saved_output = saved_tensor(layer, SavedKind::AttentionOutput);
-        const TensorRef output = allocate_buffer_if_in_groups(saved_output);  // Llama: saved_output
+        const TensorRef output = attention_tensor_of(saved_output);  // Llama: saved_output
         if (rotary_ && !qk_norms_)
-            rope(rope_args(), qkv, /*inverse=*/false, /*qkv_amax_to_raise=*/nullptr, stream_);
+            rope(rope_of_micro_batch(), qkv, /*inverse=*/false, /*qkv_amax_to_raise=*/nullptr, stream_);
         if (saves_attention_in_groups_) save_and_reload(qkv, saved_tensor(layer, SavedKind::Qkv));
         const TensorRef attention_qkv = qk_norms_ ? make_normed_and_rotated(layer, qkv) : qkv;
-        attention_forward(attention_shape_args(), attention_qkv.data, output.data, saved_log_sum_exp(layer),
-                          layer.attention_out_proj.x_amax_to_raise(), stream_);
+        attention_forward(attention_shape_of_micro_batch(), attention_qkv.data, output.data,
+                          saved_log_sum_exp(layer), layer.attention_out_proj.x_amax_to_raise(), stream_);
         if (saves_attention_in_groups_) save_and_reload(output, saved_output);
     }
 
     // Where attention reads or writes what is saved: the saved tensor itself. (With --attention groups, a
     // buffer in the compute format, which save_and_reload() saves in groups.)
-    TensorRef allocate_buffer_if_in_groups(const TensorRef& saved) {
+    TensorRef attention_tensor_of(const TensorRef& saved) {
         return saves_attention_in_groups_ ? allocate_tensor(saved.rows, saved.cols) : saved;
     }
 
@@ -489,13 +489,13 @@ public:
     float* saved_log_sum_exp(const Layer& layer) const {
         return static_cast<float*>(saved_tensor(layer, SavedKind::LogSumExp).data);
     }
-    Rope rope_args() const {
+    Rope rope_of_micro_batch() const {
         return {.table = memory_.rope_table,
                 .T = micro_batch_.T,
                 .HS = config_.HS(),
                 .rotated_cols = config_.q_cols() + config_.kv_cols()};
     }
-    AttentionShape attention_shape_args() const {
+    AttentionShape attention_shape_of_micro_batch() const {
         return attention_shape(config_, micro_batch_.B, micro_batch_.T, recipe_.compute_format);
     }
 
@@ -503,25 +503,25 @@ public:
     void mlp_half_forward(int64_t l, ResidualStream& residual) {
         const Arena::Scope scope(arena_);
         Layer& layer = layers_[l];
-        const TensorRef gate_up = saved_tensor(layer, SavedKind::GateUp);
+        const TensorRef saved_gate_up = saved_tensor(layer, SavedKind::GateUp);
         // norm 2; gate and up projection: (N, C) -> (N, 2F), or (N, F) for GPT-2. Again fprop() computes x
-        const LazyTensor x = lazy_norm(norm2_of(l).args);
+        const LazyTensor x = lazy_norm(norm2_of(l).norm);
         // Each branch of the `if` saves gate and up
         if (saves_inputs_in_groups_) {
             // coat: the projection's output is the widest tensor of a layer. It exists only until its groups
             // are saved
-            const Arena::Scope until_saved(arena_);
-            const TensorRef before_groups = allocate_tensor(micro_batch_.N, gate_up.cols);
-            layer.gate_up_proj.fprop(x, before_groups);
-            quantize_activation_input(gated_, before_groups, gate_up, layer.down_proj.x_amax_to_raise(),
+            const Arena::Scope until_saved_gate_up(arena_);
+            const TensorRef gate_up_bf16 = allocate_tensor(micro_batch_.N, saved_gate_up.cols);
+            layer.gate_up_proj.fprop(x, gate_up_bf16);
+            quantize_activation_input(gated_, gate_up_bf16, saved_gate_up, layer.down_proj.x_amax_to_raise(),
                                       context_.quant_stats_of(MeasuredKind::ActivationInput), stream_);
         } else {
             // Recipes that save no groups: the projection's output is saved as it is
-            layer.gate_up_proj.fprop(x, gate_up);
+            layer.gate_up_proj.fprop(x, saved_gate_up);
         }
         // activation, which fprop() computes, and down projection: (N, F) -> (N, C)
         const TensorRef branch = allocate_tensor(micro_batch_.N, config_.C);
-        layer.down_proj.fprop(lazy_activation(gated_, gate_up), branch);
+        layer.down_proj.fprop(lazy_activation(gated_, saved_gate_up), branch);
         // residual sum, which saves the input of the next norm
         add_branch_and_save(residual, branch, norm_after_layer(l));
     }
@@ -529,7 +529,7 @@ public:
     // The residual sum at the end of half a layer: adds `branch` to the residual stream, and saves the sum as
     // the input of the norm `next`.
     void add_branch_and_save(ResidualStream& residual, const TensorRef& branch, const ResidualNorm& next) {
-        residual_add(residual.current, branch, next.args, residual.plain_sum_before(next),
+        residual_add(residual.current, branch, next.norm, residual.plain_sum_before(next),
                      next.output_amax_to_raise(), stream_);
         residual.advance_to(next);
         if (context_.quant_stats) measure_norm_input_errors(residual, next);
@@ -572,9 +572,9 @@ public:
         if (sharding_.sends_gradients() && !context_.quant_report)
             sharding_.reduce_gradients(bucket, micro_batch_.is_first);
         // --gradients none: the weights of the bucket are updated
-        if (micro_batch_.update_in_backward) {
+        if (micro_batch_.options_of_update_in_backward) {
             note_loss_or_nan();
-            update_buckets(*micro_batch_.update_in_backward, bucket, bucket + 1);
+            update_buckets(*micro_batch_.options_of_update_in_backward, bucket, bucket + 1);
         }
         // measure_quantization(): what storing the moments would lose is measured
         if (context_.quant_report)
@@ -630,7 +630,7 @@ public:
     HeadOutput make_norm_output_and_logits(int64_t first, int64_t n) {
         const HeadOutput out{.norm_output = allocate_tensor(n, config_.C),
                              .logits = allocate_tensor(n, config_.padded_V())};
-        Norm norm_of_slice = final_norm().args;
+        Norm norm_of_slice = final_norm().norm;
         norm_of_slice.input = row_slice(norm_of_slice.input, first, n);
         norm_of_slice.row_statistics += first;
         write_values(lazy_norm(norm_of_slice), out.norm_output, stream_);
@@ -682,29 +682,30 @@ public:
     void mlp_half_backward(int64_t l) {
         const Arena::Scope scope(arena_);
         Layer& layer = layers_[l];
-        const TensorRef gate_up = saved_tensor(layer, SavedKind::GateUp);
+        const TensorRef saved_gate_up = saved_tensor(layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
         // and outlives dact, so its memory is allocated first. Its row-major elements need no memory if they
         // replace gate and up
         const Operand dgate_up_operand = layer.gate_up_proj.allocate_g_operand(
-            micro_batch_.N, dgate_up_replaces_gate_up_ ? gate_up.data : nullptr);
+            micro_batch_.N, dgate_up_replaces_gate_up_ ? saved_gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
         // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
         begin_bucket(layer.down_proj.bucket());
-        const TensorRef dact = make_dact(layer, gate_up);
+        const TensorRef dact = make_dact(layer, saved_gate_up);
         finish_bucket(layer.down_proj.bucket());
         // activation
         begin_bucket(layer.gate_up_proj.bucket());
-        layer.gate_up_proj.write_g_operand(lazy_activation_backward(gated_, gate_up, dact), dgate_up_operand);
+        layer.gate_up_proj.write_g_operand(lazy_activation_backward(gated_, saved_gate_up, dact),
+                                           dgate_up_operand);
         until_dgate_up.end();
         // gate and up projection, norm 2
         linear_and_norm_backward(norm2_of(l), dgate_up_operand);
         finish_bucket(layer.gate_up_proj.bucket());
     }
     // The backward pass of the down projection, which computes dact.
-    TensorRef make_dact(Layer& layer, const TensorRef& gate_up) {
+    TensorRef make_dact(Layer& layer, const TensorRef& saved_gate_up) {
         const Operand g_operand = layer.down_proj.make_g_operand(lazy_load(dresidual()));
-        layer.down_proj.wgrad(g_operand, lazy_activation(gated_, gate_up), overwrites_gradients());
+        layer.down_proj.wgrad(g_operand, lazy_activation(gated_, saved_gate_up), overwrites_gradients());
         const TensorRef dact = allocate_tensor(micro_batch_.N, config_.F);
         layer.down_proj.dgrad(g_operand, dact);
         return dact;
@@ -745,12 +746,12 @@ public:
     void core_attention_backward(Layer& layer, const TensorRef& dattention_output, const TensorRef& dqkv) {
         const Arena::Scope scope(arena_);
         // (Llama: qkv and attention_output are the saved tensors themselves)
-        const TensorRef qkv = make_loaded_buffer_if_in_groups(saved_tensor(layer, SavedKind::Qkv));
+        const TensorRef qkv = loaded_attention_tensor_of(saved_tensor(layer, SavedKind::Qkv));
         const TensorRef attention_output =
-            make_loaded_buffer_if_in_groups(saved_tensor(layer, SavedKind::AttentionOutput));
-        void* const workspace = arena_.allocate(attention_workspace_bytes(attention_shape_args()));
+            loaded_attention_tensor_of(saved_tensor(layer, SavedKind::AttentionOutput));
+        void* const workspace = arena_.allocate(attention_workspace_bytes(attention_shape_of_micro_batch()));
         const TensorRef attention_qkv = qk_norms_ ? make_normed_and_rotated(layer, qkv) : qkv;
-        attention_backward(attention_shape_args(),
+        attention_backward(attention_shape_of_micro_batch(),
                            {.qkv = attention_qkv.data,
                             .out = attention_output.data,
                             .lse = saved_log_sum_exp(layer),
@@ -760,42 +761,43 @@ public:
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
                             .dqkv_amax_to_raise = layer.qkv_proj.g_amax_to_raise()},
                            stream_);
-        if (qk_norms_) backward_of_qk_norms(layer, qkv, dqkv);
+        if (qk_norms_) layer_qk_norms_backward(layer, qkv, dqkv);
     }
     // Where the backward pass of attention reads what is saved: the saved tensor itself. (With --attention
     // groups, a buffer to which the values of the groups are written.)
-    TensorRef make_loaded_buffer_if_in_groups(const TensorRef& saved) {
-        const TensorRef buffer = allocate_buffer_if_in_groups(saved);
+    TensorRef loaded_attention_tensor_of(const TensorRef& saved) {
+        const TensorRef buffer = attention_tensor_of(saved);
         if (saves_attention_in_groups_) write_values(lazy_load(saved), buffer, stream_);
         return buffer;
     }
 
     // The backward pass of a norm, and of the linear layer that reads the norm's output. dgrad computes the
     // gradient of the norm's output; the norm's backward pass reads this gradient; wgrad reads the output.
-    void linear_and_norm_backward(const ResidualNorm& norm, const Operand& g_operand) {
+    void linear_and_norm_backward(const ResidualNorm& residual_norm, const Operand& g_operand) {
         Arena::Scope until_dresidual(arena_);  // for dnorm_output
         const TensorRef dnorm_output = allocate_tensor(micro_batch_.N, config_.C);
-        norm.linear_after->dgrad(g_operand, dnorm_output);
-        residual_norm_backward(norm, dnorm_output, /*dresidual_in=*/dresidual());
+        residual_norm.linear_after->dgrad(g_operand, dnorm_output);
+        residual_norm_backward(residual_norm, dnorm_output, /*dresidual_in=*/dresidual());
         until_dresidual.end();
         // lazy_norm() reads the row statistics that the norm's backward pass has just written
-        norm.linear_after->wgrad(g_operand, lazy_norm(norm.args), overwrites_gradients());
+        residual_norm.linear_after->wgrad(g_operand, lazy_norm(residual_norm.norm), overwrites_gradients());
     }
     // The backward pass of a norm of the residual stream: dresidual() = dresidual_in + the gradient of the
     // norm's input.
     //   dnorm_output   the gradient of the norm's output
     //   dresidual_in   dresidual(); no tensor at the head, where the residual stream ends
-    void residual_norm_backward(const ResidualNorm& norm, const TensorRef& dnorm_output,
+    void residual_norm_backward(const ResidualNorm& residual_norm, const TensorRef& dnorm_output,
                                 const TensorRef& dresidual_in) {
-        const TensorRef dweight = gradient(norm.weight_index);
+        const TensorRef dweight = gradient(residual_norm.weight_index);
         TensorRef dbias{};
-        if (const std::optional<size_t> bias_index = parameter_tensors_.bias_index(norm.weight_index))
+        if (const std::optional<size_t> bias_index =
+                parameter_tensors_.bias_index(residual_norm.weight_index))
             dbias = gradient(*bias_index);
-        norm_backward(norm.args,
+        norm_backward(residual_norm.norm,
                       {.dnorm_output = dnorm_output,
                        .dresidual_in = dresidual_in,
                        .dresidual_out = dresidual(),
-                       .dresidual_amax_to_raise = norm.dresidual_amax_to_raise(),
+                       .dresidual_amax_to_raise = residual_norm.dresidual_amax_to_raise(),
                        .dweight = dweight,
                        .dbias = dbias},
                       memory_.norm_backward_workspace, stream_);
@@ -888,10 +890,10 @@ public:
     // and again in backward.
     TensorRef make_normed_and_rotated(const Layer& layer, const TensorRef& qkv) {
         const TensorRef normed_and_rotated = allocate_tensor(micro_batch_.N, qkv.cols);
-        qk_norms_and_rope(qk_norms_args(layer), rope_args(), qkv, normed_and_rotated, stream_);
+        qk_norms_and_rope(qk_norms_of(layer), rope_of_micro_batch(), qkv, normed_and_rotated, stream_);
         return normed_and_rotated;
     }
-    QkNorms qk_norms_args(const Layer& layer) const {
+    QkNorms qk_norms_of(const Layer& layer) const {
         return {.weight = weight(*layer.qk_norms_weight_index).data,
                 .eps = config_.norm_eps,
                 .HS = config_.HS(),
@@ -899,8 +901,8 @@ public:
                 .k_cols = config_.kv_cols()};
     }
     // Qwen3: dqkv, on entry the gradient of the outputs of qk_norms, becomes that of their inputs.
-    void backward_of_qk_norms(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
-        const QkNorms norms = qk_norms_args(layer);
+    void layer_qk_norms_backward(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
+        const QkNorms norms = qk_norms_of(layer);
         float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
         qk_norms_backward(norms, qkv, dqkv, gradient(*layer.qk_norms_weight_index), partials, stream_);
     }
@@ -912,7 +914,7 @@ public:
     // BF16, which is in the buffer.
     void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
         if (next.saves_groups())
-            measure_quant_errors(lazy_load(residual.current), Operand{.tensor = next.args.input},
+            measure_quant_errors(lazy_load(residual.current), Operand{.tensor = next.norm.input},
                                  context_.quant_stats_of(MeasuredKind::NormInput), stream_);
     }
 
@@ -1005,7 +1007,7 @@ public:
         begin_step_or_evaluation(static_cast<double>(target_count));
         for (int64_t i = 0; i < settings_.micro_batches_per_rank; i++) {
             MicroBatch micro_batch{.B = settings_.B, .T = settings_.T, .is_first = i == 0};
-            if (!settings_.keep_gradients) micro_batch.update_in_backward = options;
+            if (!settings_.keep_gradients) micro_batch.options_of_update_in_backward = options;
             run_micro_batch(micro_batch, tokens + i * micro_batch.N, targets + i * micro_batch.N);
             // The next micro-batch clears the amaxes, so they are looked at now
             if (settings_.keep_gradients) network_.note_loss_or_nan();
@@ -1064,7 +1066,7 @@ public:
         // Errors of quantizing are measured by other kernels
         if (context_.quant_report) return false;
         // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
-        if (sharding_->sends_gradients() || micro_batch.update_in_backward) return false;
+        if (sharding_->sends_gradients() || micro_batch.options_of_update_in_backward) return false;
         // Delayed scaling: as long as a history may be empty, amaxes are computed that are not needed later
         return !scale_table_.any_empty_history;
     }
