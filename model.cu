@@ -130,6 +130,7 @@ struct ResidualNorm {
     // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
     LinearLayer* linear_after;
 
+    // Llama: true; of the final norm false.
     bool saves_groups() const { return norm.input.format.is_fp8(); }
     float* output_amax_to_raise() const { return linear_after ? linear_after->x_amax_to_raise() : nullptr; }
     float* dresidual_amax_to_raise() const {
@@ -157,8 +158,8 @@ struct MicroBatch {
     int64_t N = B * T;  // tokens
 
     // The rest is for backward.
-    bool is_first = true;  // of the step, on this rank
-    // The settings of the update, if finish_bucket() does it (--gradients none).
+    bool is_first = true;  // of the step, on this rank. Llama: true, because a step has one micro-batch
+    // The settings of the update, if finish_bucket() does it (--gradients none). Llama: nothing.
     std::optional<AdamWOptions> options_of_update_in_backward = std::nullopt;
 };
 
@@ -167,39 +168,23 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 // ===========================================================================================================
 // How to read the two classes
 //
-// In each class the functions of the list at the top of this file stand in its order, with those that they
-// call between them. The step itself is in the second class: GpuModel::step(), which can be read first.
-// Before the head come begin_bucket() and finish_bucket(), which all of backward calls. What can wait is at
-// the end of the class: what other models and recipes need, evaluations and prompts.
+// In each class, functions stand in the order of the list at the top of this file. What they call stands
+// between them. Before the head comes begin_bucket(), which all of backward calls. What can wait is at the end
+// of the class: what other models and recipes need, evaluations and prompts. The step itself is in the second
+// class: GpuModel::step(), which can be read first.
 //
 // Most conditions are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one GPU, no further
 // flags. In a first reading follow that run. It calls nothing that can wait. A comment "Llama: ..." says what
-// a line gives or does in that run. Come back to this table when you meet a condition:
+// a name or a line gives in that run. These names are declared in other files:
 //
-//   name                            where it is            value in that run
-//   rotary_, gated_                 Network                true
-//   qk_norms_                       Network                false
-//   saves_inputs_in_groups_         Network                true
-//   saves_attention_in_groups_      Network                false
-//   head_sum_in_fp32_               Network                false
-//   dgate_up_replaces_gate_up_      Network                true
-//   dqkv_replaces_gate_up_          Network                true
-//   overwrites_gradients()          Network                true
-//   is_first                        MicroBatch             true, because a step has one micro-batch
-//   options_of_update_in_backward              MicroBatch             nothing
-//   saves_groups()                  ResidualNorm           true; of the final norm false
-//   repeats_launches()              GpuModel               false in the first step, then true
-//   caches_weights_                 GpuModel               false
-//   keep_gradients                  RunSettings            true
-//   communicator                    RunSettings            null
-//   quant_stats, quant_report       GpuContext             null
-//   needs_amax_before_codes()       LinearLayerContext     true
-//   extra_amax_passes_              LinearLayer            false; over_g of gate_up_proj is true
-//   is_read_as_stored()             LinearLayer            false
-//   bias_index()                    ParameterTensors         nothing, for all weights
-//   delayed()                       ScaleTable             false
-//   any_empty_history               ScaleTable             false
-//   sends_gradients()               Sharding               false
+//   name                             where it is          value in that run
+//   keep_gradients                   RunSettings          true
+//   micro_batches_per_rank, ranks    RunSettings          1
+//   communicator                     RunSettings          null
+//   quant_stats, quant_report        GpuContext           null: nothing is measured
+//   bias_index()                     ParameterTensors     nothing, for all weights
+//   delayed(), any_empty_history     ScaleTable           false
+//   sends_gradients()                Sharding             false
 //
 // The other functions of Sharding do nothing with one GPU: gather_weights(), wait_for_gradient_buffer(), ...
 
@@ -233,17 +218,18 @@ class Network {
     const size_t head_index_ = parameter_tensors_.param_index(config_.tied ? "embedding" : "head");
 
     // What kind of model it is.
-    const bool rotary_ = config_.arch.rope;        // RoPE; GPT-2 has learned positions
-    const bool gated_ = config_.arch.gated;        // SiLU(gate) x up; GPT-2 has GELU
-    const bool qk_norms_ = config_.arch.qk_norms;  // norms of the heads of q and k; only Qwen3
-    // What is saved in FP8 groups: in coat the inputs of norms and of activation functions; with --attention
-    // groups also q, k, v and the output of attention.
+    const bool rotary_ = config_.arch.rope;        // Llama: true, RoPE; GPT-2 has learned positions
+    const bool gated_ = config_.arch.gated;        // Llama: true, SiLU(gate) x up; GPT-2 has GELU
+    const bool qk_norms_ = config_.arch.qk_norms;  // Llama: false; Qwen3 has norms of the heads of q and k
+    // Whether the inputs of norms and of activation functions are saved in FP8 groups. Llama: true.
     const bool saves_inputs_in_groups_ = recipe_.saved_inputs.is_fp8();
+    // Whether q, k, v and the output of attention are, too (--attention groups). Llama: false.
     const bool saves_attention_in_groups_ = recipe_.saved_attention.is_fp8();
-    // The slices of the head add to its gradient in FP32 (gpu/memory_layout.h).
+    // Whether the slices of the head add to its gradient in FP32 (gpu/memory_layout.h). Llama: false.
     const bool head_sum_in_fp32_ = head_sum_in_fp32(settings_);
 
-    // Two tensors of backward may take the place of a layer's saved gate and up (rule 3 above).
+    // Two tensors of backward may take the place of a layer's saved gate and up (rule 3 above). Llama: both
+    // do.
     //
     // The first is dgate_up. Its row-major elements go there if an element has as many bytes as one of gate
     // and up, so that the kernel may write over its input. In coat both are FP8 codes. (There must be one
@@ -285,8 +271,8 @@ public:
     const TensorRef& weight(size_t i) const { return parameter_tensors_.weights[i]; }
     const TensorRef& gradient(size_t i) const { return parameter_tensors_.gradients[i]; }
     // Whether GEMMs overwrite gradients: in the first micro-batch. In later ones they add to the gradients.
-    // (With several ranks they always overwrite: backward writes to a buffer, from which the gradients are
-    // sent, and the sums of the step lie elsewhere.)
+    // Llama: true. (With several ranks they always overwrite: backward writes to a buffer, from which the
+    // gradients are sent, and the sums of the step lie elsewhere.)
     bool overwrites_gradients() const { return micro_batch_.is_first || sharding_.sends_gradients(); }
 
     // A tensor (n, cols) in the compute format, in memory that is allocated now. There is memory for a
@@ -346,6 +332,7 @@ public:
     TensorRef dresidual() const { return final_norm_input(); }
 
     // The norms of the residual stream, with their inputs. norm1_of(l) and norm2_of(l) are those of layer l.
+    // (Llama: norms have no bias.)
     Norm make_norm(size_t weight_index, const TensorRef& input) const {
         const std::optional<size_t> bias_index = parameter_tensors_.bias_index(weight_index);
         return {.input = input,
@@ -470,7 +457,7 @@ public:
     void core_attention_forward(const Layer& layer, const TensorRef& qkv) {
         const TensorRef saved_output = saved_tensor(layer, SavedKind::AttentionOutput);
         const TensorRef output = attention_tensor_of(saved_output);  // Llama: saved_output
-        if (rotary_ && !qk_norms_)
+        if (rotary_ && !qk_norms_)                                   // Llama: true
             rope(rope_of_micro_batch(), qkv, /*inverse=*/false, /*qkv_amax_to_raise=*/nullptr, stream_);
         if (saves_attention_in_groups_) save_and_reload(qkv, saved_tensor(layer, SavedKind::Qkv));
         const TensorRef attention_qkv = qk_norms_ ? make_normed_and_rotated(layer, qkv) : qkv;
@@ -508,7 +495,7 @@ public:
         const LazyTensor x = lazy_norm(norm2_of(l).norm);
         // Each branch of the `if` saves gate and up
         if (saves_inputs_in_groups_) {
-            // coat: the projection's output is the widest tensor of a layer. It exists only until its groups
+            // Llama: the projection's output is the widest tensor of a layer. It exists only until its groups
             // are saved
             const Arena::Scope until_saved_gate_up(arena_);
             const TensorRef gate_up_bf16 = allocate_tensor(micro_batch_.N, saved_gate_up.cols);
@@ -540,6 +527,9 @@ public:
     // begin_bucket() and finish_bucket(), and the next bucket begins after that. There is one exception: the
     // GEMMs of the head, which write its gradient before its bucket begins.
     //
+    // finish_bucket() can wait. Llama: it does nothing, because the gradients are where the update reads
+    // them.
+    //
     // How gradients begin in a step, in its first micro-batch:
     //
     //   gradient of                       how it begins
@@ -562,23 +552,6 @@ public:
                 clear_async(gradient(i).data, p.padded_size() * parameter_tensors_.bytes_per_gradient,
                             stream_);
         }
-    }
-
-    // To be called when everything is launched that adds to the gradients of the bucket in this micro-batch,
-    // or that reads the weights of the bucket. Llama: does nothing, because the gradients are where the
-    // update reads them.
-    void finish_bucket(int64_t bucket) {
-        // Several ranks: each rank sends the gradients to the ranks that own them, which add them up
-        if (sharding_.sends_gradients() && !context_.quant_report)
-            sharding_.reduce_gradients(bucket, micro_batch_.is_first);
-        // --gradients none: the weights of the bucket are updated
-        if (micro_batch_.options_of_update_in_backward) {
-            note_loss_or_nan();
-            update_buckets(*micro_batch_.options_of_update_in_backward, bucket, bucket + 1);
-        }
-        // measure_quantization(): what storing the moments would lose is measured
-        if (context_.quant_report)
-            parameter_tensors_.measure_moment_errors_of(bucket, *context_.quant_report);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -702,7 +675,9 @@ public:
         linear_and_norm_backward(norm2_of(l), dgate_up_operand);
         finish_bucket(layer.gate_up_proj.bucket());
     }
-    // The backward pass of the down projection, which computes dact.
+    // The backward pass of the down projection, which computes dact. dact is allocated after wgrad, so that
+    // it never exists together with the x_operand of wgrad: both are (N, F), as wide as no other tensor here.
+    // g_operand lies below dact on the stack, so it stays until dgate_up_operand is written.
     TensorRef make_dact(Layer& layer, const TensorRef& saved_gate_up) {
         const Operand g_operand = layer.down_proj.make_g_operand(lazy_load(dresidual()));
         layer.down_proj.wgrad(g_operand, lazy_activation(gated_, saved_gate_up), overwrites_gradients());
@@ -735,6 +710,8 @@ public:
         linear_and_norm_backward(norm1_of(l), g_operand);
         finish_bucket(layer.qkv_proj.bucket());
     }
+    // The backward pass of the output projection. Here the caller has allocated dattention_output, which is
+    // narrower than dact. So g_operand is given back at the end, before attention takes memory.
     void attention_out_proj_backward(Layer& layer, const TensorRef& dattention_output) {
         const Arena::Scope scope(arena_);
         const Operand g_operand = layer.attention_out_proj.make_g_operand(lazy_load(dresidual()));
@@ -861,7 +838,26 @@ public:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // The rest of this class can wait. The gradient of the head, summed in FP32
+    // The rest of this class can wait. The end of a bucket: several ranks, --gradients none, the report
+
+    // To be called when everything is launched that adds to the gradients of the bucket in this micro-batch,
+    // or that reads the weights of the bucket.
+    void finish_bucket(int64_t bucket) {
+        // Several ranks: each rank sends the gradients to the ranks that own them, which add them up
+        if (sharding_.sends_gradients() && !context_.quant_report)
+            sharding_.reduce_gradients(bucket, micro_batch_.is_first);
+        // --gradients none: the weights of the bucket are updated
+        if (micro_batch_.options_of_update_in_backward) {
+            note_loss_or_nan();
+            update_buckets(*micro_batch_.options_of_update_in_backward, bucket, bucket + 1);
+        }
+        // measure_quantization(): what storing the moments would lose is measured
+        if (context_.quant_report)
+            parameter_tensors_.measure_moment_errors_of(bucket, *context_.quant_report);
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // The gradient of the head, summed in FP32
 
     // The tensor to which the slices add the gradient of the head's weight.
     TensorRef make_head_gradient_in_fp32() {
@@ -948,8 +944,10 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // Weights in a cache
 
+    // Whether the FP8 codes of all weights are made once per step. Llama: false.
+    bool caches_weights() const { return linear_layer_context_.caches_weights; }
     // Makes the FP8 codes of all weights.
-    void write_cached_weights() {
+    void write_cached_w_operands() {
         for (Layer& layer : layers_)
             for (LinearLayer* linear_layer :
                  {&layer.qkv_proj, &layer.attention_out_proj, &layer.gate_up_proj, &layer.down_proj})
@@ -981,17 +979,14 @@ class GpuModel final : public Model {
     CudaGraph first_micro_batch_graph_, later_micro_batch_graph_;
     bool first_step_done_ = false;
 
-    // Whether the FP8 codes of all weights are made once per step; and whether they are up to date.
-    const bool caches_weights_;
-    bool cached_weights_are_valid_ = false;
+    bool cached_weights_are_valid_ = false;  // if weights are cached: whether their codes are up to date
 
 public:
     // bytes: the size of the allocation, or DRY_RUN_BYTES.
     GpuModel(const RunSettings& s, int64_t bytes, bool cache_weights, std::shared_ptr<Transport> transport)
         : context_(s, bytes),
           sharding_(make_sharding(context_, memory_, parameter_tensors_, scale_table_, std::move(transport))),
-          network_(context_, memory_, scale_table_, parameter_tensors_, *sharding_, cache_weights),
-          caches_weights_(cache_weights) {
+          network_(context_, memory_, scale_table_, parameter_tensors_, *sharding_, cache_weights) {
         named_memory_.initialize();
         clear_async(memory_.step_exchange, sizeof(StepExchange), stream_);
         after_weight_change();
@@ -1017,6 +1012,8 @@ public:
         const bool skipped = outcome.gradient_state.skip != 0;
         first_step_done_ = true;
         if (!skipped && outcome.empty_histories == 0) scale_table_.any_empty_history = false;
+        // This is not loss_or_nan, because `skipped` says whether an amax was not finite. (An evaluation has
+        // no such field, so validation_loss() returns loss_or_nan.)
         return {.loss = sum_over_ranks(outcome.loss),
                 .grad_norm = outcome.gradient_state.norm,
                 .skipped = skipped,
@@ -1044,7 +1041,7 @@ public:
         context_.quant_report = report;
         context_.quant_stats = report ? memory_.step_exchange->quant_stats : nullptr;
         if (scale_table_.delayed()) begin_delayed_scaling();
-        if (caches_weights_) write_cached_weights();
+        if (network_.caches_weights()) update_cached_weights();
     }
 
     // Forward and backward of one micro-batch. The gradient of the embedding is outside of what a CUDA graph
@@ -1059,7 +1056,7 @@ public:
     // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
     // can replay them. Llama: from the second step on.
     bool repeats_launches(const MicroBatch& micro_batch) const {
-        // A dry run has no stream that could be recorded
+        // A dry run (gpu/cuda.h) has no stream that could be recorded
         if (stream_ == DRY_RUN) return false;
         // The first step loads kernels and chooses the algorithms of GEMMs
         if (!first_step_done_) return false;
@@ -1099,9 +1096,9 @@ public:
 
     // Makes the FP8 codes of all weights, unless they are up to date. While quantization is measured, the
     // codes are made in any case, because making them measures their errors.
-    void write_cached_weights() {
+    void update_cached_weights() {
         if (cached_weights_are_valid_ && !context_.quant_stats) return;
-        network_.write_cached_weights();
+        network_.write_cached_w_operands();
         cached_weights_are_valid_ = true;
     }
     // Delayed scaling (te): this step collects the amaxes of all operands for the histories.
@@ -1129,7 +1126,7 @@ public:
         network_.begin_micro_batch({.B = 1, .T = n}, tokens, /*targets=*/nullptr);
         network_.forward();
         context_.copy_to_host(logits, network_.last_logits(),
-                              settings_.config.V * format_info(Format::FP32).bytes);
+                              settings_.config.V * static_cast<int64_t>(sizeof(float)));
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
