@@ -169,9 +169,9 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 // How to read the two classes
 //
 // In each class, functions stand in the order of the list at the top of this file. What they call stands
-// between them. Before the head comes begin_bucket(), which all of backward calls. What can wait is at the end
-// of the class: what other models and recipes need, evaluations and prompts. The step itself is in the second
-// class: GpuModel::step(), which can be read first.
+// between them. Before the head comes begin_bucket(), which all of backward calls. What can wait is at the
+// end of the class: what other models and recipes need, evaluations and prompts. The step itself is in the
+// second class: GpuModel::step(), which can be read first.
 //
 // Most conditions are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one GPU, no further
 // flags. In a first reading follow that run. It calls nothing that can wait. A comment "Llama: ..." says what
