@@ -53,7 +53,7 @@ int32_t scale_mode(const Granularity& g) {
 
 // An operand as cuBLAS sees it: a column-major matrix, in which the `rows` elements of a column are
 // contiguous. The GEMM multiplies by the matrix or, if `transpose`, by its transpose.
-struct Matrix {
+struct CublasMatrix {
     const void* data;
     const void* scales;  // null if it is not FP8
     int64_t rows, cols;
@@ -67,8 +67,12 @@ struct Matrix {
 };
 
 // Along what a GEMM sums in its left operand, and in its right one (table: common/formats.h).
-SumAlong sum_in_left(GemmKind kind) { return kind == GemmKind::Wgrad ? SumAlong::Column : SumAlong::Row; }
-SumAlong sum_in_right(GemmKind kind) { return kind == GemmKind::Fprop ? SumAlong::Row : SumAlong::Column; }
+SumAlong left_is_summed_along(GemmKind kind) {
+    return kind == GemmKind::Wgrad ? SumAlong::Column : SumAlong::Row;
+}
+SumAlong right_is_summed_along(GemmKind kind) {
+    return kind == GemmKind::Fprop ? SumAlong::Row : SumAlong::Column;
+}
 
 // The scales of the codes that a GEMM reads. (Null in BF16 and FP32.)
 const float* scales_of(const Operand& operand, bool reads_transposed_codes) {
@@ -79,30 +83,28 @@ const float* scales_of(const Operand& operand, bool reads_transposed_codes) {
     return reads_transposed_codes ? operand.transposed_block_scales : operand.block_scales;
 }
 
-// The Matrix of an operand, which is A of cuBLAS if is_a, else B. For cuBLAS, what is contiguous in memory is
-// a column. It sums along the rows of A and along the columns of B. TRANSA and TRANSB tell it to transpose
-// A or B first (T), or not (N). In FP8 A is always T, and B is always N, because an operand is given in the
-// form in which the sum goes along contiguous elements.
+// An operand as A of cuBLAS if is_a, else as B. sum_along says along what the GEMM sums in the operand, which
+// is row-major: the elements of a row are contiguous in memory. In FP8 an operand that is summed along its
+// columns has transposed codes, in which the elements of a column are contiguous. Then these codes are read.
 //
-//                                           in FP8              TRANS  in BF16 and FP32    TRANS
-//   A: our right operand, summed along its
-//        rows                               row-major codes     T      row-major values    T
-//        columns                            transposed codes    T      row-major values    N
-//   B: our left operand, summed along its
-//        rows                               row-major codes     N      row-major values    N
-//        columns                            transposed codes    N      row-major values    T
-Matrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
+// For cuBLAS, elements that are contiguous are a column. It sums along the rows of A, and along the columns
+// of B. So where the sum goes along contiguous elements, A is to be transposed (T), and B is not (N):
+//
+//   is the sum along contiguous elements?              A   B
+//   yes: in FP8; in BF16 and FP32 along rows           T   N
+//   no: in BF16 and FP32 along columns                 N   T
+CublasMatrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
     const TensorRef& tensor = operand.tensor;
     const bool fp8 = tensor.format.is_fp8();
     const bool reads_transposed_codes = fp8 && sum_along == SumAlong::Column;
     const bool sum_is_contiguous = fp8 || sum_along == SumAlong::Row;
-    const Matrix matrix{.data = reads_transposed_codes ? operand.transposed : tensor.data,
-                        .scales = scales_of(operand, reads_transposed_codes),
-                        .rows = reads_transposed_codes ? tensor.rows : tensor.cols,
-                        .cols = reads_transposed_codes ? tensor.cols : tensor.rows,
-                        .transpose = is_a ? sum_is_contiguous : !sum_is_contiguous,
-                        .format = tensor.format.element_format,
-                        .scale_mode = scale_mode(tensor.format.granularity)};
+    const CublasMatrix matrix{.data = reads_transposed_codes ? operand.transposed : tensor.data,
+                              .scales = scales_of(operand, reads_transposed_codes),
+                              .rows = reads_transposed_codes ? tensor.rows : tensor.cols,
+                              .cols = reads_transposed_codes ? tensor.cols : tensor.rows,
+                              .transpose = is_a ? sum_is_contiguous : !sum_is_contiguous,
+                              .format = tensor.format.element_format,
+                              .scale_mode = scale_mode(tensor.format.granularity)};
     require(!fp8 || (matrix.data && matrix.scales),
             "an FP8 operand lacks the codes, row-major or transposed, that this GEMM reads, or their scales");
     return matrix;
@@ -122,27 +124,27 @@ cublasLtMatrixLayoutOpaque_t matrix_layout(Format f, int64_t rows, int64_t cols)
 // (common/recipes.h, FastAccumulation). The bias, if there is one, is added to the sums before they are
 // stored.
 struct Description {
-    cublasLtMatrixLayoutOpaque_t a, b, out;
+    cublasLtMatrixLayoutOpaque_t a_layout, b_layout, out_layout;
     cublasLtMatmulDescOpaque_t operation;
 
     // Scales and bias are given as addresses: the GEMM reads them when it runs.
-    Description(const Matrix& a_matrix, const Matrix& b_matrix, const TensorRef& to, const void* bias,
+    Description(const CublasMatrix& a, const CublasMatrix& b, const TensorRef& out, const void* bias,
                 bool fast)
-        : a(matrix_layout(a_matrix.format, a_matrix.rows, a_matrix.cols)),
-          b(matrix_layout(b_matrix.format, b_matrix.rows, b_matrix.cols)),
-          out(matrix_layout(to.format.element_format, to.cols, to.rows)) {
+        : a_layout(matrix_layout(a.format, a.rows, a.cols)),
+          b_layout(matrix_layout(b.format, b.rows, b.cols)),
+          out_layout(matrix_layout(out.format.element_format, out.cols, out.rows)) {
         check_description(cublasLtMatmulDescInit(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-        set(CUBLASLT_MATMUL_DESC_TRANSA, a_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
-        set(CUBLASLT_MATMUL_DESC_TRANSB, b_matrix.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
-        if (is_fp8(a_matrix.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(fast));
+        set(CUBLASLT_MATMUL_DESC_TRANSA, a.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
+        set(CUBLASLT_MATMUL_DESC_TRANSB, b.transpose ? CUBLAS_OP_T : CUBLAS_OP_N);
+        if (is_fp8(a.format)) set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, int8_t(fast));
         // If no mode is set, cuBLASLt assumes one FP32 scale for the tensor.
-        if (a_matrix.scale_mode != ONE_SCALE) set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, a_matrix.scale_mode);
-        if (b_matrix.scale_mode != ONE_SCALE) set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, b_matrix.scale_mode);
-        if (a_matrix.scales) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, a_matrix.scales);
-        if (b_matrix.scales) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, b_matrix.scales);
+        if (a.scale_mode != ONE_SCALE) set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, a.scale_mode);
+        if (b.scale_mode != ONE_SCALE) set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, b.scale_mode);
+        if (a.scales) set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, a.scales);
+        if (b.scales) set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, b.scales);
         if (!bias) return;
         set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
-        set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(to.format.element_format));
+        set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data_type(out.format.element_format));
         set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
     }
     template <class Value> void set(cublasLtMatmulDescAttributes_t name, Value value) {
@@ -159,9 +161,9 @@ struct Description {
 constexpr int CANDIDATES = 16;
 
 // Tiles of `out` that are small enough for one warpgroup, so that two warpgroups work in turn: one stores its
-// sums while the other multiplies. On an H100 the first of these tiles takes 4 to 18% less time than
-// cuBLASLt's first choice for large outputs of fprop and BF16 dgrad (in 3 of 19 shapes the same time). For
-// wgrad, and for FP8 without fast accumulation, it takes no less.
+// sums while the other multiplies. On an H100 the first of these tiles takes up to 18% less time than
+// cuBLASLt's first choice for large outputs of fprop and BF16 dgrad. For wgrad, and for FP8 without fast
+// accumulation, it takes no less.
 constexpr uint32_t PREFERRED_TILES[] = {CUBLASLT_MATMUL_TILE_128x128, CUBLASLT_MATMUL_TILE_128x160,
                                         CUBLASLT_MATMUL_TILE_176x128};
 // An output is large from this many elements on: at least 2.8 tiles of 176x128 for each multiprocessor.
@@ -199,8 +201,9 @@ std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t handle, 
     cublasLtMatmulHeuristicResult_t found[CANDIDATES];
     // The status is not checked: if the call fails, n stays 0, and run() throws an Error
     int n = 0;
-    cublasLtMatmulAlgoGetHeuristic(handle, &description.operation, &description.a, &description.b,
-                                   &description.out, &description.out, &preference, CANDIDATES, found, &n);
+    cublasLtMatmulAlgoGetHeuristic(handle, &description.operation, &description.a_layout,
+                                   &description.b_layout, &description.out_layout, &description.out_layout,
+                                   &preference, CANDIDATES, found, &n);
     std::vector<cublasLtMatmulAlgo_t> algorithms;
     for (int i = 0; i < n; i++)
         if (found[i].state == CUBLAS_STATUS_SUCCESS) algorithms.push_back(found[i].algo);
@@ -222,8 +225,8 @@ CublasGemms::~CublasGemms() {
 
 void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, const TensorRef& out,
                       cudaStream_t stream, const GemmOptions& options) {
-    const Matrix a = matrix_of(right, /*is_a=*/true, sum_in_right(kind));
-    const Matrix b = matrix_of(left, /*is_a=*/false, sum_in_left(kind));
+    const CublasMatrix a = matrix_of(right, /*is_a=*/true, right_is_summed_along(kind));
+    const CublasMatrix b = matrix_of(left, /*is_a=*/false, left_is_summed_along(kind));
     const int64_t depth = a.factor_cols();
     require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,
             "the shapes of a GEMM do not fit");
@@ -233,9 +236,9 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
     const auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
         const float one = 1, beta = options.overwrite ? 0 : 1;
         const cublasStatus_t status =
-            cublasLtMatmul(handle_, &description.operation, &one, a.data, &description.a, b.data,
-                           &description.b, &beta, out.data, &description.out, out.data, &description.out,
-                           &algorithm, scratch, SCRATCH_BYTES, stream);
+            cublasLtMatmul(handle_, &description.operation, &one, a.data, &description.a_layout, b.data,
+                           &description.b_layout, &beta, out.data, &description.out_layout, out.data,
+                           &description.out_layout, &algorithm, scratch, SCRATCH_BYTES, stream);
         if (status != CUBLAS_STATUS_SUCCESS)
             cudaGetLastError();  // or the next launch would report this error
         return status;
