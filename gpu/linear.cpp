@@ -8,6 +8,9 @@
 
 namespace coat::gpu {
 
+// This serves the recipes rowwise and deepseek. It stands at the end of this file, and can wait.
+static Operand with_block_scales(const TensorRef& tensor, void* transposed);
+
 LinearLayer::LinearLayer(LinearLayerContext& shared, size_t weight_index, ExtraAmaxPasses extra_amax_passes)
     : shared_(shared), weight_index_(weight_index),
       bias_index_(shared_.parameter_tensors.bias_index(weight_index)),
@@ -22,9 +25,9 @@ LinearLayer::LinearLayer(LinearLayerContext& shared, size_t weight_index, ExtraA
     if (shared_.caches_weights) cached_w_operand_ = allocate_operand(OperandKind::W, out_, Form::Both);
 }
 
-// The rows of the operand of x, and of y: a multiple of 16 for an FP8 GEMM. A micro-batch has a multiple of
-// 16 tokens anyway (linear_formats() of common/recipes.h). But a prompt may have any number. Then the operand
-// and y have more rows than x, and nobody reads what these further rows hold.
+// The rows of an operand, and of y: a multiple of 16 for an FP8 GEMM. A weight and a micro-batch have a
+// multiple of 16 rows anyway (linear_formats() of common/recipes.h). But a prompt may have any number of
+// tokens. Then x_operand and y have more rows than x, and nobody reads what these further rows hold.
 static int64_t rows_of_gemm(const TensorFormat& format, int64_t rows) {
     return format.is_fp8() ? round_up(rows, FP8_GEMM_MULTIPLE) : rows;
 }
@@ -36,7 +39,7 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
     if (extra_amax_passes_.over_x) compute_amax_if_needed(x, x_tensor_scale_);
     const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Fprop);
-    const Operand w_operand = get_or_make_w_operand(GemmKind::Fprop);
+    const Operand w_operand = make_w_operand(GemmKind::Fprop);
     const void* const bias = bias_index_ ? shared_.parameter_tensors.weights[*bias_index_].data : nullptr;
     TensorRef padded_y = y;
     padded_y.rows = rows_of_gemm(shared_.formats.x, y.rows);
@@ -45,7 +48,7 @@ void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
 
 void LinearLayer::dgrad(const Operand& g_operand, const TensorRef& dx) {
     const Arena::Scope scope(arena());
-    const Operand w_operand = get_or_make_w_operand(GemmKind::Dgrad);
+    const Operand w_operand = make_w_operand(GemmKind::Dgrad);
     shared_.gemms.run(GemmKind::Dgrad, g_operand, w_operand, dx, stream());
 }
 
@@ -64,8 +67,6 @@ bool LinearLayer::is_read_as_stored(OperandKind kind, const LazyTensor& source) 
     const bool is_stored_plain = source.op == LazyOp::Load && !source.input.format.is_fp8();
     return is_stored_plain && !format_of(shared_.formats, kind).is_fp8();
 }
-
-static Operand with_block_scales(const TensorRef& tensor, void* transposed);  // rowwise, deepseek: below
 
 // The bytes of the elements (rows, cols) of an operand, and (rowwise, deepseek) of its block scales.
 static int64_t operand_bytes(const TensorFormat& format, int64_t rows, int64_t cols) {
@@ -108,17 +109,10 @@ Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, Ge
     return operand;
 }
 
-// The operand of w: from the cache, if weights are cached; else it is made here, in the form that `gemm`
-// reads. (Delayed scaling: the update leaves no amax of w. So it is computed here, as long as some history of
-// amaxes is empty.)
-Operand LinearLayer::get_or_make_w_operand(GemmKind gemm) const {
-    shared_.sharding.gather_weights(Sharding::weight_set_of(linear_layer_index_),
-                                    gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);
-    if (shared_.caches_weights) return cached_w_operand_;
-    const TensorRef w = shared_.parameter_tensors.weights[weight_index_];
-    if (w.format.is_fp8()) return w_operand_of_codes(w, gemm);  // only with several ranks
-    if (shared_.scale_table.delayed()) compute_amax_if_needed(lazy_load(w), w_tensor_scale_);
-    return make_operand(OperandKind::W, lazy_load(w), gemm);
+// The operand of w, in the form that `gemm` reads.
+Operand LinearLayer::make_w_operand(GemmKind gemm) const {
+    if (const std::optional<Operand> ready_made = prepare_w(gemm)) return *ready_made;  // Llama: nothing
+    return make_operand(OperandKind::W, lazy_load(shared_.parameter_tensors.weights[weight_index_]), gemm);
 }
 
 Operand LinearLayer::make_g_operand(const LazyTensor& g) {
@@ -200,6 +194,20 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
             .transposed = transposed,
             .block_scales = scales_of(tensor.data),
             .transposed_block_scales = scales_of(transposed)};
+}
+
+// What comes before w_operand is made. Returns w_operand if it need not be made.
+std::optional<Operand> LinearLayer::prepare_w(GemmKind gemm) const {
+    // Several ranks: w has to be gathered, and may come as codes
+    shared_.sharding.gather_weights(Sharding::weight_set_of(linear_layer_index_),
+                                    gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);
+    if (shared_.caches_weights) return cached_w_operand_;
+    const TensorRef& w = shared_.parameter_tensors.weights[weight_index_];
+    if (w.format.is_fp8()) return w_operand_of_codes(w, gemm);
+    // Delayed scaling: the update leaves no amax of w. So it is computed here, as long as some history of
+    // amaxes is empty
+    if (shared_.scale_table.delayed()) compute_amax_if_needed(lazy_load(w), w_tensor_scale_);
+    return std::nullopt;
 }
 
 void LinearLayer::write_cached_w_operand() {

@@ -14,14 +14,12 @@
 //   g_operand   once in backward, for dgrad and wgrad. The caller makes it, and decides when its memory is
 //               given back
 //
-// (This can wait: if weights are cached, w_operand is made once per step.)
+// (This can wait: if weights are cached, w_operand is made once per step. With several GPUs, the weight is
+// gathered first: gpu/sharding.h.)
 //
 // A function whose name begins with allocate_ takes memory from the Arena, one with write_ writes the
 // elements of an operand to memory, and one with make_ does both. An operand lives as long as the
 // Arena::Scope in which its memory was taken.
-//
-// (Several GPUs: gather_weights() waits for the weight. This function is in gpu/sharding.h, with Direction
-// and weight_set_of(). With one GPU it does nothing.)
 #pragma once
 #include <optional>
 
@@ -51,9 +49,9 @@ struct LinearLayerContext {
     }
 };
 
-// Which amaxes a linear layer computes by an extra pass, just before it makes the codes: those that it needs,
-// and that no earlier kernel finds. In Llama in coat only gate_up_proj has one, over g. (Two tables in
-// model.cu say which kernel finds which amax.)
+// If a linear layer needs an amax, and no earlier kernel finds it, the linear layer computes it by an extra
+// pass over the tensor, just before it makes the codes. This says for which operands. In Llama in coat only
+// gate_up_proj makes such a pass, over g. (Two tables in model.cu say which kernel finds which amax.)
 struct ExtraAmaxPasses {
     bool over_x = false;  // in fprop()
     bool over_g = false;  // in write_g_operand()
@@ -83,8 +81,8 @@ public:
     void write_g_operand(const LazyTensor& g, const Operand& g_operand);
 
     // --- Amaxes
-    // The amax of x, or of g, which an earlier kernel is to raise. Null if it is not needed, or if an extra
-    // pass finds it.
+    // The amax of x, or of g, for the earlier kernel that finds it. Null if there is no such kernel, because
+    // the amax is not needed or an extra pass finds it.
     float* x_amax_to_raise() const {
         return extra_amax_passes_.over_x ? nullptr : amax_if_needed(x_tensor_scale_);
     }
@@ -135,9 +133,10 @@ private:
     Operand allocate_operand(OperandKind kind, int64_t needed_rows, Form form,
                              void* row_major = nullptr) const;
     Operand make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const;
-    Operand get_or_make_w_operand(GemmKind gemm) const;
+    Operand make_w_operand(GemmKind gemm) const;
 
-    // These serve layers with a bias, delayed scaling, and several ranks (they can wait).
+    // These serve layers with a bias, weights in a cache, delayed scaling, and several ranks (they can wait).
+    std::optional<Operand> prepare_w(GemmKind gemm) const;
     void write_g_operand_and_add_dbias(const LazyTensor& g, const Operand& g_operand);
     void add_dbias(const LazyTensor& g, float* amax_to_compute) const;
     Operand w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const;
