@@ -24,7 +24,7 @@ void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss,
 
 // The sum of squares of a chunk. It is computed in FP32 if it lies between 2^-80 and 2^80, else in double,
 // because squares in FP32 could overflow or vanish.
-static __device__ double sum_of_squares(const ChunkValues& v) {
+static __device__ double square_sum_of_chunk(const ChunkValues& v) {
     float sum = 0;
     for (int j = 0; j < CHUNK_SIZE; j++) sum += v[j] * v[j];
     if (sum > 0x1p-80f && sum < 0x1p+80f) return sum;
@@ -33,35 +33,35 @@ static __device__ double sum_of_squares(const ChunkValues& v) {
     return exact;
 }
 
-// A warp computes the sum of squares of one unit: the elements [begin, end) of a parameter, which begins
-// at gradients[offset].
+// A warp computes the sum of squares of one unit: of the elements first to end - 1 of a parameter, whose
+// element 0 is gradients[param_first].
 constexpr int LOADS_IN_FLIGHT = 4;
-static __device__ double squares_of_unit(const Bf16OrFp32View& gradients, int64_t offset, int64_t begin,
-                                         int64_t end) {
+static __device__ double square_sum_of_unit(const Bf16OrFp32View& gradients, int64_t param_first,
+                                            int64_t first, int64_t end) {
     constexpr int WARP_ELEMENTS = 32 * CHUNK_SIZE;
     double sum = 0;
-    for (int64_t i = begin + threadIdx.x % 32 * CHUNK_SIZE; i < end; i += WARP_ELEMENTS * LOADS_IN_FLIGHT) {
+    for (int64_t i = first + threadIdx.x % 32 * CHUNK_SIZE; i < end; i += WARP_ELEMENTS * LOADS_IN_FLIGHT) {
         Bf16OrFp32View::StoredChunk loaded[LOADS_IN_FLIGHT] = {};
-        for (int u = 0; u < LOADS_IN_FLIGHT; u++)
-            if (i + u * WARP_ELEMENTS < end) loaded[u] = gradients.load(offset + i + u * WARP_ELEMENTS);
-        for (int u = 0; u < LOADS_IN_FLIGHT; u++) {
+        for (int load = 0; load < LOADS_IN_FLIGHT; load++)
+            if (i + load * WARP_ELEMENTS < end)
+                loaded[load] = gradients.load(param_first + i + load * WARP_ELEMENTS);
+        for (int load = 0; load < LOADS_IN_FLIGHT; load++) {
             ChunkValues v;
-            gradients.unpack(loaded[u], v);
-            sum += sum_of_squares(v);
+            gradients.unpack(loaded[load], v);
+            sum += square_sum_of_chunk(v);
         }
     }
     return sum_of_warp(sum);
 }
 
-static __device__ int64_t unit_count(const AdamWParam& param) { return ceil_div(param.size, UNIT_SIZE); }
-
-// Writes the sums of squares of all units of the parameters. The warps of the grid take the units in turn:
-// of w warps, warp i takes the units i, i + w, i + 2 w, ..., counted over all parameters. The gradients begin
-// with element `first` of memory order.
+// Writes the sums of squares of all units of the parameters. The warps of the grid take the units in turn,
+// counted over all parameters: of w warps, warp i takes the units i, i + w, i + 2 w, ...
+//   first_element   the element of memory order with which the gradients begin
+//   first_unit      the number of the first unit, to which the first sum belongs
 constexpr int SQUARES_BLOCKS_PER_SM = 8;
 static __global__ void __launch_bounds__(THREADS)
     compute_gradient_squares_kernel(const AdamWParam* params, int param_count, Bf16OrFp32View gradients,
-                                    int64_t first, int64_t unit_offset, const double* loss_or_nan,
+                                    int64_t first_element, int64_t first_unit, const double* loss_or_nan,
                                     double* loss_and_squares) {
     const int lane = threadIdx.x % 32;
     const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
@@ -69,14 +69,15 @@ static __global__ void __launch_bounds__(THREADS)
     int64_t unit = warp;  // counted from the first unit of the parameter
     for (int i = 0; i < param_count; i++) {
         const AdamWParam& param = params[i];
-        const int64_t units = unit_count(param), offset = param.memory_offset - first;
-        double* const sums_of_param = loss_and_squares + 1 + param.first_unit - unit_offset;
-        for (; unit < units; unit += warps) {
-            const int64_t begin = unit * UNIT_SIZE, end = min(param.size, begin + UNIT_SIZE);
-            const double sum = squares_of_unit(gradients, offset, begin, end);
+        const int64_t unit_count = ceil_div(param.size, UNIT_SIZE);
+        const int64_t param_first = param.memory_offset - first_element;
+        double* const sums_of_param = loss_and_squares + 1 + param.first_unit - first_unit;
+        for (; unit < unit_count; unit += warps) {
+            const int64_t first = unit * UNIT_SIZE, end = min(param.size, first + UNIT_SIZE);
+            const double sum = square_sum_of_unit(gradients, param_first, first, end);
             if (lane == 0) sums_of_param[unit] = sum;
         }
-        unit -= units;  // from here on counted from the first unit of the next parameter
+        unit -= unit_count;  // from here on counted from the first unit of the next parameter
     }
 }
 
@@ -88,8 +89,7 @@ void compute_gradient_squares(const ParamsToUpdate& params, const Range& units, 
     // A warp for each unit, and one if there are no units, because the loss has to be written
     const unsigned useful_blocks = block_count(32 * units.count + 32, THREADS);
     launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful_blocks, most_blocks),
-           THREADS,
-           /*shared_bytes=*/0, stream, params.table, params.count,
+           THREADS, /*shared_bytes=*/0, stream, params.table, params.count,
            bf16_or_fp32(params.gradients, params.gradient_format), params.elements.first, units.first,
            loss_or_nan, loss_and_squares);
 }
@@ -97,35 +97,35 @@ void compute_gradient_squares(const ParamsToUpdate& params, const Range& units, 
 // Adds the squares of the units to the state (adamw.h, GradientState). There is one block.
 constexpr int STATE_THREADS = 1024;
 static __global__ void __launch_bounds__(STATE_THREADS)
-    update_gradient_state_kernel(const double* loss_and_squares, int64_t units, int64_t ranks,
+    update_gradient_state_kernel(const double* loss_and_squares, int64_t unit_count, int64_t ranks,
                                  float clip_limit, GradientState* state) {
     double mine = 0;
-    for (int64_t unit = threadIdx.x; unit < units; unit += STATE_THREADS) {
+    for (int64_t unit = threadIdx.x; unit < unit_count; unit += STATE_THREADS) {
         // The sum of a unit is the largest that a rank has. NaN counts as larger than any number
         double sum = 0;
         for (int64_t r = 0; r < ranks; r++) {
-            const double theirs = loss_and_squares[r * (1 + units) + 1 + unit];
+            const double theirs = loss_and_squares[r * (1 + unit_count) + 1 + unit];
             if (theirs > sum || isnan(theirs)) sum = theirs;
         }
         mine += sum;
     }
-    const double squares = sum_of_block<STATE_THREADS>(mine);
+    const double sum_of_call = sum_of_block<STATE_THREADS>(mine);
     if (threadIdx.x != 0) return;
-    state->sum_of_squares += squares;
+    state->sum_of_squares += sum_of_call;
     state->norm = sqrt(state->sum_of_squares);
     state->clip_factor =
         static_cast<float>(clip_limit > 0 && state->norm > clip_limit ? clip_limit / state->norm : 1.0);
     // Below 2^62, squares are below 2^124, which every format of a second moment represents. NaN fails too.
-    bool usable = sqrt(squares) * state->clip_factor < 0x1p62;
+    bool usable = sqrt(sum_of_call) * state->clip_factor < 0x1p62;
     for (int64_t r = 0; r < ranks; r++)  // the losses
-        usable = usable && isfinite(loss_and_squares[r * (1 + units)]);
+        usable = usable && isfinite(loss_and_squares[r * (1 + unit_count)]);
     state->skip |= !usable;
 }
 
-void update_gradient_state(const double* loss_and_squares, int64_t units, int64_t ranks, float clip_limit,
-                           GradientState* state, cudaStream_t stream) {
+void update_gradient_state(const double* loss_and_squares, int64_t unit_count, int64_t ranks,
+                           float clip_limit, GradientState* state, cudaStream_t stream) {
     launch("update_gradient_state", update_gradient_state_kernel, 1, STATE_THREADS, /*shared_bytes=*/0,
-           stream, loss_and_squares, units, ranks, clip_limit, state);
+           stream, loss_and_squares, unit_count, ranks, clip_limit, state);
 }
 
 }  // namespace coat::gpu

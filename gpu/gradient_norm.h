@@ -30,7 +30,7 @@ void compute_gradient_squares(const ParamsToUpdate& params, const Range& units, 
 //   - the norm of the gradients of this call is 2^62 or more after clipping: their squares might be too
 //     large for a second moment.
 //
-// loss_and_squares: (ranks, 1 + units), with one GPU one row.
+// loss_and_squares: (ranks, 1 + unit_count), with one GPU one row.
 //
 // The rest can wait: how several ranks add their rows. A unit of a matrix has its sum on the rank that owns
 // it, and 0 on the others. A unit of a vector has the same sum on all ranks. Either way the largest of the
@@ -38,7 +38,7 @@ void compute_gradient_squares(const ParamsToUpdate& params, const Range& units, 
 // the third is a vector. Rank 0 has the sums (5, 0, 2), rank 1 has (0, 3, 2), and the result is 5 + 3 + 2. So
 // the result is the same for any number of ranks. If the loss of one rank is not finite, all ranks skip the
 // step.
-void update_gradient_state(const double* loss_and_squares, int64_t units, int64_t ranks, float clip_limit,
-                           GradientState* state, cudaStream_t stream);
+void update_gradient_state(const double* loss_and_squares, int64_t unit_count, int64_t ranks,
+                           float clip_limit, GradientState* state, cudaStream_t stream);
 
 }  // namespace coat::gpu
