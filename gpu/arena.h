@@ -7,7 +7,8 @@ namespace coat::gpu {
 // What takes the place of the size of the allocation in a dry run (gpu/cuda.h), which allocates nothing.
 inline constexpr int64_t DRY_RUN_BYTES = 0;
 
-// allocate() takes the next bytes. When a Scope ends, it gives back what was allocated in it:
+// allocate() takes the next bytes, aligned to GPU_ALIGNMENT (gpu/memory_layout.h). It throws an Error if too
+// few are left. When a Scope ends, it gives back what was allocated in it:
 //
 //   const Arena::Scope scope(arena);
 //   float* const sums = arena.allocate<float>(n);   // lives as long as `scope`

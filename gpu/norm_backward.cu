@@ -67,9 +67,10 @@ __device__ void compute_xhat(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], Norm
             row.xhat[c][j] = (x[c][j] - row.statistics.mean) * row.statistics.rstd;
 }
 
-// CHUNKS_PER_THREAD, below, is how many chunks of a row each thread has, 3 or 4, if all threads have equally
-// many. Then no chunk needs a condition, and the compiler can mix the instructions of all chunks. For other
-// widths it is UNEVEN: which chunks lie inside the row is known only at run time.
+// The template parameter CHUNKS_PER_THREAD, below, serves speed alone: in a first reading take it as UNEVEN.
+// Then which chunks lie inside the row is known only at run time. With 3 or 4 all threads have so many chunks
+// of a row. So no chunk needs a condition, and the compiler can mix the instructions of all chunks. The
+// numbers are the same.
 constexpr int UNEVEN = 0;
 
 // What happens to a row of a norm: load(), then normalize(), then write_gradients(). `input` is the view of
@@ -196,10 +197,10 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     const int64_t rows = row_backward.norm.input.rows;
     const uint32_t C = static_cast<uint32_t>(row_backward.norm.input.cols);
     extern __shared__ float4 sums_of_teams[];  // (blockDim.y, C) of dweight; then, of LayerNorm, of dbias
-    const uint32_t float4s = C / 4;
-    float4* const dweight = sums_of_teams + threadIdx.y * float4s;
-    float4* const dbias = dweight + blockDim.y * float4s;
-    for (uint32_t i = threadIdx.x; i < float4s; i += blockDim.x) {
+    const uint32_t entries_per_team = C / 4;
+    float4* const dweight = sums_of_teams + threadIdx.y * entries_per_team;
+    float4* const dbias = dweight + blockDim.y * entries_per_team;
+    for (uint32_t i = threadIdx.x; i < entries_per_team; i += blockDim.x) {
         dweight[i] = float4{};
         if (!RMS) dbias[i] = float4{};
     }
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     if (dresidual_amax_to_raise) update_amax_by_warp(dresidual_amax_to_raise, magnitude_bits(largest));
     __syncthreads();
     write_partials(sums_of_teams, C, partials);
-    if (!RMS) write_partials(sums_of_teams + blockDim.y * float4s, C, partials + gridDim.x * C);
+    if (!RMS) write_partials(sums_of_teams + blockDim.y * entries_per_team, C, partials + gridDim.x * C);
 }
 
 // How many blocks there are decides in which order dweight and dbias are summed.
