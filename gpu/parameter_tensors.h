@@ -1,15 +1,6 @@
 // gpu/parameter_tensors.h - what one GPU keeps of each parameter: weights, gradients and moments. model.cu
 // updates them (Network::update_buckets()). How a checkpoint reads and writes them is in gpu/named_memory.h.
-//
-// (This can wait: with several GPUs each is a rank, which owns a part of each matrix. With one GPU some names
-// mean the same:
-//
-//   with several GPUs                          with one GPU
-//   param_places[i].owned                      all elements of parameter i
-//   param_places[i].memory_offset              params[i].flat_offset
-//   owned_weight_data(i)                       weights[i].data
-//   owned_gradient_sum(i)                      gradients[i].data
-//   gradient_sums_by_bucket in the MemoryMap   gradients_by_bucket in the MemoryMap)
+// What several GPUs change is said at the end of this file.
 #pragma once
 #include <map>
 #include <optional>
@@ -37,10 +28,6 @@ public:
 
     // By parameter, (rows, cols): the weight that forward and backward read, and the gradient that backward
     // writes.
-    //
-    // (This can wait: with several GPUs a matrix has no data here until it is gathered. Then Sharding writes
-    // its address and its format to `weights`. And what the update reads is not `gradients`, but
-    // owned_gradient_sum().)
     std::vector<TensorRef> weights, gradients;
 
     // The index of the parameter with this name.
@@ -96,5 +83,19 @@ private:
     void list_weights_and_gradients();
     void upload_adamw_params();
 };
+
+// -----------------------------------------------------------------------------------------------------------
+// With several GPUs (this can wait)
+//
+// Each of them is a rank, which owns a part of each matrix. A matrix has no data in `weights` until it is
+// gathered. Then Sharding writes its address and its format there. Backward writes gradients to buffers, and
+// the update reads the sums of the step. With one GPU some names mean the same:
+//
+//   with several GPUs                          with one GPU
+//   param_places[i].owned                      all elements of parameter i
+//   param_places[i].memory_offset              params[i].flat_offset
+//   owned_weight_data(i)                       weights[i].data
+//   owned_gradient_sum(i)                      gradients[i].data
+//   gradient_sums_by_bucket in the MemoryMap   gradients_by_bucket in the MemoryMap
 
 }  // namespace coat::gpu
