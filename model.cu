@@ -666,7 +666,7 @@ public:
         begin_bucket(layer.down_proj.bucket());
         const TensorRef dact = make_dact(layer, saved_gate_up);
         finish_bucket(layer.down_proj.bucket());
-        // activation
+        // activation. (The bucket begins before it, because in GPT-2 write_g_operand() adds to dbias)
         begin_bucket(layer.gate_up_proj.bucket());
         layer.gate_up_proj.write_g_operand(lazy_activation_backward(gated_, saved_gate_up, dact),
                                            dgate_up_operand);
