@@ -41,7 +41,7 @@ static Fields read_trainer(const std::string& checkpoint) {
         throw Error(trainer.path, " has version ", version, ", but this program continues runs of version ",
                     VERSION_OF_TRAINER, "; start a new run from the weights with --model ", checkpoint, ".");
     if (trainer.get<std::string>("hash") != hash_of_fields(trainer.object))
-        throw Error(trainer.path, " was changed; resume from another checkpoint, with another --out.");
+        throw Error(trainer.path, " was changed since it was saved.");
     return trainer;
 }
 
@@ -154,8 +154,8 @@ void require_whole(const std::string& checkpoint) {
     const Fields hashes = read_trainer(checkpoint).get<Fields>("hashes");
     for (const std::string& name : HASHED_FILES)
         if (hashes.get<std::string>(name) != hash_file(path_in(checkpoint, name)))
-            throw Error(path_in(checkpoint, name), " is not the file that was saved (trainer.json has its ",
-                        "hash); resume from another checkpoint, with another --out.");
+            throw Error(path_in(checkpoint, name),
+                        " is not the file that was saved: trainer.json has another hash.");
 }
 
 WholeCheckpoint find_whole_checkpoint(const std::string& folder) {
@@ -172,8 +172,10 @@ WholeCheckpoint find_whole_checkpoint(const std::string& folder) {
             found.skipped.push_back({path, error.what()});
         }
     }
-    throw Error("--resume ", folder, " has no whole checkpoint",
-                found.skipped.empty() ? "; give another folder." : ": " + found.skipped.front().why);
+    if (found.skipped.empty())
+        throw Error("--resume ", folder, " has no whole checkpoint; give another folder.");
+    throw Error("--resume ", folder, " has no whole checkpoint; give another folder, with another --out: ",
+                found.skipped.front().why);
 }
 
 std::string set_aside(const std::string& checkpoint) {

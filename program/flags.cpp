@@ -54,7 +54,7 @@ static const Flag FLAGS[] = {
     {.name = "optimizer", .member = &Flags::optimizer, .on_resume = MUST_MATCH,
      .about = "formats of the moments; default: the recipe's"},
     {.name = "attention", .member = &Flags::attention, .on_resume = MUST_MATCH,
-     .about = "saved q, k, v, output; groups: in FP8, a scale per 16 values",
+     .about = "how q, k, v, output are saved; groups: FP8, a scale per 16",
      .words = "unquantized groups"},
     {.name = "master", .member = &Flags::master, .on_resume = MUST_MATCH,
      .about = "exact: FP32; none: BF16 weights, stochastic rounding", .words = "exact none"},
@@ -68,7 +68,8 @@ static const Flag FLAGS[] = {
     {.name = "batch", .member = &Flags::batch, .on_resume = MUST_MATCH,
      .about = "sequences per micro-batch", .gpu_default = "32", .least = 1},
     {.name = "seq", .member = &Flags::seq, .on_resume = MUST_MATCH,
-     .about = "tokens per sequence; of packed token files: as packed", .gpu_default = "1024", .least = 1},
+     .about = "tokens per sequence; of conversations: that of tokenize.py", .gpu_default = "1024",
+     .least = 1},
     {.name = "accumulate", .member = &Flags::accumulate, .on_resume = MUST_MATCH,
      .about = "micro-batches per step, on each rank", .least = 1},
     {.name = "steps", .member = &Flags::steps, .on_resume = CHANGES_STEPS,
@@ -103,7 +104,7 @@ static const Flag FLAGS[] = {
     {.name = "eval-tokens", .member = &Flags::eval_tokens, .on_resume = MAY_CHANGE,
      .about = "held-out tokens of a validation", .gpu_default = "131072", .least = 1},
     {.name = "sample-every", .member = &Flags::sample_every, .on_resume = MAY_CHANGE,
-     .about = "steps between samples of text; 0: none", .gpu_default = "300"},
+     .about = "steps between samples of text, and one at the end; 0: none", .gpu_default = "300"},
     {.name = "temperature", .member = &Flags::temperature, .on_resume = NOT_SAVED,
      .about = "of --prompt and samples; 0: the most probable token"},
     {.name = "log", .member = &Flags::log, .on_resume = MAY_CHANGE,
@@ -132,7 +133,7 @@ static std::string text_of(const ordered_json& value) {
 // are used in FP32, where they must be finite.
 static void read_value(const Flag& flag, const std::string& text, std::string& value) {
     if (*flag.words && !is_one_of(flag.words, text))
-        throw Error("--", flag.name, " ", text, " is not one of: ", flag.words, ".");
+        throw Error("--", flag.name, " ", text, " is not one of: ", flag.words, "; give one of these.");
     if (flag.on_resume != NOT_SAVED && utf8_length(text) < text.size())
         throw Error("--", flag.name, " ", text, " is not UTF-8, as the files of checkpoints are; ",
                     "rename it, or give a link with another name.");

@@ -64,7 +64,7 @@ static int run_training(Flags flags, const RunLocation& location, std::unique_pt
         resumed = read_resumed(find_resumed_on_all_ranks(flags, out_existed, location.processes));
         take_flags_of_resumed(location.ranks, resumed, flags);
         if (is_complete(resumed, flags)) {
-            print_complete(resumed);
+            print_complete(resumed, flags);
             return 0;
         }
     }
@@ -77,6 +77,7 @@ static int run_training(Flags flags, const RunLocation& location, std::unique_pt
     run.flags_to_save = flags_to_save_on_all_ranks(run);
     require_same_on_all_ranks(run);
     if (run.flags.resumes()) require_data_of_resumed(run);
+    if (!run.flags.on_gpu()) require_memory_for_cpu(run.settings);
     make_loaders(run);
     print_start(run);
     if (!run.weights_folder.empty()) require_weights(run.weights_folder, run.settings.config);

@@ -200,6 +200,10 @@ std::vector<MemoryRow> memory_plan(const RunSettings& s) {
     return plan;
 }
 
+int64_t cpu_copies_bytes(const RunSettings& s) {
+    return 2 * parameter_count(s.config) * format_info(Format::FP32).bytes;
+}
+
 int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category) {
     int64_t bytes = 0;
     for (const MemoryRow& row : plan)
@@ -336,7 +340,7 @@ void print_plan(const RunSettings& s, bool on_gpu) {
     std::printf("\nMemory of %s parameters, %s and %s a micro-batch%s; a GB is 10^9 bytes\n\n",
                 with_commas(count).c_str(), with_noun(s.config.L, "layer").c_str(),
                 with_noun(s.B * s.T, "token").c_str(), s.ranks > 1 ? ", on the rank that needs most" : "");
-    std::printf("  %-40s %32s  %32s\n", "", title(s).c_str(), title(other).c_str());
+    std::printf("  %-40s %32s  %32s\n", "", title(s).c_str(), ("to compare: " + title(other)).c_str());
     std::printf("  %-40s %12s %19s  %12s %19s  item\n", "", "GB", "bytes per item", "GB", "bytes per item");
     print_memory_rows(plan, baseline, on_gpu && built_with_cuda());
     const auto optimizer_bytes = [&](const auto& rows) {  // per parameter
@@ -352,7 +356,7 @@ void print_plan(const RunSettings& s, bool on_gpu) {
             "\nNot in this table: the FP32 copies of weights and gradients with which the CPU computes.");
     if (total_bytes(gpu_plan) < total_bytes(plan))
         std::printf(
-            "\nA GPU needs less than this total: there gradients take the place of saved activations.");
+            "\nA GPU stores gradients over saved activations, so its total is below that of this table.");
     std::printf("\n%s\n", gpu_fit_text(total_bytes(gpu_plan), built_with_cuda()).c_str());
 }
 

@@ -33,6 +33,9 @@ struct MemoryRow {
 std::vector<MemoryRow> memory_plan(const RunSettings& s);
 
 int64_t total_bytes(const std::vector<MemoryRow>& plan, Category category = Category::All);
+// On the CPU a run has these bytes besides memory_plan(): weights and gradients in FP32, with which the CPU
+// computes.
+int64_t cpu_copies_bytes(const RunSettings& s);
 double saved_bytes_per_token_and_layer(const RunSettings& s);  // without the final norm's input
 
 // The run that the plan is compared with: recipe bf16, FP32 moments and masters, all gradients kept.

@@ -47,6 +47,13 @@ static std::string steps_text(const Run& run) {
                   " epochs of the training text");
 }
 
+// When the run validates: "before the first step, every 50 and after the last".
+static std::string validation_text(const Run& run) {
+    const int64_t every = run.flags.eval_every;
+    return concat(run.flags.resumes() ? "" : "before the first step, ",
+                  every > 0 ? concat("every ", every, " and ") : "", "after the last");
+}
+
 // The peak of the learning rate, and the warm-up: "0.003, the default of 771,200 new weights; 100 steps of
 // warm-up".
 static std::string learning_rate_text(const Run& run) {
@@ -87,18 +94,21 @@ void print_start(const Run& run) {
     if (run.flags.steps > 0) print("learning rate: ", learning_rate_text(run));
     if (!run.flags.plan) {
         const std::vector<MemoryRow> plan = run.flags.on_gpu() ? gpu_memory_plan(s) : memory_plan(s);
-        print("memory: ", gigabytes(total_bytes(plan)), " GB", s.ranks > 1 ? " on each rank" : "",
-              run.flags.on_gpu() ? ""
-                                 : ", without working memory and the FP32 copies of weights and gradients "
-                                   "with which the CPU computes",
-              "; --plan lists it");
+        const std::string copies =
+            run.flags.on_gpu() ? ""
+                               : concat(", and ", gigabytes(cpu_copies_bytes(s)),
+                                        " GB for the FP32 weights and gradients with which the CPU computes");
+        print("memory: ", gigabytes(total_bytes(plan)), " GB", copies, s.ranks > 1 ? " on each rank" : "",
+              "; --plan lists the parts");
         print("checkpoints: ", run.flags.saves_checkpoints() ? "in " + run.flags.out : "none are saved");
     }
     if (run.flags.resumes()) print("continuing step ", run.state.step, " of ", run.weights_folder);
     if (const Corpus& text = run.corpus; text.validation.size())
         print("text: ", run.flags.data, ", ", with_commas(text.train.size()), " tokens to train on, ",
               with_commas(text.validation.size()), " held out: ", text.held_out_rule);
-    if (run.corpus.train.size() && run.flags.steps > 0) print("steps: ", steps_text(run));
+    if (run.corpus.train.size() && run.flags.steps > 0) {
+        print("steps: ", steps_text(run), "; validation ", validation_text(run));
+    }
     if (run.corpus.tokens_are_bytes) print(text_of_bytes(run));
     for (const std::string& sentence : sentences_of(run.corpus.left_out)) print(sentence);
     if (!run.flags.log.empty()) print("log: ", run.flags.log, log_before(run));
@@ -159,9 +169,11 @@ void print_end(Run& run, double validation, const StepTimes& times) {
     const int64_t skipped = state.step - state.updates;
     ordered_json end = {
         {"first_validation", state.first_validation}, {"validation", validation}, {"skipped", skipped}};
-    std::printf("\nDone: %s in %s; %ld skipped. Validation loss %.4f -> %.4f nats per token.\n",
-                with_noun(times.steps, "step").c_str(), duration(times.seconds).c_str(), skipped,
-                state.first_validation, validation);
+    std::printf(
+        "\nDone: %s in %s with validation and saving; %ld skipped. Validation loss %.4f -> %.4f nats per "
+        "token.\n",
+        with_noun(times.steps, "step").c_str(), duration(times.seconds).c_str(), skipped,
+        state.first_validation, validation);
     if (times.steps > 1) {
         const double seconds_per_step = times.seconds_of_later_steps / double(times.steps - 1);
         const double rate = double(run.step_tokens()) / seconds_per_step;
@@ -239,6 +251,11 @@ static void print_expansion(const char* moments, const std::vector<float>& k) {
 void report_quantization(Run& run) {
     const QuantReport report = measure_quantization(run);
     print_kinds(report);
+    const auto is_finite = [](const QuantStats& s) {
+        return std::isfinite(s.signal) && std::isfinite(s.noise);
+    };
+    if (!std::all_of(std::begin(report.stats_by_kind), std::end(report.stats_by_kind), is_finite))
+        std::printf("Some values are not finite: the run has diverged. Begin again with a lower --lr.\n");
     if (report.moments_were_sampled)
         std::printf("Of large parameters, a part of the moments was measured.\n");
     print_expansion("first moments", report.k_m);

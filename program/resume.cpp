@@ -18,7 +18,8 @@ std::string folder_of_resumed(const Flags& flags) {
 static void set_aside_skipped(const std::vector<WholeCheckpoint::Skipped>& skipped,
                               const std::string& locked_out) {
     for (const auto& [path, why] : skipped) {
-        print_error(concat("The checkpoint ", path, " is not whole and is skipped: ", why));
+        print_error(
+            concat("The checkpoint ", path, " is damaged, so the run goes on from an older one. ", why));
         if (locked_out.empty() || !fs::equivalent(fs::path(path).parent_path(), locked_out)) continue;
         const std::string renamed = set_aside(path);
         print_error(concat(path, " is now ", renamed, "."));
@@ -74,9 +75,13 @@ bool is_complete(const Resumed& resumed, const Flags& flags) {
     return !flags.plan && flags.steps > 0 && resumed.state.step >= flags.steps;
 }
 
-void print_complete(const Resumed& resumed) {
+void print_complete(const Resumed& resumed, const Flags& flags) {
+    const int64_t step = resumed.state.step, steps_of_run = resumed.flags_of_checkpoint.at("steps");
+    if (step < steps_of_run)
+        throw Error("--steps ", flags.steps, " is not above step ", step,
+                    ", which the run has reached; leave ", "it out to go on to step ", steps_of_run, ".");
     std::printf("The run is complete: %s is its step %ld. To continue it, give --steps above %ld.\n",
-                printable(resumed.checkpoint).c_str(), resumed.state.step, resumed.state.step);
+                printable(resumed.checkpoint).c_str(), step, step);
 }
 
 std::string model_in(const std::string& folder) {

@@ -14,9 +14,10 @@ Resumed read_resumed(const std::string& checkpoint);
 // the flags that are given change the steps to come. The micro-batches of a step are shared by the ranks that
 // there are now.
 void take_flags_of_resumed(int64_t ranks, Resumed& resumed, Flags& flags);
-// Whether the run that --resume continues has made all its steps.
+// Whether the run that --resume continues has made all steps of --steps.
 bool is_complete(const Resumed& resumed, const Flags& flags);
-void print_complete(const Resumed& resumed);
+// Says that it has. Error if --steps is smaller than in that run, and that run has not ended.
+void print_complete(const Resumed& resumed, const Flags& flags);
 // The newest checkpoint in the folder of a run; else the folder itself, if it is a model's.
 std::string model_in(const std::string& folder);
 

@@ -1,6 +1,7 @@
 // program/start.cpp - the start of a run: from the flags to a model (start.h).
 #include <malloc.h>
 #include <omp.h>
+#include <sys/sysinfo.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -8,6 +9,7 @@
 #include "../data/files.h"
 #include "../gpu/gpu_model.h"
 #include "clock.h"
+#include "plan.h"
 #include "resume.h"
 #include "start.h"
 
@@ -282,12 +284,30 @@ void require_same_on_all_ranks(const Run& run) {
 
 // With other data the saved state, which has the place in the data, would mean something else.
 void require_data_of_resumed(const Run& run) {
-    const std::string text = difference_of_data(run.resumed.flags_of_checkpoint, run.flags_to_save);
-    const std::string val_before = run.resumed.flags_of_checkpoint.at("val");
-    const bool has_val = !run.flags.val.empty() || !val_before.empty();
-    if (!text.empty())
-        throw Error(has_val ? "--data or --val" : "--data", " is not that of the checkpoint's run: ", text,
-                    "; restore it.");
+    const ordered_json &before = run.resumed.flags_of_checkpoint, &now = run.flags_to_save;
+    const std::string text = difference_of_data(before, now);
+    if (text.empty()) return;
+    const std::string new_run =
+        concat(", or begin a new run from its weights: --model ", run.weights_folder, ".");
+    for (const char* name : {"data", "val"})
+        if (before.at(name) != now.at(name))
+            throw Error("--", name, " ", now.at(name).dump(),
+                        " is not the data of the checkpoint's run, which ", "had --", name, " ",
+                        before.at(name).dump(), "; leave it out", new_run);
+    const bool has_val = !run.flags.val.empty();
+    throw Error(has_val ? "--data or --val" : "--data", " was changed since the checkpoint's run: ", text,
+                "; restore it", new_run);
+}
+
+// A run that needs more memory than the machine has would end after minutes, and other programs with it.
+void require_memory_for_cpu(const RunSettings& s) {
+    struct sysinfo machine;
+    if (::sysinfo(&machine) != 0) return;
+    const int64_t present = int64_t(machine.totalram + machine.totalswap) * machine.mem_unit;
+    const int64_t needed = total_bytes(memory_plan(s)) + cpu_copies_bytes(s);
+    if (needed > present)
+        throw Error("The run needs at least ", gigabytes(needed), " GB of memory, and this machine has ",
+                    gigabytes(present), " GB; choose a smaller --model, --batch or --seq.");
 }
 
 // -----------------------------------------------------------------------------------------------------------

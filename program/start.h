@@ -66,7 +66,8 @@ FileContents find_other_files(const std::string& weights_folder, const Corpus& c
 ordered_json flags_to_save_on_all_ranks(const Run& run);
 void require_same_on_all_ranks(const Run& run);  // Error if ranks differ in a flag, in data or in the model
 void require_data_of_resumed(const Run& run);    // Error if the run that is continued had other data
-void make_loaders(Run& run);                     // Error if the data have fewer tokens than a micro-batch
+void require_memory_for_cpu(const RunSettings& s);  // Error if the machine has less memory than the run needs
+void make_loaders(Run& run);                        // Error if the data have fewer tokens than a micro-batch
 // A model with the weights of a checkpoint or of a folder, or with random weights.
 std::unique_ptr<Model> make_model(const Run& run);
 // Every start of ./train begins its lines of the log with its flags.

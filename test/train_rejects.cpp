@@ -41,6 +41,7 @@ text
 --gradients some
 --model llama-tinny | no model that ./train --help lists
 --model Qwen/Qwen2.5-0.5B | no folder on this machine
+--model llama-30b --batch 1024 --seq 2048 | GB; choose a smaller --model, --batch or --seq.
 --recipe "a$(printf '\033')[31mc" | a?[31mc
 --resume '' | --resume  has no complete checkpoint)");
 }
@@ -129,9 +130,9 @@ parts --out out | --out out already holds the checkpoint)");
 --batch 4
 --seq 32
 --seed 2
---data first | first has other bytes
---data last | last has other bytes
---data longer | longer has)");
+--data first | is not the data of the checkpoint's run
+--data last | is not the data of the checkpoint's run
+--data longer | is not the data of the checkpoint's run)");
     check_rejected(folder, TINY + "--steps 2", "--out out already holds");  // it would replace another run's
     require_success(train(folder, "--device cpu --plan --resume out"));     // also of a finished run
     // A value that is given again and is equal, also if it is written otherwise, is no other run.

@@ -120,7 +120,7 @@ TEST_CASE("train: --plan and --help and --steps 0 write nothing") {
     }
     CHECK(flags > 20);
     for (const char* words : {"one of: unquantized groups", "one of: exact none", "one of: kept none",
-                              "--clip 0, --accumulate 1, one GPU", "as packed", "(its eps is 1e-8)",
+                              "--clip 0, --accumulate 1, one GPU", "that of tokenize.py", "(its eps is 1e-8)",
                               "The tokens of text are its bytes", "\nExamples\n"})
         CHECK(contains(help.out, words));
     const Ended ran = tiny(folder, "--steps 0");
@@ -338,11 +338,14 @@ TEST_CASE("train: --val names what is held out; a run that goes on needs it unch
     require_success(tiny(folder, "--val held --steps 4 --save-every 2 --out parts"));
     folder.write("other", held + held);
     const std::string resume = "--device cpu --resume parts/step-000002 --out again ";
-    check_rejected(folder, resume + "--val other",
-                   "--data or --val is not that of the checkpoint's run: other has");
-    check_rejected(folder, resume + "--val ''", "held is missing");
+    check_rejected(
+        folder, resume + "--val other",
+        "--val \"other\" is not the data of the checkpoint's run, which had --val \"held\"; leave it "
+        "out, or begin a new run from its weights: --model parts/step-000002.");
+    check_rejected(folder, resume + "--val ''", "--val \"\" is not the data of the checkpoint's run");
+    check_rejected(folder, resume + "--data held", "--data \"held\" is not the data of the checkpoint's run");
     folder.write("held", held + "x");
-    check_rejected(folder, resume, "held has ");
+    check_rejected(folder, resume, "--data or --val was changed since the checkpoint's run: held has ");
     folder.write("held", held);
     require_success(train(folder, resume));
     check_same(folder, "whole/step-000004", "again/step-000004");
@@ -418,6 +421,16 @@ TEST_CASE("train: to continue a run that is complete says so and how and changes
             contains(ended.out, "The run is complete: out/step-000003 is its step 3. To continue it, give "));
         CHECK(folder.files() == before);
     }
+}
+
+TEST_CASE("train: fewer --steps than a run has made are rejected if the run has not ended") {
+    RunFolder folder;
+    require_success(tiny(folder, "--steps 3 --save-every 2 --out out"));
+    for (const char* steps : {"1", "2"})
+        check_rejected(folder, concat("--device cpu --resume out/step-000002 --out other --steps ", steps),
+                       concat("--steps ", steps,
+                              " is not above step 2, which the run has reached; leave it out "
+                              "to go on to step 3."));
 }
 
 TEST_CASE("train: several ranks print and validate and log the numbers of one rank once") {

@@ -227,7 +227,7 @@ TEST_CASE("train: --resume takes the newest whole checkpoint and says which it s
             tiny(folder, concat("--recipe fp32 --steps 4 --save-every 2 --accumulate 2 --out ", out)));
     folder.write("out/step-000004/optimizer.state", "a part");
     const std::string skipped =
-        "train: The checkpoint out/step-000004 is not whole and is skipped: "
+        "train: The checkpoint out/step-000004 is damaged, so the run goes on from an older one. "
         "out/step-000004/optimizer.state is not the file that was saved";
     for (const std::string flags : {"--plan", "--steps 3 --out other"}) {  // these write nothing into out
         const Ended ended = train(folder, "--device cpu --resume out " + flags);
