@@ -174,8 +174,9 @@ constexpr int64_t INT32_BYTES = sizeof(int32_t);
 // second class: GpuModel::step(), which can be read first.
 //
 // Most conditions are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one GPU, no further
-// flags. In a first reading follow that run. It calls nothing that can wait. A comment "Llama: ..." says what
-// a name or a line gives in that run. These names are declared in other files:
+// flags. In a first reading follow that run. It calls nothing that can wait, except finish_bucket(), which
+// then does nothing. A comment "Llama: ..." says what a name or a line gives in that run. These names are
+// declared in other files:
 //
 //   name                             where it is          value in that run
 //   keep_gradients                   RunSettings          true

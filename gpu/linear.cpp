@@ -196,7 +196,7 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
             .transposed_block_scales = scales_of(transposed)};
 }
 
-// What comes before w_operand is made. Returns w_operand if it need not be made.
+// What other runs do before w_operand is made; or w_operand itself, if it need not be made.
 std::optional<Operand> LinearLayer::prepare_w(GemmKind gemm) const {
     // Several ranks: w has to be gathered, and may come as codes
     shared_.sharding.gather_weights(Sharding::weight_set_of(linear_layer_index_),
