@@ -1,6 +1,6 @@
 // gpu/context.h - what all GPU code of the host is given: settings, parameters, stream and arena.
 #pragma once
-#include "../common/model.h"
+#include "../common/ranks.h"
 #include "arena.h"
 
 namespace coat::gpu {
@@ -19,15 +19,29 @@ struct GpuContext {
 
     // Waits until the stream has run all that was put on it. what: how the Error begins if something has
     // failed. (With several ranks: if another rank has ended, this process ends too.)
-    void wait(const char* what = "The GPU failed") const;
+    void wait(const char* what = "The GPU failed") const {
+        enqueue(stream, "wait", [&] {
+            if (settings.communicator)
+                settings.communicator->wait_until(
+                    [&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });
+            check(cudaStreamSynchronize(stream), what);
+        });
+    }
     // Copies between the host and this GPU. Both functions first call wait(). wait_then_start_copy_to_gpu()
     // then starts its copy, so what it reads must stay until the next wait(). copy_to_host() returns when its
     // copy is complete.
     //
     // (Why they wait: CUDA itself may wait for the stream before it copies memory of the host, and would wait
     // for ever if another rank has ended. wait() notices that.)
-    void wait_then_start_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const;
-    void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const;
+    void wait_then_start_copy_to_gpu(void* to_gpu, const void* from_host, int64_t bytes) const {
+        wait();
+        copy_async(to_gpu, from_host, bytes, stream);
+    }
+    void copy_to_host(void* to_host, const void* from_gpu, int64_t bytes) const {
+        wait();
+        copy_async(to_host, from_gpu, bytes, stream);
+        wait();
+    }
 
     // (This can wait.) What quantization has lost so far, while it is measured. Otherwise both pointers are
     // null.
