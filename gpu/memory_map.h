@@ -14,7 +14,7 @@ namespace coat::gpu {
 struct StepOutcome {
     double loss;                   // the sum of the losses so far, times loss_weight: see StepExchange
     double loss_or_nan;            // `loss`; or NaN, if an amax was not finite. Then the step is skipped
-    GradientState gradient_state;  // sum_of_squares, norm, clip_factor, skip
+    GradientState gradient_state;  // the norm of the gradients, and whether the step is skipped
     uint32_t empty_histories;      // delayed scaling: how many operands have had no amax yet
 };
 // The few numbers that the host and the GPU exchange in a step, on the device.
