@@ -108,11 +108,10 @@ void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const 
     };
     auto moment_on_host = [&](const void* data, Format f, const float* max, const float* k,
                               bool second_moment = false) {
-        reference::Moment moment;
-        moment.init(o, f, n, second_moment);
+        reference::Moment moment(o, f, n, second_moment);
         fetch_pieces(moment.elements, data, 1, format_info(f).bytes);
-        if (max) fetch_pieces(moment.maxima, max, MOMENT_GROUP_SIZE, sizeof(float));
-        if (k) fetch_pieces(moment.k, k, MOMENT_GROUP_SIZE, sizeof(float));
+        if (max) fetch_pieces(moment.max_magnitudes, max, MOMENT_GROUP_SIZE, sizeof(float));
+        if (k) fetch_pieces(moment.expansion_exponents, k, MOMENT_GROUP_SIZE, sizeof(float));
         check(cudaStreamSynchronize(stream), "Reading the moments failed");
         return moment;
     };

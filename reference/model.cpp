@@ -44,8 +44,8 @@ public:
             const OptimizerFormats& o = settings_.optimizer;
             const int64_t used = used_elements(settings_.config, p), owned_count = owned(settings_, p).count;
             ParamState& state = states_[i];
-            state.m.init(o, p.moment_format(o.m_format), owned_count, /*second_moment=*/false);
-            state.v.init(o, p.moment_format(o.v_format), owned_count, /*second_moment=*/true);
+            state.m = Moment(o, p.moment_format(o.m_format), owned_count, /*second_moment=*/false);
+            state.v = Moment(o, p.moment_format(o.v_format), owned_count, /*second_moment=*/true);
             state.weight_bits.resize(p.size());
             state.remainder.resize(p.size());
             for (int64_t e = 0; e < p.size(); e++) {
@@ -203,8 +203,10 @@ public:
         // clipping. Afterwards the state is what it was.
         for (size_t i = 0; i < params_.size(); i++) {
             const ParamState before = states_[i];
-            report.k_m.insert(report.k_m.end(), before.m.k.begin(), before.m.k.end());
-            report.k_v.insert(report.k_v.end(), before.v.k.begin(), before.v.k.end());
+            report.k_m.insert(report.k_m.end(), before.m.expansion_exponents.begin(),
+                              before.m.expansion_exponents.end());
+            report.k_v.insert(report.k_v.end(), before.v.expansion_exponents.begin(),
+                              before.v.expansion_exponents.end());
             const AdamWConstants constants =
                 adamw_constants({.update_number = 1, .lr = 0}, /*decays=*/false, /*clip_factor=*/1);
             update_parameter(i, constants, /*key=*/0);
@@ -246,11 +248,11 @@ private:
         ParamState& state = states_[i];
         std::map<std::string, Memory> places = {{"", part_of(state.weight_bits, own)},
                                                 {".m", whole(state.m.elements)},
-                                                {".m.max", whole(state.m.maxima)},
-                                                {".m.k", whole(state.m.k)},
+                                                {".m.max", whole(state.m.max_magnitudes)},
+                                                {".m.k", whole(state.m.expansion_exponents)},
                                                 {".v", whole(state.v.elements)},
-                                                {".v.max", whole(state.v.maxima)},
-                                                {".v.k", whole(state.v.k)}};
+                                                {".v.max", whole(state.v.max_magnitudes)},
+                                                {".v.k", whole(state.v.expansion_exponents)}};
         if (settings_.keep_masters) places[".remainder"] = part_of(state.remainder, own);
         if (settings_.keep_gradients && !to_write) places[".gradient"] = part_of(network_.gradients[i], own);
         for (OperandKind o : LINEAR_OPERANDS) {

@@ -8,8 +8,9 @@
 //   expand:    y = sign(x) FMAX (|x| / max)^k          k = log(R) / log(R_X)
 //   quantize:  code = encode(y)
 //   contract:  x' = sign(y') max (|y'| / FMAX)^(1/k)   y' = decode(code)
-// So max becomes FMAX, and min becomes FMAX / R_X^k = FMAX / R = FMIN. Stored are the codes, max and k. (The
-// paper first expands x to f(x) = sign(x) |x|^k, and then divides f(x) by the scale f(max) / FMAX. That is
+// So max becomes FMAX, and min becomes FMAX / R_X^k = FMAX / R = FMIN. A moment group stores its codes, max
+// and k: max and k are in FP32, 8 bytes for 128 codes. In code, max and min are max_magnitude and
+// min_magnitude. (The paper first expands x to f(x) = sign(x) |x|^k, and then divides f(x) by the scale f(max) / FMAX. That is
 // y.) If R_X is above R, k is below 1: the moment group is compressed instead, and loses a little precision.
 #include "optimizer.h"
 
@@ -21,8 +22,7 @@ namespace coat::reference {
 
 // k = log(R) / log(R_X), rounded to a multiple of 1/256, and limited to [1/16, 64].
 //   - Rounding: logarithms of CPU and GPU differ in their last bits. After rounding, most k are the same on
-//     both. (The released code rounds down to a multiple of 1/16, which costs precision.) k is stored in
-//     FP32, like max: together they are 8 bytes for 128 codes.
+//     both. (The released code rounds down to a multiple of 1/16, which costs precision.)
 //   - The upper limit: if all magnitudes are equal, log(R_X) is 0. Then any k is exact, because all codes are
 //     those of FMAX or -FMAX, and contract() gives max or -max. So k is 64. (It is also 64 where R_X is below
 //     1.21.)
@@ -42,15 +42,15 @@ float expand(Format f, float x, float max_magnitude, float k) {
     return std::copysign(format_info(f).fmax * power, x);
 }
 
-// The inverse of expand(), for a decoded y: x = sign(y) max root, where root = (|y| / FMAX)^(1/k) is the k-th
-// root. If R_X is very large, root underflows in FP32, although max * root does not. So max is multiplied
-// twice by the square root of root. |x| is at least the smallest positive FP32 value: a second moment that is
-// not zero must not become zero.
+// The inverse of expand(), for a decoded y: x = sign(y) max ratio, where ratio = (|y| / FMAX)^(1/k) is
+// |x| / max. If R_X is very large, the ratio underflows in FP32, although max * ratio does not. So max is
+// multiplied twice by the square root of the ratio. |x| is at least the smallest positive FP32 value: a
+// second moment that is not zero must not become zero.
 float contract(Format f, float y, float max_magnitude, float k) {
-    if (y == 0 || max_magnitude == 0) return 0.0f;
-    const float log2_ratio = std::log2(std::abs(y)) - std::log2(format_info(f).fmax);
-    const float sqrt_of_root = std::exp2(log2_ratio / (2 * k));
-    return std::copysign(std::max(max_magnitude * sqrt_of_root * sqrt_of_root, 0x1p-149f), y);
+    if (y == 0) return 0.0f;
+    const float log2_of_power = std::log2(std::abs(y)) - std::log2(format_info(f).fmax);  // power = ratio^k
+    const float sqrt_of_ratio = std::exp2(log2_of_power / (2 * k));
+    return std::copysign(std::max(max_magnitude * sqrt_of_ratio * sqrt_of_ratio, 0x1p-149f), y);
 }
 
 // Without expansion: the scale of a moment group. Moments are finite, because a step with gradients that are
@@ -59,25 +59,19 @@ static float moment_scale(Format f, float max_magnitude) {
     return scale_of(TensorFormat{.element_format = f}, max_magnitude);
 }
 
-void Moment::init(const OptimizerFormats& optimizer, Format f, int64_t count, bool second_moment) {
-    format = f;
-    expanded = optimizer.uses_expansion(f);
-    n = count;
-    is_second_moment = second_moment;
-    const int64_t moment_groups = moment_group_count(f, n);
-    elements.assign(n * format_info(f).bytes, 0);
-    maxima.assign(moment_groups, 0.0f);
-    k.assign(expanded ? moment_groups : 0, 1.0f);
-}
+Moment::Moment(const OptimizerFormats& optimizer, Format f, int64_t count, bool second_moment)
+    : format(f), uses_expansion(optimizer.uses_expansion(f)), n(count), is_second_moment(second_moment),
+      elements(count * format_info(f).bytes), max_magnitudes(moment_group_count(f, count)),
+      expansion_exponents(uses_expansion ? moment_group_count(f, count) : 0, 1.0f) {}
 
 // Element i, decoded.
 float Moment::value(int64_t i) const {
     const float y = read_element(format, elements.data(), i);
     if (!is_fp8(format)) return y;
     const int64_t moment_group = i / MOMENT_GROUP_SIZE;
-    const float max_magnitude = maxima[moment_group];
-    if (expanded) return contract(format, y, max_magnitude, k[moment_group]);
-    return max_magnitude == 0 ? 0.0f : y * moment_scale(format, max_magnitude);
+    const float max_magnitude = max_magnitudes[moment_group];
+    if (uses_expansion) return contract(format, y, max_magnitude, expansion_exponents[moment_group]);
+    return y * moment_scale(format, max_magnitude);
 }
 
 void Moment::load(float* x) const {
@@ -100,12 +94,12 @@ void Moment::store(const float* x, QuantStats* stats) {
 
 // Stores the moment group that begins with element `first`.
 void Moment::store_moment_group(int64_t first, const float* x) {
-    const int64_t end = std::min(n, first + MOMENT_GROUP_SIZE);
     float max_magnitude = 0;
-    for (int64_t i = first; i < end; i++) max_magnitude = std::max(max_magnitude, std::abs(x[i]));
-    maxima[first / MOMENT_GROUP_SIZE] = max_magnitude;
-    if (expanded) store_expanded(first, end, x, max_magnitude);
-    else store_with_scale(first, end, x, max_magnitude);
+    for (int64_t i = first; i < end_of_moment_group(first); i++)
+        max_magnitude = std::max(max_magnitude, std::abs(x[i]));
+    max_magnitudes[first / MOMENT_GROUP_SIZE] = max_magnitude;
+    if (uses_expansion) store_expanded(first, x, max_magnitude);
+    else store_with_scale(first, x, max_magnitude);
 }
 
 // The k and the codes of a moment group, with expansion.
@@ -114,23 +108,23 @@ void Moment::store_moment_group(int64_t first, const float* x) {
 // sqrt(v) + eps. But no value becomes zero here. The smallest magnitude is expanded to FMAX R_X^(-k), which
 // is FMIN if k is exact. k is rounded up by at most 1/512, and R_X is at most 2^277. So the smallest
 // magnitude becomes at least FMIN R_X^(-1/512) = 0.69 FMIN, and is rounded to FMIN.
-void Moment::store_expanded(int64_t first, int64_t end, const float* x, float max_magnitude) {
+void Moment::store_expanded(int64_t first, const float* x, float max_magnitude) {
+    const int64_t end = end_of_moment_group(first);
     float min_magnitude = INFINITY;  // leaving out zeros
     for (int64_t i = first; i < end; i++)
         if (x[i] != 0) min_magnitude = std::min(min_magnitude, std::abs(x[i]));
     const bool all_zeros = max_magnitude == 0;
-    const float k_of_moment_group =
-        all_zeros ? 1.0f : expansion_exponent(format, max_magnitude, min_magnitude);
-    k[first / MOMENT_GROUP_SIZE] = k_of_moment_group;
+    const float k = all_zeros ? 1.0f : expansion_exponent(format, max_magnitude, min_magnitude);
+    expansion_exponents[first / MOMENT_GROUP_SIZE] = k;
     for (int64_t i = first; i < end; i++)
-        write_element(format, elements.data(), i, expand(format, x[i], max_magnitude, k_of_moment_group));
+        write_element(format, elements.data(), i, expand(format, x[i], max_magnitude, k));
 }
 
 // The codes of a moment group without expansion. A positive second moment gets at least the smallest positive
 // code, that of FMIN.
-void Moment::store_with_scale(int64_t first, int64_t end, const float* x, float max_magnitude) {
+void Moment::store_with_scale(int64_t first, const float* x, float max_magnitude) {
     const float reciprocal = 1.0f / moment_scale(format, max_magnitude);
-    for (int64_t i = first; i < end; i++) {
+    for (int64_t i = first; i < end_of_moment_group(first); i++) {
         write_element(format, elements.data(), i, x[i] * reciprocal);
         const bool became_zero = x[i] > 0 && read_element(format, elements.data(), i) == 0;
         if (is_second_moment && became_zero)

@@ -24,24 +24,27 @@ float contract(Format f, float y, float max_magnitude, float k);
 // FP32 and BF16 moments have no moment groups, and their elements are values.
 struct Moment {
     Format format = Format::FP32;
-    bool expanded = false;
+    bool uses_expansion = false;
     int64_t n = 0;
-    bool is_second_moment = false;  // v, which must not become zero (store_with_scale() in optimizer.cpp)
-    std::vector<uint8_t> elements;  // n elements of format
-    std::vector<float> maxima;      // max of each moment group; empty if there are none
-    std::vector<float> k;           // k of each moment group; empty without expansion
+    bool is_second_moment = false;      // v, which must not become zero (store_with_scale() in optimizer.cpp)
+    std::vector<uint8_t> elements;      // n elements of format
+    std::vector<float> max_magnitudes;  // max of each moment group; empty if there are none
+    std::vector<float> expansion_exponents;  // k of each moment group; empty without expansion
 
+    Moment() = default;
     // A moment of `count` zeros. f: Param::moment_format().
-    void init(const OptimizerFormats& optimizer, Format f, int64_t count, bool second_moment);
+    Moment(const OptimizerFormats& optimizer, Format f, int64_t count, bool second_moment);
     void load(float* x) const;  // the values that are read back; x: (n)
     // Stores x (n). stats: null, or where the errors are added if the format is FP8.
     void store(const float* x, QuantStats* stats = nullptr);
 
 private:
     float value(int64_t i) const;
+    // Of the moment group that begins with element `first`.
+    int64_t end_of_moment_group(int64_t first) const { return std::min(n, first + MOMENT_GROUP_SIZE); }
     void store_moment_group(int64_t first, const float* x);
-    void store_expanded(int64_t first, int64_t end, const float* x, float max_magnitude);
-    void store_with_scale(int64_t first, int64_t end, const float* x, float max_magnitude);
+    void store_expanded(int64_t first, const float* x, float max_magnitude);
+    void store_with_scale(int64_t first, const float* x, float max_magnitude);
 };
 
 struct AdamWConstants {

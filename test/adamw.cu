@@ -85,8 +85,8 @@ GPU_TEST_CASE("measure_moment_errors: which pieces of the moments and of the gra
                 const int64_t apart = n / 128 / MOMENT_GROUP_SIZE * MOMENT_GROUP_SIZE;
                 for (int64_t j = 0; j < n; j++)
                     if (!in_part || (j / apart < 128 && j % apart < 2048)) measured.push_back(x[i][j]);
-                Moment expected;
-                expected.init(o, i ? o.v_format : o.m_format, int64_t(measured.size()), /*second_moment=*/i);
+                Moment expected(o, i ? o.v_format : o.m_format, int64_t(measured.size()),
+                                /*second_moment=*/i);
                 QuantStats stats;
                 expected.store(measured.data(), &stats);
                 const QuantStats& got =

@@ -20,12 +20,12 @@ static Floats masters(const Snapshot& state, const std::string& name) {
 
 static reference::Moment moment_of(const RunSettings& s, const Param& p, const Snapshot& state, bool second) {
     const std::string name = p.name + (second ? ".v" : ".m");
-    reference::Moment moment;
-    moment.init(s.optimizer, p.moment_format(second ? s.optimizer.v_format : s.optimizer.m_format), p.size(),
-                second);
+    reference::Moment moment(
+        s.optimizer, p.moment_format(second ? s.optimizer.v_format : s.optimizer.m_format), p.size(), second);
     moment.elements = state.at(name);
-    if (!moment.maxima.empty()) moment.maxima = values_of<float>(state, name + ".max");
-    if (!moment.k.empty()) moment.k = values_of<float>(state, name + ".k");
+    if (!moment.max_magnitudes.empty()) moment.max_magnitudes = values_of<float>(state, name + ".max");
+    if (!moment.expansion_exponents.empty())
+        moment.expansion_exponents = values_of<float>(state, name + ".k");
     return moment;
 }
 
@@ -117,7 +117,9 @@ PROPERTY("a step is AdamW of its gradients: decay by role; clipping by the whole
             for (int v : {0, 1}) {
                 update.store(v);
                 const reference::Moment stored = moment_of(s, p, after, v), &expected = update.moments[v];
-                if (exact) CHECK((stored.elements == expected.elements && stored.maxima == expected.maxima));
+                if (exact)
+                    CHECK((stored.elements == expected.elements &&
+                           stored.max_magnitudes == expected.max_magnitudes));
                 Floats a(w.size()), b(w.size());
                 stored.load(a.data());
                 expected.load(b.data());

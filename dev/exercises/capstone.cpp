@@ -111,19 +111,19 @@ void reference_adamw(const Step& s, int n, const float* g, float* w, Moment m, M
     const Moment views[2] = {m, v};
     reference::Moment moments[2];
     for (int j : {0, 1}) {
-        moments[j].init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n,
-                        /*second_moment=*/j == 1);
+        moments[j] = reference::Moment(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n,
+                                       /*second_moment=*/j == 1);
         std::copy_n(views[j].codes, n, moments[j].elements.begin());
-        moments[j].maxima[0] = *views[j].max;
-        moments[j].k[0] = *views[j].k;
+        moments[j].max_magnitudes[0] = *views[j].max;
+        moments[j].expansion_exponents[0] = *views[j].k;
         moments[j].load(values[j].data());
     }
     reference::adamw(factors, n, g, w, values[0].data(), values[1].data());
     for (int j : {0, 1}) {
         moments[j].store(values[j].data());
         std::copy_n(moments[j].elements.begin(), n, views[j].codes);
-        *views[j].max = moments[j].maxima[0];
-        *views[j].k = moments[j].k[0];
+        *views[j].max = moments[j].max_magnitudes[0];
+        *views[j].k = moments[j].expansion_exponents[0];
     }
 }
 

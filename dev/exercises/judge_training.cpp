@@ -108,7 +108,7 @@ Floats change_with(AdamWSlip slip, AdamWInputs in) {
 Floats linear_values(const reference::Moment& m) {
     Floats x;
     for (size_t i = 0; i < m.elements.size(); i++)
-        x.push_back(given::decode(m.elements[i]) / 448 * m.maxima[i / 128]);
+        x.push_back(given::decode(m.elements[i]) / 448 * m.max_magnitudes[i / 128]);
     return x;
 }
 
@@ -182,29 +182,31 @@ void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floa
     for (size_t i = 0; i < now.size(); i++) {
         const size_t moment_group = i / 128;
         // Logarithms differ in their last bits: at a border, both codes are right.
-        const float y = given::expand(now[i], mine.maxima[moment_group], mine.k[moment_group]);
+        const float y =
+            given::expand(now[i], mine.max_magnitudes[moment_group], mine.expansion_exponents[moment_group]);
         for (float near : {y * 0.995f, y * 1.005f})
             if (mine.elements[i] == given::encode(near)) codes[i] = mine.elements[i];
-        outdated.push_back(
-            given::encode(given::expand(now[i], before.maxima[moment_group], before.k[moment_group])));
-        linear.push_back(given::encode(now[i] / mine.maxima[moment_group] * 448));
+        outdated.push_back(given::encode(given::expand(now[i], before.max_magnitudes[moment_group],
+                                                       before.expansion_exponents[moment_group])));
+        linear.push_back(given::encode(now[i] / mine.max_magnitudes[moment_group] * 448));
     }
-    for (size_t moment_group = 0; moment_group < expected.maxima.size(); moment_group++) {
+    for (size_t moment_group = 0; moment_group < expected.max_magnitudes.size(); moment_group++) {
         const int first = int(moment_group) * 128, n = std::min(128, int(now.size()) - first);
-        const float k = expected.k[moment_group];
+        const float k = expected.expansion_exponents[moment_group];
         c.input = [&now, first, n](size_t) { return magnitudes_of(&now[first], n); };
-        c("max" + of, Floats{expected.maxima[moment_group]}, Floats{mine.maxima[moment_group]},
+        c("max" + of, Floats{expected.max_magnitudes[moment_group]},
+          Floats{mine.max_magnitudes[moment_group]},
           {{SIGNED, {largest_signed(&now[first], n)}},
-           {"max is that before the step.", {before.maxima[moment_group]}},
-           {OTHER_SCALING, {other.maxima[moment_group]}}},
+           {"max is that before the step.", {before.max_magnitudes[moment_group]}},
+           {OTHER_SCALING, {other.max_magnitudes[moment_group]}}},
           1e-5);
-        c("k" + of, Floats{k}, Floats{mine.k[moment_group]},
+        c("k" + of, Floats{k}, Floats{mine.expansion_exponents[moment_group]},
           {{"k is 1 everywhere: compute it from max and the smallest magnitude.", {1}},
-           {"k is that before the step.", {before.k[moment_group]}},
-           {OTHER_SCALING, {other.k[moment_group]}},
+           {"k is that before the step.", {before.expansion_exponents[moment_group]}},
+           {OTHER_SCALING, {other.expansion_exponents[moment_group]}},
            {"The smallest magnitude must not begin with 0: it would stay 0.",
-            {expected.maxima[moment_group] ? 1 / 16.0f : 1}},
-           where(std::isnan(mine.k[moment_group]),
+            {expected.max_magnitudes[moment_group] ? 1 / 16.0f : 1}},
+           where(std::isnan(mine.expansion_exponents[moment_group]),
                  "k is no number: the smallest magnitude may not be negative, so take |x|."),
            where(zeros,
                  "Zeros do not count in the smallest magnitude; a moment group of zeros has max = 0 and "
@@ -212,8 +214,8 @@ void compare_moment(Comparison& c, const std::string& of, bool zeros, const Floa
           1.001 / 256 / k);
     }
     c.input = [&](size_t i) {
-        return text(now[i], " after the update; your max = ", mine.maxima[i / 128],
-                    ", k = ", mine.k[i / 128]);
+        return text(now[i], " after the update; your max = ", mine.max_magnitudes[i / 128],
+                    ", k = ", mine.expansion_exponents[i / 128]);
     };
     c("code" + of + " (for your max and k)", codes, mine.elements,
       {{"The codes belong to the new max and k.", outdated},
@@ -234,8 +236,8 @@ AdamWInputs adamw_inputs(Comparison& c, int n, int round, bool zeros, reference:
     }
     for (int j : {0, 1}) {
         Floats& values = j == 0 ? in.m : in.v;
-        stored[j].init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n,
-                       /*second_moment=*/j == 1);
+        stored[j] = reference::Moment(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n,
+                                      /*second_moment=*/j == 1);
         stored[j].store(values.data());
         stored[j].load(values.data());
     }
@@ -256,7 +258,7 @@ int judge::adamw(const Function<AdamW>& adamw, int number) {
         Floats my_w = in.w, stored[2] = {in.m, in.m};
         my_w.resize(n + GUARDS, UNDEFINED);
         auto view = [](reference::Moment& m) {
-            return Moment{m.elements.data(), m.maxima.data(), m.k.data()};
+            return Moment{m.elements.data(), m.max_magnitudes.data(), m.expansion_exponents.data()};
         };
         for (int j : {0, 1}) {
             mine[j] = before[j];

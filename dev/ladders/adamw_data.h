@@ -171,23 +171,23 @@ private:
     }
     // The moment that is now on the GPU, whose max is row `which` of the fields, and k the next row.
     reference::Moment reference_moment(const Buffer<uint8_t>& codes, int which) const {
-        reference::Moment moment;
         // (`which` is 0 for m, and 2 for v.)
-        moment.init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n_,
-                    /*second_moment=*/which == 2);
+        reference::Moment moment(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n_,
+                                 /*second_moment=*/which == 2);
         const std::vector<float> all = fields_.read();
         const auto max = all.begin() + which * (n_ / SPAN), k = max + n_ / SPAN;
         moment.elements = codes.read();
-        moment.maxima.assign(max, k);
-        moment.k.assign(k, k + n_ / SPAN);
+        moment.max_magnitudes.assign(max, k);
+        moment.expansion_exponents.assign(k, k + n_ / SPAN);
         return moment;
     }
     void compare(const std::vector<float>& x, const reference::Moment& now, Difference& d) const {
         reference::Moment expected = now;
         expected.store(x.data());
         for (int64_t g = 0; g < n_ / SPAN; g++) {
-            const float off = std::abs(now.k[g] - expected.k[g]);
-            d.max += !(std::abs(now.maxima[g] - expected.maxima[g]) <= 1e-5f * expected.maxima[g]);
+            const float off = std::abs(now.expansion_exponents[g] - expected.expansion_exponents[g]);
+            d.max += !(std::abs(now.max_magnitudes[g] - expected.max_magnitudes[g]) <=
+                       1e-5f * expected.max_magnitudes[g]);
             d.k += !(off == 0);
             d.far_k += !(off <= 1 / 256.0f);
             if (!(off == 0)) continue;

@@ -279,17 +279,17 @@ save("new_w", new_w)
 )");
     auto check = [&](const std::string& name, const reference::Moment& expected) {
         INFO(name);
-        others(folder.get(name + ".max"), expected.maxima, 0, 0x1p-21f);
-        CHECK(others(folder.get(name + ".k"), expected.k, 1.0f / 256) <= groups / 100);
+        others(folder.get(name + ".max"), expected.max_magnitudes, 0, 0x1p-21f);
+        CHECK(others(folder.get(name + ".k"), expected.expansion_exponents, 1.0f / 256) <= groups / 100);
         CHECK(others(folder.get(name + ".codes"), floats(expected.elements), 1) <= n / 1000);
     };
     Floats norm = w, norm_m = m, norm_v = v;  // the weights of norms have FP32 moments and do not decay
     adamw(adamw_constants({5, 0.01f}, /*decays=*/false, /*clip_factor=*/1), n, g.data(), norm.data(),
           norm_m.data(), norm_v.data());
     CHECK(relative_error(folder.get("new_norm"), norm) < 1e-6);
-    reference::Moment stored_m, stored_v;
-    stored_m.init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n, /*second_moment=*/false);
-    stored_v.init(find_row(optimizers(), "coat", "--optimizer"), Format::E4M3, n, /*second_moment=*/true);
+    const OptimizerFormats& coat = find_row(optimizers(), "coat", "--optimizer");
+    reference::Moment stored_m(coat, Format::E4M3, n, /*second_moment=*/false);
+    reference::Moment stored_v(coat, Format::E4M3, n, /*second_moment=*/true);
     stored_m.store(m.data());
     stored_v.store(v.data());
     check("m", stored_m);

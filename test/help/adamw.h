@@ -39,8 +39,8 @@ inline Doubles load_exactly(const Moment& m) {
     for (const MomentGroup& g : moment_groups(m))
         for (int64_t i = g.first; i < g.last; i++) {
             const double y = reference::decode(m.format, m.elements[i]);
-            const double k = m.expanded ? m.k[g.number] : 1;
-            x[i] = std::copysign(m.maxima[g.number] * std::pow(std::abs(y) / fmax, 1 / k), y);
+            const double k = m.uses_expansion ? m.expansion_exponents[g.number] : 1;
+            x[i] = std::copysign(m.max_magnitudes[g.number] * std::pow(std::abs(y) / fmax, 1 / k), y);
         }
     return x;
 }
@@ -57,30 +57,31 @@ struct DeviceMoment {
     Buffer<uint8_t> codes;
     Buffer<float> max, k;
     DeviceMoment(const Moment& m, int64_t padded)
-        : of(m), codes(padded * format_info(m.format).bytes), max(int64_t(m.maxima.size())),
-          k(int64_t(m.k.size())) {
+        : of(m), codes(padded * format_info(m.format).bytes), max(int64_t(m.max_magnitudes.size())),
+          k(int64_t(m.expansion_exponents.size())) {
         codes.zero();
         codes.write(m.elements);
-        max.write(m.maxima);
-        k.write(m.k);
+        max.write(m.max_magnitudes);
+        k.write(m.expansion_exponents);
     }
     gpu::MomentRef ref() const {
-        return {codes.get(), max.get(), of.expanded ? k.get() : nullptr, of.format};
+        return {codes.get(), max.get(), of.uses_expansion ? k.get() : nullptr, of.format};
     }
     Moment read() const {
         Moment m = of;
         m.elements = codes.read();
-        m.maxima = max.read();
-        m.k = k.read();
+        m.max_magnitudes = max.read();
+        m.expansion_exponents = k.read();
         CHECK(std::none_of(m.elements.begin() + of.elements.size(), m.elements.end(),
                            [](auto c) { return c; }));
         m.elements.resize(of.elements.size());
-        m.maxima.resize(of.maxima.size());
+        m.max_magnitudes.resize(of.max_magnitudes.size());
         return m;
     }
 };
 inline bool same_moment(const Moment& a, const Moment& b) {
-    return a.elements == b.elements && same_bytes(a.maxima, b.maxima) && same_bytes(a.k, b.k);
+    return a.elements == b.elements && same_bytes(a.max_magnitudes, b.max_magnitudes) &&
+           same_bytes(a.expansion_exponents, b.expansion_exponents);
 }
 
 // Parameters, gradients and moments with random values, and one step of AdamW with them on the GPU.
@@ -100,8 +101,8 @@ struct AdamWRun {
         for (int64_t size : sizes) {
             HostParam p{size, int64_t(master.size()), size % 3 != 0, {}, {}};
             const bool fp32 = size == 130 || size == 127;  // as for norm weights
-            p.m.init(o, fp32 ? Format::FP32 : o.m_format, size, /*second_moment=*/false);
-            p.v.init(o, fp32 ? Format::FP32 : o.v_format, size, /*second_moment=*/true);
+            p.m = Moment(o, fp32 ? Format::FP32 : o.m_format, size, /*second_moment=*/false);
+            p.v = Moment(o, fp32 ? Format::FP32 : o.v_format, size, /*second_moment=*/true);
             Floats m(size), v(size);
             for (int64_t i = 0; i < size; i++) {
                 v[i] = float(1e-6 * std::exp(2 * rng.normal()));
@@ -261,11 +262,11 @@ struct MomentCheck {
             top = {std::max(top.lower, limits.lower), std::max(top.upper, limits.upper)};
             low = {std::min(low.lower, limits.lower), std::min(low.upper, limits.upper)};
         }
-        REQUIRE(got.maxima[g.number] >= top.lower - 0x1p-149);
-        REQUIRE(got.maxima[g.number] <= top.upper + 0x1p-149);
-        if (!got.expanded) return;
-        const double k = got.k[g.number];
-        if (got.maxima[g.number] == 0) {
+        REQUIRE(got.max_magnitudes[g.number] >= top.lower - 0x1p-149);
+        REQUIRE(got.max_magnitudes[g.number] <= top.upper + 0x1p-149);
+        if (!got.uses_expansion) return;
+        const double k = got.expansion_exponents[g.number];
+        if (got.max_magnitudes[g.number] == 0) {
             REQUIRE(k == 1);
             return;
         }
@@ -284,9 +285,10 @@ struct MomentCheck {
     // The codes of a moment group. Returns how many are wrong.
     int64_t wrong_codes(const MomentGroup& g, bool keep_positive) const {
         const double fmax = format_info(got.format).fmax;
-        const float max = got.maxima[g.number], k = got.expanded ? got.k[g.number] : 1;
+        const float max = got.max_magnitudes[g.number],
+                    k = got.uses_expansion ? got.expansion_exponents[g.number] : 1;
         const float scale = reference::scale_of(TensorFormat{got.format}, max);
-        const bool expands = got.expanded && max > 0;
+        const bool expands = got.uses_expansion && max > 0;
         // Magnitudes as they become codes.
         Doubles y(g.last - g.first);
         Floats y_in_float(g.last - g.first);

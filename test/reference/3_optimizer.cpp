@@ -44,10 +44,9 @@ static bool is_expanded_value(Format f, double exact, double got, double max, do
 static void check_moment(Format f, bool expansion, bool second, const Floats& x) {
     const int64_t n = int64_t(x.size()), size = MOMENT_GROUP_SIZE;
     const bool scaled = is_fp8(f), expands = expansion && scaled;
-    Moment moment;
-    moment.init({.name = "", .m_format = f, .v_format = f, .expansion = expansion}, f, n, second);
-    CHECK(moment.maxima == Floats(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
-    CHECK(moment.k == Floats(size_t(expands ? ceil_div(n, size) : 0), 1.0f));
+    Moment moment({.name = "", .m_format = f, .v_format = f, .expansion = expansion}, f, n, second);
+    CHECK(moment.max_magnitudes == Floats(size_t(scaled ? ceil_div(n, size) : 0), 0.0f));
+    CHECK(moment.expansion_exponents == Floats(size_t(expands ? ceil_div(n, size) : 0), 1.0f));
     Floats values(x.size(), -7);
     moment.load(values.data());
     CHECK(norm(values) == 0);
@@ -66,8 +65,8 @@ static void check_moment(Format f, bool expansion, bool second, const Floats& x)
             }
             k = expands && max > 0 ? expansion_exponent(f, max, min) : 1;
             s = scaled ? scale_of({f}, max) : 1;
-            if (scaled) REQUIRE(moment.maxima[moment_group] == max);
-            if (expands) REQUIRE(moment.k[moment_group] == k);
+            if (scaled) REQUIRE(moment.max_magnitudes[moment_group] == max);
+            if (expands) REQUIRE(moment.expansion_exponents[moment_group] == k);
         }
         INFO(i, ": ", x[i], " became ", values[i], "; max ", max, ", k ", k);
         if (!scaled) {
