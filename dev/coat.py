@@ -1,7 +1,10 @@
 #!/usr/bin/env python3
-"""COAT (arXiv 2410.19313) in 380 lines of NumPy: FP8 training, to be read from top to bottom.
+"""COAT (arXiv 2410.19313) in 390 lines of NumPy: FP8 training, to be read from top to bottom.
 
     python3 dev/coat.py        trains a small model in FP32 and in COAT, and compares the two
+
+It prints the errors of the first step in COAT, what a layer saves for each token, and the losses of both runs and of a
+third one, in FP32 with another seed.
 
 These are in FP8, in 8 bits: the operands of the matrix products (GEMMs) of linear layers; the inputs of norms 1 and 2
 and of the activation function, as they are saved for backward; and AdamW's moments of matrices. q, k, v and attention's
@@ -14,7 +17,6 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # these matrices are too sma
 import numpy as np
 
 F32 = np.float32
-ROUNDING = True  # if it is False, nothing is rounded to FP8 or BF16, and the code of a value is the value itself
 
 # --- 1. Formats (lesson 1). FP8 has a sign, an exponent and a mantissa of M bits:
 #      value = 2^(exponent - bias) (1 + mantissa / 2^M)      if exponent > 0
@@ -23,8 +25,9 @@ Format = namedtuple("Format", "M bias fmin fmax")  # FMIN is the smallest subnor
 E4M3 = Format(M=3, bias=7, fmin=F32(2.0**-9), fmax=F32(448))      # for weights, activations and moments
 E5M2 = Format(M=2, bias=15, fmin=F32(2.0**-16), fmax=F32(57344))  # for gradients: it has more range
 
-# These are two settings to change, one at a time: GRADIENT_FORMAT = E4M3, or GROUP_WIDTH = 64. Guess what happens. The
-# end of this file says it.
+# The settings. Change one of the last two: GRADIENT_FORMAT = E4M3, or GROUP_WIDTH = 64. Guess what happens. The end of
+# this file says it.
+ROUNDING = True  # if it is False, nothing is rounded to FP8 or BF16, and the code of a value is the value itself
 GRADIENT_FORMAT = E5M2
 GROUP_WIDTH = 16
 
@@ -92,6 +95,7 @@ def quantize_groups(x, width=GROUP_WIDTH):
     s = bf16(scales_of(E4M3, np.max(np.abs(groups), axis=2)))  # rounded before values are divided by it
     codes = encode(E4M3, groups * (F32(1) / s)[..., None])
     return Quantized(codes.reshape(x.shape), s)
+
 def dequantize_groups(codes, s):
     groups = decode(E4M3, codes).reshape(*s.shape, -1)
     return (groups * s[..., None]).reshape(codes.shape)
@@ -101,7 +105,8 @@ def dequantize_groups(codes, s):
 # and min be the largest and the smallest magnitude of the moment group, leaving out zeros:
 #      expand:    y = sign(x) FMAX (|x| / max)^k        k = log(FMAX / FMIN) / log(max / min)    (equation 4)
 #      contract:  x = sign(y) max (|y| / FMAX)^(1 / k)
-# A moment group stores its codes, max and k. k is a multiple of 1/256, from 1/16 to 64.
+# A moment group stores its codes, max and k. k is a multiple of 1/256, from 1/16 to 64. (f is E4M3 in this whole file;
+# dev/moments.py gives others, too.)
 Moment = namedtuple("Moment", "codes max k")  # of n moment groups: (n, 128), (n, 1) and (n, 1)
 
 def expansion_exponent(max_magnitude, min_magnitude, f=E4M3):
@@ -115,10 +120,11 @@ def expand(x, max_magnitude, k, f=E4M3):
     # The quotient is FP64, because it may underflow in FP32. (In a moment group of zeros max is 0, and 0 / 2^-149 = 0.)
     ratio = np.abs(x).astype(float) / np.maximum(max_magnitude, 2.0**-149)
     return (np.sign(x) * f.fmax * ratio ** k).astype(F32)
+
 def contract(y, max_magnitude, k, f=E4M3):
-    root = (np.abs(y) / f.fmax).astype(float) ** (1 / k)
+    ratio = (np.abs(y) / f.fmax).astype(float) ** (1 / k)  # |x| / max
     # Only 0 is read back as 0: all other magnitudes are at least 2^-149, the smallest of FP32.
-    return (np.sign(y) * np.maximum(max_magnitude * root, 2.0**-149)).astype(F32)
+    return (np.sign(y) * np.maximum(max_magnitude * ratio, 2.0**-149)).astype(F32)
 
 def store_moment(x, f=E4M3):
     """x (n, 128): n moment groups -> what is stored. Only 0 gets the code 0, and contract() reads only this code as 0.
@@ -129,6 +135,7 @@ def store_moment(x, f=E4M3):
     k = expansion_exponent(max_magnitude, min_magnitude, f)
     k = np.where(max_magnitude > 0, k, F32(1))  # a moment group of zeros has max = 0 and k = 1
     return Moment(encode(f, expand(x, max_magnitude, k, f)), max_magnitude, k)
+
 def load_moment(codes, max_magnitude, k, f=E4M3):
     return contract(decode(f, codes), max_magnitude, k, f)
 
@@ -146,6 +153,7 @@ def update_matrix(w, g, m, v, step, lr):
     quantized."""
     w, new_m, new_v = adamw(w, g, load_moment(*m), load_moment(*v), step, lr, decay=F32(0.1))
     return w, store_moment(new_m), store_moment(new_v)
+
 def update_norm(w, g, m, v, step, lr):
     """A step of a norm's weight: its moments are FP32, and it does not decay."""
     return adamw(w, g, m, v, step, lr, decay=F32(0))
@@ -156,6 +164,7 @@ def update_norm(w, g, m, v, step, lr):
 
 def rms_norm(x, weight, eps=F32(1e-5)):
     return x / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + eps) * weight
+
 def rms_norm_backward(x, weight, dy, eps=F32(1e-5)):
     """The gradients of x and of the weight."""
     rstd = 1 / np.sqrt(np.mean(x * x, axis=1, keepdims=True) + eps)
@@ -168,6 +177,7 @@ def activation(gate_up):
     """SwiGLU: silu(gate) * up, with silu(a) = a sigmoid(a)."""
     gate, up = np.split(gate_up, 2, axis=1)
     return gate / (1 + np.exp(-gate)) * up
+
 def activation_backward(gate_up, dact):
     gate, up = np.split(gate_up, 2, axis=1)
     sigmoid = 1 / (1 + np.exp(-gate))
@@ -204,6 +214,7 @@ def qkv_and_probabilities(qkv, T, HS):
 def attention(qkv, T, HS):
     _, _, v, p = qkv_and_probabilities(qkv, T, HS)
     return (p @ v).swapaxes(1, 2).reshape(len(qkv), -1)
+
 def attention_backward(qkv, out, dout, T, HS):
     """The output and its gradient, both (tokens, C) -> the gradient of qkv."""
     q, k, v, p = qkv_and_probabilities(qkv, T, HS)
@@ -237,6 +248,7 @@ Saved = namedtuple("Saved", "norm1_input qkv attention_output norm2_input gate_u
 
 def linear(x, w):
     return bf16(gemm_operand(E4M3, x) @ gemm_operand(E4M3, w).T)  # fprop: y = x w^T
+
 def linear_backward(x, w, g):
     """x, w, and the gradient g of the output -> the gradients of x and w."""
     g_operand = gemm_operand(GRADIENT_FORMAT, g)
@@ -291,13 +303,15 @@ def head_loss_and_gradients(norm_weight, head, x, targets):
     dx, dnorm_weight = rms_norm_backward(x, norm_weight, bf16(dlogits @ head))
     return loss, bf16(dx), dnorm_weight, dlogits.T @ y
 
-StepResult = namedtuple("StepResult", "loss output saved gradients")  # output and saved: of the layer; gradients: by the name of the weight
+# output and saved: of the layer; gradients: by the name of the weight
+StepResult = namedtuple("StepResult", "loss output saved gradients")
 
 def train(text, steps, seed, C=64, T=32, HS=16, B=8, lr=4e-3):
     """Trains on windows of T + 1 ASCII characters: T tokens and their targets. Yields a StepResult after each step. The
     learning rate reaches lr in 20 steps."""
     random = np.random.default_rng(seed)
-    rows = {"embedding": 128, "qkv": 3 * C, "attention_out": C, "gate_up": 2 * C, "down": C}  # F = C
+    # The matrices are (rows, C), also that of "down", because F = C.
+    rows = {"embedding": 128, "qkv": 3 * C, "attention_out": C, "gate_up": 2 * C, "down": C}
     master, m, v = {}, {}, {}  # by the name of the weight
     for name, n in rows.items():
         master[name] = random.standard_normal((n, C)).astype(F32) / F32(np.sqrt(C))
@@ -364,8 +378,7 @@ if __name__ == "__main__":
     print("A layer saves for each token, in bytes (C is the hidden size, F the feed-forward size):")
     # In BF16: 2 bytes of norm 1's input (C), qkv (3 C), attention's output (C), norm 2's input (C), gate and up (2 C).
     print(f"  here, F = C             COAT {size / saved.attention_output.size} C, BF16 16 C")
-    # qkv and attention's output take 8 C. In groups are C values for each of two norms, and 2 F = 2 x 2.6875 C for gate
-    # and up.
+    # qkv and attention's output take 8 C. Two norms have C values each in groups; gate and up have 2 F = 2 x 2.6875 C.
     llama = 8 + (2 + 2 * 2.6875) * (1 + 2 / GROUP_WIDTH)
     print(f"  Llama-2-7B, F = 2.69 C  COAT {llama:.1f} C, BF16 22.8 C")
 
