@@ -19,7 +19,9 @@
 //                   dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX
 //   operand         an input of a GEMM. x, w and g, the operands of linear layers, are quantized
 //   compute format  the format of what is not quantized: BF16, or FP32 in the recipe fp32
-//   residual stream what goes from layer to layer. Each half of a layer adds its output to it
+//   residual stream what goes from layer to layer. Each half of a layer adds its output to it. The sum is
+//                   FP32, and its two readers round it: the next sum to the compute format, and a norm to the
+//                   format in which the norm's input is saved
 //   master          the exact FP32 value of a weight, which updates add to
 //   micro-batch     the sequences that go through the model together. A step adds up the gradients of one or
 //                   more micro-batches
@@ -66,6 +68,7 @@ struct FormatInfo {
     const char* name;   // in flags and print-outs
     int bytes;          // of an element
     int mantissa_bits;  // a normal value has a relative rounding error of at most 2^-(mantissa_bits + 1)
+    int bias;           // a normal value is 2^(exponent field - bias) (1 + mantissa / 2^mantissa_bits)
     float fmax;         // FMAX, the largest finite value
     float fmin;         // FMIN, the smallest positive value, which is subnormal
 };
@@ -73,10 +76,10 @@ struct FormatInfo {
 // FORMATS has a row for each Format, in the same order.
 // clang-format off
 inline constexpr FormatInfo FORMATS[] = {
-    {.name = "fp32", .bytes = 4, .mantissa_bits = 23, .fmax = FLT_MAX, .fmin = 0x1p-149f},
-    {.name = "bf16", .bytes = 2, .mantissa_bits = 7, .fmax = 0x1.fep127f, .fmin = 0x1p-133f},
-    {.name = "e4m3", .bytes = 1, .mantissa_bits = 3, .fmax = 448.0f, .fmin = 0x1p-9f},
-    {.name = "e5m2", .bytes = 1, .mantissa_bits = 2, .fmax = 57344.0f, .fmin = 0x1p-16f},
+    {.name = "fp32", .bytes = 4, .mantissa_bits = 23, .bias = 127, .fmax = FLT_MAX, .fmin = 0x1p-149f},
+    {.name = "bf16", .bytes = 2, .mantissa_bits = 7, .bias = 127, .fmax = 0x1.fep127f, .fmin = 0x1p-133f},
+    {.name = "e4m3", .bytes = 1, .mantissa_bits = 3, .bias = 7, .fmax = 448.0f, .fmin = 0x1p-9f},
+    {.name = "e5m2", .bytes = 1, .mantissa_bits = 2, .bias = 15, .fmax = 57344.0f, .fmin = 0x1p-16f},
 };
 // clang-format on
 

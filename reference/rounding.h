@@ -17,7 +17,6 @@
 
 namespace coat::reference {
 
-inline int exponent_bias(Format f) { return f == Format::E4M3 ? 7 : 15; }
 // 2^e as an FP32 value, from -126 to 127: e + 127 is the exponent field, and the mantissa is 0.
 inline float power_of_two(int e) { return std::bit_cast<float>(uint32_t(127 + e) << 23); }
 
@@ -39,7 +38,7 @@ inline constexpr uint32_t SIGN_BIT = 0x80, NAN_CODE = 0x7F;  // of FP8 codes
 // two and the mantissa 0, as it should.
 inline uint8_t encode(Format f, float x) {
     const int M = format_info(f).mantissa_bits;
-    const int bias = exponent_bias(f);
+    const int bias = format_info(f).bias;
     // If x is NaN, std::min() returns fmax: NaN is not less. The code of NaN is chosen below.
     const float magnitude = std::min(format_info(f).fmax, std::abs(x));
     const int e = std::max(int(std::bit_cast<uint32_t>(magnitude) >> 23) - 127, 1 - bias);
@@ -55,9 +54,10 @@ inline uint8_t encode(Format f, float x) {
 // that of FMAX. Its mantissa is 7, so it is NaN: E4M3 has no infinity.
 inline float decode(Format f, uint8_t code) {
     const int M = format_info(f).mantissa_bits;
+    const int bias = format_info(f).bias;
     const uint32_t magnitude = code & (SIGN_BIT - 1);
     const uint32_t bits = magnitude << (23 - M);  // exponent and mantissa where FP32 has them
-    float value = std::bit_cast<float>(bits + (uint32_t(127 - exponent_bias(f)) << 23));
+    float value = std::bit_cast<float>(bits + (uint32_t(127 - bias) << 23));
     if (magnitude >> M == 0) value = float(magnitude) * format_info(f).fmin;            // subnormal
     if (value > format_info(f).fmax) value = std::bit_cast<float>(bits | 0x7F800000u);  // infinity or NaN
     return code & SIGN_BIT ? -value : value;
