@@ -2,9 +2,8 @@
 // training step of COAT: forward, backward, clipping, update.
 //
 // step() and its parts come first. The rest can wait: the measurement of errors, the state by name, delayed
-// scaling, and what several ranks exchange. With one rank, owned() is the whole parameter, from element 0 on;
-// sum_over_ranks(), true_on_all_ranks(), losses_of_all_ranks() and gather_parameter() return what they are
-// given; and reduce_gradients() does nothing.
+// scaling, and what several ranks exchange. With one rank, owned() is the whole parameter, from element 0 on,
+// and the functions of the last part, "What ranks exchange", return what they are given or do nothing.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -19,7 +18,8 @@ using Floats = std::vector<float>;
 
 namespace {
 
-class ReferenceModel : public Model {
+// The functions of the interface Model are marked with `override`. All others are their parts.
+struct ReferenceModel : Model {
     // The state of one parameter. (With several ranks each has `weight_bits` and `remainder` whole, but
     // updates only the part that it owns. Its moments have only this part.)
     struct ParamState {
@@ -36,7 +36,6 @@ class ReferenceModel : public Model {
     // By parameter: the sums of gradients of several ranks; empty with one rank (reduce_gradients()).
     std::vector<Floats> gradient_sums_;
 
-public:
     explicit ReferenceModel(const RunSettings& settings)
         : network_(settings), states_(params_.size()), gradient_sums_(params_.size()) {
         for (size_t i = 0; i < states_.size(); i++) {
@@ -79,7 +78,6 @@ public:
         return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = target_count};
     }
 
-private:
     // Forward and backward of all micro-batches of the step. Afterwards the network has the gradients of the
     // mean loss over the target_count targets that count. Returns the sum of the losses, of all ranks.
     double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
@@ -167,7 +165,6 @@ private:
         for (Floats& sum : gradient_sums_) std::fill(sum.begin(), sum.end(), 0.0f);
     }
 
-public:
     // --- What else one asks of a model ---
 
     double validation_loss(const int32_t* tokens, const int32_t* targets) override {
@@ -228,7 +225,6 @@ public:
         refresh_weight(param_index_of(params_, name));
     }
 
-private:
     // The place in memory of the elements of a state tensor that this rank owns.
     struct Memory {
         void* data;

@@ -91,16 +91,15 @@ public:
         begin_pass(settings.B, settings.T);
         const Tensor x = embedding_and_layers_forward(tokens);    // (N, C)
         const Tensor y = rounded(norm_forward("final_norm", x));  // (N, C)
-        Tensor logits = head_forward(y);                          // (N, padded_V)
-        // The gradients of the logits replace the logits. (Evaluation needs only the loss, but the gradients
-        // cost little.)
+        // At first these are the logits. The loss function overwrites them with their gradients. (Evaluation
+        // needs only the loss, but the gradients cost little.)
+        Tensor dlogits = head_forward(y);  // (N, padded_V)
         const double loss = cross_entropy_forward_and_backward(N(), config_.V, config_.padded_V(),
-                                                               logits.data(), targets, Real(loss_weight));
+                                                               dlogits.data(), targets, Real(loss_weight));
         all_finite = all_finite && std::isfinite(loss);
         if (!backward) return loss;
 
-        const Tensor dlogits = rounded(logits);
-        const Tensor dy = head_backward(y, dlogits);
+        const Tensor dy = head_backward(y, rounded(dlogits));
         Tensor dresidual = rounded(norm_backward("final_norm", x, dy));
         for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
         embedding_backward(tokens, dresidual);
@@ -219,8 +218,8 @@ private:
 
     // Layer l: the gradient of the residual stream after the layer (N, C) -> before the layer (N, C). Where a
     // branch leaves the stream, two gradients are added: one comes along the stream, one through the branch.
-    // dX is the gradient of X. The operators come in the opposite order of forward. The operand g of a linear
-    // layer is the gradient of its output: dresidual, dgate_up, dresidual, dqkv.
+    // The operators come in the opposite order of forward. The operand g of a linear layer is the gradient of
+    // its output: dresidual, dgate_up, dresidual, dqkv.
     Tensor layer_backward(int64_t l, Tensor dresidual) {
         const std::string prefix = prefix_of(l);
         const Tensor gate_up = load_saved(l, GateUp);

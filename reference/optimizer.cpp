@@ -8,10 +8,12 @@
 //   expand:    y = sign(x) FMAX (|x| / max)^k          k = log(R) / log(R_X)
 //   quantize:  code = encode(y)
 //   contract:  x' = sign(y') max (|y'| / FMAX)^(1/k)   y' = decode(code)
-// So max becomes FMAX, and min becomes FMAX / R_X^k = FMAX / R = FMIN. A moment group stores its codes, max
-// and k: max and k are in FP32, 8 bytes for 128 codes. In code, max and min are max_magnitude and
-// min_magnitude. (The paper first expands x to f(x) = sign(x) |x|^k, and then divides f(x) by the scale f(max) / FMAX. That is
-// y.) If R_X is above R, k is below 1: the moment group is compressed instead, and loses a little precision.
+// So max becomes FMAX, and min becomes FMAX / R_X^k = FMAX / R = FMIN. (The paper first expands x to
+// f(x) = sign(x) |x|^k, and then divides f(x) by the scale f(max) / FMAX. That is y.) If R_X is above R, k is
+// below 1: the moment group is compressed instead, and loses a little precision.
+//
+// A moment group stores its codes, and max and k in FP32: these are 8 bytes for 128 codes. In code max and
+// min are called max_magnitude and min_magnitude.
 #include "optimizer.h"
 
 #include <algorithm>
@@ -54,7 +56,7 @@ float contract(Format f, float y, float max_magnitude, float k) {
 }
 
 // Without expansion: the scale of a moment group. Moments are finite, because a step with gradients that are
-// too large is skipped. (An infinity would not be noticed: scale_of() would return 1.)
+// too large is skipped.
 static float moment_scale(Format f, float max_magnitude) {
     return scale_of(TensorFormat{.element_format = f}, max_magnitude);
 }

@@ -17,17 +17,17 @@ namespace coat::reference {
 
 using Floats = std::vector<float>;
 
-// The scale of a scale block with this amax; 1 for a block of zeros.
+// A scale block of zeros has the scale 1.
 //
 // The scales of groups are BF16, so one may be rounded down. Then amax / s is above 448, but at most
 // 448 (1 + 2^-8) = 449.75. Values there are 32 apart, so 448 is the nearest one: saturating gives the value
 // that rounding would give.
 //
 // If amax is not finite, the step must be skipped. Codes do not show it, because they saturate. So whoever
-// calls quantize() checks the amax of the tensor, StoredMatrix::amax. A group, row or block with an amax that
-// is not finite also gets the scale NaN, for the sake of GPUs: there a tensor in groups is quantized without
-// its amax, so the NaN has to reach the loss or a gradient. (A whole tensor gets the scale 1: on a GPU, too,
-// its amax is checked.)
+// calls quantize() checks the amax of the tensor, StoredMatrix::amax. For a whole tensor this check is
+// enough, also on a GPU, so its scale does not matter: it is 1. But a group, row or block with an amax that
+// is not finite gets the scale NaN: a GPU quantizes such a tensor without the amax of the tensor, so there
+// the NaN has to reach the loss or a gradient.
 float scale_of(const TensorFormat& format, float amax) {
     if (!std::isfinite(amax)) return format.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -100,7 +100,8 @@ static void compute_scales_of_blocks(const float* x, StoredMatrix& stored) {
     }
     stored.amax = amax_of_all;
 }
-// The same with one scale for the whole tensor. given: QuantizeOptions::scale.
+// The same with one scale for the whole tensor. It is a function of its own for two reasons: all threads find
+// the one amax together, and the scale may be given (QuantizeOptions::scale).
 static void compute_scale_of_tensor(const float* x, StoredMatrix& stored, std::optional<float> given) {
     stored.amax = compute_amax(x, stored.rows * stored.cols);
     const float s = given ? *given : scale_of(stored.format, stored.amax);
