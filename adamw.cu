@@ -148,7 +148,7 @@ template <bool IS_V> struct ExpansionCodec {
     }
 
     static __device__ float table_entry(uint32_t code) {
-        const float y = decode_two(/*e5m2=*/false, code).x;
+        const float y = decode_two<Format::E4M3>(code).x;
         return log2f(y) - log2f(E4M3_FMAX);
     }
 
@@ -560,7 +560,7 @@ template <bool IS_V> struct CodecWithoutExpansion {
         return encode_with_signs<IS_V>(y, x);
     }
 
-    static __device__ float table_entry(uint32_t code) { return decode_two(/*e5m2=*/false, code).x; }
+    static __device__ float table_entry(uint32_t code) { return decode_two<Format::E4M3>(code).x; }
 };
 
 // ===========================================================================================================

@@ -144,31 +144,31 @@ template <class Real> __device__ Real sum_of_warp(Real x) {
 // FP8 codes and scales (the paper's preliminaries):
 //   s = amax / FMAX,  code = encode(x / s),  x' = s * decode(code)
 
-// FMAX of a format that is known when a kernel is compiled: 448 for E4M3, 57,344 for E5M2. (A kernel that
-// learns the format when it runs has an argument fmax.)
-template <Format FORMAT> constexpr float FMAX = format_info(FORMAT).fmax;
+// FORMAT is E4M3 or E5M2, known when a kernel is compiled. (A kernel that learns the format when it runs has
+// the arguments e5m2 and fmax.)
+template <Format FORMAT>
+constexpr __nv_fp8_interpretation_t CUDA_FORMAT = FORMAT == Format::E5M2 ? __NV_E5M2 : __NV_E4M3;
+template <Format FORMAT> constexpr float FMAX = format_info(FORMAT).fmax;  // 448; 57,344
 
-inline __device__ uint32_t encode_two(bool e5m2, float lo, float hi) {  // two codes; saturates
-    return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, e5m2 ? __NV_E5M2 : __NV_E4M3);
+template <Format FORMAT> __device__ uint32_t encode_two(float lo, float hi) {  // two codes; saturates
+    return __nv_cvt_float2_to_fp8x2(make_float2(lo, hi), __NV_SATFINITE, CUDA_FORMAT<FORMAT>);
 }
-inline __device__ float2 decode_two(bool e5m2, uint32_t codes) {
-    const auto format = e5m2 ? __NV_E5M2 : __NV_E4M3;
-    const __half2_raw h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), format);
+template <Format FORMAT> __device__ float2 decode_two(uint32_t codes) {
+    const __half2_raw h =
+        __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), CUDA_FORMAT<FORMAT>);
     return __half22float2(__half2(h));
 }
 // Eight codes of v * inverse_scale.
 template <Format FORMAT> __device__ uint2 encode(const ChunkValues& v, float inverse_scale) {
-    constexpr bool E5M2 = FORMAT == Format::E5M2;
     uint32_t pairs[4];  // of codes
     for (int i = 0; i < 4; i++)
-        pairs[i] = encode_two(E5M2, v[2 * i] * inverse_scale, v[2 * i + 1] * inverse_scale);
+        pairs[i] = encode_two<FORMAT>(v[2 * i] * inverse_scale, v[2 * i + 1] * inverse_scale);
     return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
 }
 // Eight values, code * scale.
 template <Format FORMAT> __device__ void decode(uint2 codes, float scale, ChunkValues& v) {
-    constexpr bool E5M2 = FORMAT == Format::E5M2;
     for (int i = 0; i < 4; i++) {
-        const float2 pair = decode_two(E5M2, ((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
+        const float2 pair = decode_two<FORMAT>(((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
         v[2 * i] = pair.x * scale;
         v[2 * i + 1] = pair.y * scale;
     }

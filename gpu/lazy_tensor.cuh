@@ -296,8 +296,8 @@ constexpr __host__ __device__ int rows_in_flight(int bytes) {
 template <class Producer, class Use>
 __device__ void for_each_row(const Producer& producer, const ThreadTile& thread_tile, Use use) {
     constexpr int IN_FLIGHT = rows_in_flight(Producer::BYTES);
-    // (With min() in place of these two conditions, some kernels would have 10% more instructions.)
     const int64_t rows = producer.rows, plane_cols = producer.plane_cols;
+    // (With min() in place of these two conditions, some kernels would have 10% more instructions.)
     const int64_t row = thread_tile.row < rows ? thread_tile.row : rows - 1;
     const int64_t col = thread_tile.col < plane_cols ? thread_tile.col : plane_cols - CHUNK_SIZE;
     const auto sources = producer.thread_sources(row, col);

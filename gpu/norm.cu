@@ -8,14 +8,14 @@ namespace {
 // x: the thread's chunks of one input row. Returns the largest magnitude of the norm's output in these
 // chunks. A chunk that is not live lies past the end of the row, or its row lies past the last row.
 template <class Element, class IsLive>
-__device__ float amax_of_norm(const Norm& n, const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD],
+__device__ float amax_of_norm(const Norm& norm, const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD],
                               RowStatistics statistics, IsLive is_live) {
     float largest = 0;
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         if (!is_live(c)) continue;
         ChunkValues weight, bias;
-        plain_view<Element>(n.weight).load_values(first_column_of_thread(c), weight);
-        load_bias(plain_view<Element>(n.bias), first_column_of_thread(c), bias);
+        plain_view<Element>(norm.weight).load_values(first_column_of_thread(c), weight);
+        load_bias(plain_view<Element>(norm.bias), first_column_of_thread(c), bias);
         for (int j = 0; j < CHUNK_SIZE; j++)
             largest = larger_magnitude(largest, norm_output(x[c][j], statistics, weight[j], bias[j]));
     }

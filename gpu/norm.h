@@ -20,7 +20,8 @@ namespace coat::gpu {
 // whole output. The kernel of the sum has whole rows in registers, so it finds both, from the sum as the norm
 // will read it: rounded.
 //
-// `norm` is the norm that reads the sum. This is what the two functions write:
+// `norm` is the norm that reads the sum; its weight, bias, rms and eps are given. This is what the two
+// functions write:
 //
 //                               norms 1 and 2 in coat           final norm
 //   norm.input                  the sum, in groups              the sum, in BF16

@@ -16,6 +16,11 @@ static float saturation_limit(const FormatInfo& f) {
     return f.fmax + std::ldexp(0.5f, std::ilogb(f.fmax) - f.mantissa_bits);
 }
 
+// x as it comes back from an FP8 code.
+template <Format FORMAT> static __device__ float through_fp8(float x) {
+    return decode_two<FORMAT>(encode_two<FORMAT>(x, 0)).x;
+}
+
 // Adds to quant_stats what x loses if it is quantized. The scale of an element is that of the tensor, if
 // tensor_scale is not null; that of its scale block, if block_scale_grid.scales is not null; else that of
 // its 1x16 group, which is computed here.
@@ -40,8 +45,10 @@ static __global__ void __launch_bounds__(TILE_THREADS)
                 if (block_scale_grid.scales)
                     scale = *block_scale_grid.address(thread_tile.row + i,
                                                       p * producer.plane_cols + thread_tile.col + j);
-                const uint32_t code = encode_two(e5m2, __fmul_rn(value, __frcp_rn(scale)), 0);
-                const float back = decode_two(e5m2, code).x * scale;
+                const float scaled = __fmul_rn(value, __frcp_rn(scale));
+                const float decoded =
+                    e5m2 ? through_fp8<Format::E5M2>(scaled) : through_fp8<Format::E4M3>(scaled);
+                const float back = decoded * scale;
                 const double error = static_cast<double>(value) - back;
                 signal += static_cast<double>(value) * value;
                 noise += error * error;
