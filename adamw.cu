@@ -255,9 +255,7 @@ template <class WeightsKind> struct LoadedElements {
 };
 
 // How many spans a parameter has. The last one may have fewer than 128 elements, and then padding.
-__device__ int span_count(const AdamWParam& param) {
-    return static_cast<int>(ceil_div(param.size, MOMENT_GROUP_SIZE));
-}
+__device__ int span_count(const AdamWParam& param) { return int(ceil_div(param.size, MOMENT_GROUP_SIZE)); }
 
 // Loads and stores a thread's eight elements of any span of a parameter.
 template <class WeightsKind> struct ElementsOfThread {
@@ -277,7 +275,7 @@ template <class WeightsKind> struct ElementsOfThread {
     __device__ int64_t position_in_param(int span) const {
         const int first_in_span = threadIdx.x % LANES_PER_SPAN * CHUNK_SIZE;
         const int clamped = min(span, span_count(param) - 1);
-        return static_cast<int64_t>(clamped) * MOMENT_GROUP_SIZE + first_in_span;
+        return int64_t(clamped) * MOMENT_GROUP_SIZE + first_in_span;
     }
     __device__ LoadedElements<WeightsKind> load(int span) const {
         const int64_t i = position_in_param(span);
@@ -442,7 +440,7 @@ __device__ uint32_t update_bundles(const AdamWArguments& arguments, const AdamWP
         next_field = field_of_lane.load(next_bundle);
         // The last bundle of the parameter may have fewer than four pairs.
         const int spans = span_count(param) - bundle * SPANS_PER_BUNDLE;
-        const int pairs = min(PAIRS_PER_BUNDLE, static_cast<int>(ceil_div(spans, SPANS_PER_PAIR)));
+        const int pairs = min(PAIRS_PER_BUNDLE, int(ceil_div(spans, SPANS_PER_PAIR)));
 #pragma unroll 1  // one copy of this long body
         for (int pair = 0; pair < pairs; pair++) {
             const LoadedElements<WeightsKind> loaded = next_loaded;
@@ -523,8 +521,8 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
         if (of_param.begin >= of_block.end) return;
         if (!param.has_fp8_moment_groups()) continue;
         // What the block has of the parameter.
-        const int first_in_param = static_cast<int>(max(of_block.begin, of_param.begin) - of_param.begin);
-        const int end_in_param = static_cast<int>(min(of_block.end, of_param.end) - of_param.begin);
+        const int first_in_param = int(max(of_block.begin, of_param.begin) - of_param.begin);
+        const int end_in_param = int(min(of_block.end, of_param.end) - of_param.begin);
         const uint32_t largest_bits = update_bundles<WeightsKind, MCodec, VCodec>(
             arguments, param, first_in_param + warp, end_in_param, tables);
         if (param.weight_amax) update_amax_by_warp(param.weight_amax, largest_bits);
@@ -580,21 +578,21 @@ constexpr int64_t MIN_BUNDLES_PER_BLOCK = 2048;
 unsigned adamw_blocks(int64_t bundles) {
     const int64_t at_once = multiprocessors() * BLOCKS_PER_SM;
     const int64_t rounds = std::max<int64_t>(1, bundles / (at_once * MIN_BUNDLES_PER_BLOCK));
-    return static_cast<unsigned>(std::min(bundles, at_once * rounds));
+    return unsigned(std::min(bundles, at_once * rounds));
 }
 
 AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
-    const double t = static_cast<double>(options.update_number);
-    const double bias1 = 1 - std::pow(static_cast<double>(options.beta1), t);
-    const double bias2 = 1 - std::pow(static_cast<double>(options.beta2), t);
+    const double t = double(options.update_number);
+    const double bias1 = 1 - std::pow(double(options.beta1), t);
+    const double bias2 = 1 - std::pow(double(options.beta2), t);
     return {.lr = options.lr,
             .beta1 = options.beta1,
             .beta2 = options.beta2,
             .one_minus_beta1 = 1 - options.beta1,
             .one_minus_beta2 = 1 - options.beta2,
             .weight_decay = options.weight_decay,
-            .root_factor = static_cast<float>(bias1 / std::sqrt(bias2)),
-            .scaled_eps = static_cast<float>(bias1 * options.eps)};
+            .root_factor = float(bias1 / std::sqrt(bias2)),
+            .scaled_eps = float(bias1 * options.eps)};
 }
 
 // Calls f<MCodec, VCodec>() with the codecs of an optimizer whose moments are in FP8 moment groups.

@@ -259,7 +259,7 @@ public:
                                                      .sharding = sharding,
                                                      .gemms = gemms_,
                                                      .caches_weights = cache_weights} {
-        layers_.reserve(static_cast<size_t>(config_.L));
+        layers_.reserve(size_t(config_.L));
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l));
         if (rotary_) fill_rope_table(config_, settings_.T, memory_.rope_table, stream_);
     }
@@ -306,7 +306,7 @@ public:
         uint8_t* const memory_of_layer = memory_.saved_activations + l * saved_layer_bytes(settings_);
         const std::vector<int64_t> offsets = saved_tensor_offsets(settings_);
         for (const SavedFormat& saved : saved_per_layer(config_, recipe_)) {
-            uint8_t* const data = memory_of_layer + offsets[static_cast<size_t>(saved.kind)];
+            uint8_t* const data = memory_of_layer + offsets[size_t(saved.kind)];
             TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .format = saved.format};
             // The scales of groups lie right after the codes
             if (saved.format.is_fp8())
@@ -319,7 +319,7 @@ public:
 
     // What a layer has saved, or is to save: the rows of this micro-batch.
     TensorRef saved_tensor(const Layer& layer, SavedKind kind) const {
-        TensorRef tensor = layer.saved_tensors[static_cast<size_t>(kind)];
+        TensorRef tensor = layer.saved_tensors[size_t(kind)];
         tensor.rows = micro_batch_.N;
         return tensor;
     }
@@ -785,11 +785,11 @@ public:
     // same token are added in a fixed order, for which the host sorts the tokens while the GPU computes.
     void add_embedding_gradients(const int32_t* tokens) {
         embedding_order_ = embedding_order(tokens, micro_batch_.N);
-        const int64_t distinct_tokens = static_cast<int64_t>(embedding_order_.token_rows.size());
+        const int64_t distinct_tokens = int64_t(embedding_order_.token_rows.size());
         context_.wait_then_start_copy_to_gpu(memory_.row_order, embedding_order_.row_order.data(),
                                              micro_batch_.N * INT32_BYTES);
         context_.wait_then_start_copy_to_gpu(memory_.token_rows, embedding_order_.token_rows.data(),
-                                             distinct_tokens * static_cast<int64_t>(sizeof(TokenRows)));
+                                             distinct_tokens * int64_t(sizeof(TokenRows)));
         const int64_t bucket = parameter_tensors_.params[embedding_index_].bucket;
         begin_bucket(bucket);
         embedding_backward(dresidual(),
@@ -831,7 +831,7 @@ public:
         double* const own_row = loss_and_squares + settings_.rank * row_size;
 
         compute_gradient_squares(params, units, &outcome->loss_or_nan, own_row, stream_);
-        sharding_.all_gather(loss_and_squares, row_size * static_cast<int64_t>(sizeof(double)));
+        sharding_.all_gather(loss_and_squares, row_size * int64_t(sizeof(double)));
         update_gradient_state(loss_and_squares, units.count, settings_.ranks, options.clip, gradient_state,
                               stream_);
         adamw(options, settings_.optimizer, params, memory_.owned_weights,
@@ -1000,7 +1000,7 @@ public:
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
         const int64_t target_count = sum_over_ranks(counted_targets(targets, tokens_of_rank()));
         if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
-        begin_step_or_evaluation(static_cast<double>(target_count));
+        begin_step_or_evaluation(double(target_count));
         for (int64_t i = 0; i < settings_.micro_batches_per_rank; i++) {
             MicroBatch micro_batch{.B = settings_.B, .T = settings_.T, .is_first = i == 0};
             if (!settings_.keep_gradients) micro_batch.options_of_update_in_backward = options;
@@ -1071,7 +1071,7 @@ public:
 
     // Updates all parameters. (With --gradients none backward has updated them: Network::finish_bucket())
     void update_parameters(const AdamWOptions& options) {
-        const int64_t bucket_count = static_cast<int64_t>(parameter_tensors_.buckets.size());
+        const int64_t bucket_count = int64_t(parameter_tensors_.buckets.size());
         sharding_->wait_for_transfers();
         if (settings_.keep_gradients)
             network_.update_buckets(options, /*first_bucket=*/0, /*end_bucket=*/bucket_count);
@@ -1126,8 +1126,7 @@ public:
         begin_step_or_evaluation(1);
         network_.begin_micro_batch({.B = 1, .T = n}, tokens, /*targets=*/nullptr);
         network_.forward();
-        context_.copy_to_host(logits, network_.last_logits(),
-                              settings_.config.V * static_cast<int64_t>(sizeof(float)));
+        context_.copy_to_host(logits, network_.last_logits(), settings_.config.V * int64_t(sizeof(float)));
     }
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
@@ -1142,7 +1141,7 @@ public:
         report.k_m = parameter_tensors_.expansion_exponents(memory_.first_moments);
         report.k_v = parameter_tensors_.expansion_exponents(memory_.second_moments);
         // With several ranks, each may have quantized a part of the weights
-        QuantStats& weights = report.stats_by_kind[static_cast<int>(MeasuredKind::Weight)];
+        QuantStats& weights = report.stats_by_kind[int(MeasuredKind::Weight)];
         weights = sharding_->sum_weight_quant_stats(weights);
         context_.quant_report = nullptr;
         context_.quant_stats = nullptr;
@@ -1165,7 +1164,7 @@ public:
     // For a dry run only: runs a step, and returns the bytes that the whole allocation needs, for what lasts
     // and for what a step allocates besides.
     int64_t dry_step() {
-        const std::vector<int32_t> tokens(static_cast<size_t>(tokens_of_rank()));
+        const std::vector<int32_t> tokens(tokens_of_rank());
         step(tokens.data(), tokens.data(), {.update_number = 1, .lr = 0.0f});
         return context_.arena.peak();
     }

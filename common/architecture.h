@@ -83,7 +83,7 @@ struct ModelConfig {
 // computes the probabilities of attention again, as exp(score - log-sum-exp): for this the log-sum-exp of the
 // scores is saved.
 enum class SavedKind : uint8_t { Norm1Input, Qkv, AttentionOutput, LogSumExp, Norm2Input, GateUp };
-inline constexpr int SAVED_KIND_COUNT = static_cast<int>(SavedKind::GateUp) + 1;
+inline constexpr int SAVED_KIND_COUNT = int(SavedKind::GateUp) + 1;
 
 // How a saved tensor (N, cols) is stored. The log-sum-exp is (B, NH, T): here it counts as (N, NH).
 struct SavedFormat {

@@ -83,7 +83,7 @@ inline constexpr FormatInfo FORMATS[] = {
 };
 // clang-format on
 
-constexpr const FormatInfo& format_info(Format f) { return FORMATS[static_cast<int>(f)]; }
+constexpr const FormatInfo& format_info(Format f) { return FORMATS[int(f)]; }
 COAT_HD constexpr bool is_fp8(Format f) { return f == Format::E4M3 || f == Format::E5M2; }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -189,6 +189,6 @@ enum class SumAlong : uint8_t { Row, Column };
 enum class OperandKind : uint8_t { W, X, G };
 // In the order in which a checkpoint has their scales.
 inline constexpr OperandKind LINEAR_OPERANDS[] = {OperandKind::X, OperandKind::W, OperandKind::G};
-inline constexpr int OPERAND_COUNT = static_cast<int>(std::size(LINEAR_OPERANDS));
+inline constexpr int OPERAND_COUNT = int(std::size(LINEAR_OPERANDS));
 
 }  // namespace coat

@@ -50,7 +50,7 @@ inline MeasuredKind measured_kind(SavedKind kind) {
 
 // The errors of quantization in one micro-batch, and k of the moments.
 struct QuantReport {
-    QuantStats stats_by_kind[static_cast<int>(MeasuredKind::Count)];  // one for each MeasuredKind
+    QuantStats stats_by_kind[int(MeasuredKind::Count)];  // one for each MeasuredKind
     std::vector<float> k_m, k_v;        // k of every moment group, of first and of second moments
     bool moments_were_sampled = false;  // of large parameters only some moments were measured
 };

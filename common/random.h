@@ -30,7 +30,7 @@ COAT_HD inline float initial_value(float init_std, bool starts_at_one, int64_t u
                                    uint64_t param, int64_t i) {
     if (starts_at_one) return 1.0f;
     if (init_std == 0 || i >= used) return 0.0f;
-    return random_weight(seed, param, static_cast<uint64_t>(i), init_std);
+    return random_weight(seed, param, uint64_t(i), init_std);
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -56,7 +56,7 @@ COAT_HD inline uint64_t rounding_bits(uint64_t key, uint64_t quad) { return mixe
 // has the upper 32 bits of the key. Two updates hardly ever have the same upper 32 bits (on average 5 pairs
 // in 200,000 updates).
 inline uint64_t rounding_key(uint64_t seed, int64_t update_number) {
-    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + static_cast<uint64_t>(update_number)) << 32;
+    return mixed_bits(seed * 0x9E3779B97F4A7C15ull + uint64_t(update_number)) << 32;
 }
 
 }  // namespace coat

@@ -19,7 +19,7 @@ inline int64_t counted_targets(const int32_t* targets, int64_t n) {
 }
 // The number by which the sum of the losses of n targets is divided to give their mean: at least 1.
 inline double divisor_of_mean(const int32_t* targets, int64_t n) {
-    return static_cast<double>(std::max<int64_t>(1, counted_targets(targets, n)));
+    return double(std::max<int64_t>(1, counted_targets(targets, n)));
 }
 
 // -----------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ namespace coat {
 // The number of bytes of the UTF-8 character with which s begins: 1 to 4; 0 if s begins with no character. s
 // is not empty.
 inline size_t utf8_character_length(std::string_view s) {
-    const auto byte = [&](size_t i) { return static_cast<uint8_t>(s[i]); };
+    const auto byte = [&](size_t i) { return uint8_t(s[i]); };
     const uint8_t first = byte(0);
     if (first < 0x80) return 1;
     if (first < 0xC2 || first > 0xF4) return 0;
@@ -65,8 +65,7 @@ template <class... Parts> std::string concat(const Parts&... parts) {
 // 6738415616 is "6,738,415,616".
 inline std::string with_commas(int64_t n) {
     std::string text = std::to_string(n);
-    for (int64_t at = static_cast<int64_t>(text.size()) - 3; at > (n < 0); at -= 3)
-        text.insert(static_cast<size_t>(at), ",");
+    for (int64_t at = int64_t(text.size()) - 3; at > (n < 0); at -= 3) text.insert(size_t(at), ",");
     return text;
 }
 // "1 rank", "2 ranks", "4,096 batches".
@@ -77,7 +76,7 @@ inline std::string with_noun(int64_t n, const std::string& what) {
 // A number of bytes in gigabytes of 10^9 bytes, without the unit: "78.8", "0.021".
 inline std::string gigabytes(int64_t bytes) {
     char text[32];
-    std::snprintf(text, sizeof text, bytes < 100'000'000 ? "%.3f" : "%.1f", static_cast<double>(bytes) / 1e9);
+    std::snprintf(text, sizeof text, bytes < 100'000'000 ? "%.3f" : "%.1f", double(bytes) / 1e9);
     return text;
 }
 

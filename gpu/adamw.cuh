@@ -118,7 +118,7 @@ template <bool MASTER> struct Bf16Weights {
         if constexpr (MASTER) {
             for (int j = 0; j < CHUNK_SIZE; j++) {
                 const uint32_t two = loaded.remainders.words[j / 2];
-                const int32_t remainder = static_cast<int32_t>(j % 2 ? two : two << 16) >> 16;  // has a sign
+                const int32_t remainder = int32_t(j % 2 ? two : two << 16) >> 16;  // has a sign
                 v[j] = __uint_as_float(__float_as_uint(v[j]) + remainder);
             }
         }
@@ -139,7 +139,7 @@ template <bool MASTER> struct Bf16Weights {
         uint32_t bits[CHUNK_SIZE], sums[CHUNK_SIZE];
         for (int j = 0; j < CHUNK_SIZE; j++) {
             // Each of the two random numbers has 16 bits for each of four weights.
-            const uint32_t random_16 = static_cast<uint32_t>((random[j / 4] >> (16 * (j % 4))) & 0xFFFF);
+            const uint32_t random_16 = uint32_t((random[j / 4] >> (16 * (j % 4))) & 0xFFFF);
             bits[j] = __float_as_uint(v[j]);
             sums[j] = bits[j] + (MASTER ? 0x8000u : random_16);
             largest_bits = max(largest_bits, sums[j] & 0x7FFF0000u);

@@ -26,7 +26,7 @@ template <class V> __device__ V& shared(uint32_t address) {
 // The address of the shared memory that the launch asked for, rounded up to a multiple of `alignment`.
 inline __device__ uint32_t dynamic_shared_memory(uint32_t alignment) {
     extern __shared__ uint8_t all[];
-    return (static_cast<uint32_t>(__cvta_generic_to_shared(all)) + alignment - 1) & ~(alignment - 1);
+    return (uint32_t(__cvta_generic_to_shared(all)) + alignment - 1) & ~(alignment - 1);
 }
 
 // A tensor core spreads its output (16 rows, 2 R columns) over the registers of a warp. Lane l holds in

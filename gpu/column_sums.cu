@@ -22,7 +22,7 @@ static __global__ void __launch_bounds__(REDUCE_THREADS)
     reduce_partials_kernel(const float* partials, int64_t rows, int64_t cols, Bf16OrFp32View gradient,
                            Bf16OrFp32View second_gradient) {
     __shared__ float sums[REDUCE_ROWS][REDUCE_COLS];
-    const int64_t col = static_cast<int64_t>(blockIdx.x) * REDUCE_COLS + threadIdx.x;
+    const int64_t col = int64_t(blockIdx.x) * REDUCE_COLS + threadIdx.x;
     const float* const column = partials + blockIdx.y * rows * cols + col;
     float sum = 0;
     if (col < cols) {

@@ -19,7 +19,7 @@ __device__ void combine_columns(const Producer& producer, const ThreadTile& thre
         for (int j = 0; j < CHUNK_SIZE; j++)
             columns[thread_tile.down][thread_tile.across * CHUNK_SIZE + j] = mine[p][j];
         __syncthreads();
-        const int64_t col = static_cast<int64_t>(blockIdx.x) * TILE_SIDE + threadIdx.x;
+        const int64_t col = int64_t(blockIdx.x) * TILE_SIDE + threadIdx.x;
         if (threadIdx.x >= TILE_SIDE || col >= producer.plane_cols) continue;
         Number all = 0;
         for (int i = 0; i < SIDE_THREADS; i++) all = combine(all, columns[i][threadIdx.x]);
@@ -41,7 +41,7 @@ __device__ void store_column_sums(const Producer& producer, const ChunkValues (&
     combine_columns(
         producer, ThreadTile(blockIdx.y), mine, columns, [](float a, float b) { return a + b; },
         [&](int64_t col, float total) {
-            partials[static_cast<int64_t>(blockIdx.y) * Producer::PLANES * producer.plane_cols + col] = total;
+            partials[int64_t(blockIdx.y) * Producer::PLANES * producer.plane_cols + col] = total;
         });
 }
 

@@ -61,9 +61,7 @@ namespace coat::gpu {
 // 1. Launching a kernel
 
 // The number of blocks of a grid if n elements are shared out and a block has `per_block` of them.
-inline unsigned block_count(int64_t n, int64_t per_block) {
-    return static_cast<unsigned>(ceil_div(n, per_block));
-}
+inline unsigned block_count(int64_t n, int64_t per_block) { return unsigned(ceil_div(n, per_block)); }
 
 // Every kernel is launched here.
 //   what           the kernel's name in errors and dry runs
@@ -90,9 +88,7 @@ void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 blo
 }
 
 // The number of this thread among all of a grid with one dimension.
-inline __device__ int64_t thread_of_grid() {
-    return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-}
+inline __device__ int64_t thread_of_grid() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 
 // ===========================================================================================================
 // 2. Values in registers

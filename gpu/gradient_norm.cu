@@ -29,7 +29,7 @@ static __device__ double square_sum_of_chunk(const ChunkValues& v) {
     for (int j = 0; j < CHUNK_SIZE; j++) sum += v[j] * v[j];
     if (sum > 0x1p-80f && sum < 0x1p+80f) return sum;
     double exact = 0;
-    for (int j = 0; j < CHUNK_SIZE; j++) exact += static_cast<double>(v[j]) * v[j];
+    for (int j = 0; j < CHUNK_SIZE; j++) exact += double(v[j]) * v[j];
     return exact;
 }
 
@@ -64,7 +64,7 @@ static __global__ void __launch_bounds__(THREADS)
                                     int64_t first_element, int64_t first_unit, const double* loss_or_nan,
                                     double* loss_and_squares) {
     const int lane = threadIdx.x % 32;
-    const int64_t warp = thread_of_grid() / 32, warps = static_cast<int64_t>(gridDim.x) * THREADS / 32;
+    const int64_t warp = thread_of_grid() / 32, warps = int64_t(gridDim.x) * THREADS / 32;
     if (warp == 0 && lane == 0) loss_and_squares[0] = *loss_or_nan;
     int64_t unit = warp;  // counted from the first unit of the parameter
     for (int i = 0; i < param_count; i++) {
@@ -84,8 +84,8 @@ static __global__ void __launch_bounds__(THREADS)
 void compute_gradient_squares(const ParamsToUpdate& params, const Range& units, const double* loss_or_nan,
                               double* loss_and_squares, cudaStream_t stream) {
     // (Units that other ranks sum stay 0 here.)
-    clear_async(loss_and_squares, (1 + units.count) * static_cast<int64_t>(sizeof(double)), stream);
-    const unsigned most_blocks = static_cast<unsigned>(SQUARES_BLOCKS_PER_SM * multiprocessors());
+    clear_async(loss_and_squares, (1 + units.count) * int64_t(sizeof(double)), stream);
+    const unsigned most_blocks = unsigned(SQUARES_BLOCKS_PER_SM * multiprocessors());
     // A warp for each unit, and one if there are no units, because the loss has to be written
     const unsigned useful_blocks = block_count(32 * units.count + 32, THREADS);
     launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful_blocks, most_blocks),
@@ -113,8 +113,7 @@ static __global__ void __launch_bounds__(STATE_THREADS)
     if (threadIdx.x != 0) return;
     state->sum_of_squares += sum_of_call;
     state->norm = sqrt(state->sum_of_squares);
-    state->clip_factor =
-        static_cast<float>(clip_limit > 0 && state->norm > clip_limit ? clip_limit / state->norm : 1.0);
+    state->clip_factor = float(clip_limit > 0 && state->norm > clip_limit ? clip_limit / state->norm : 1.0);
     // Below 2^62, squares are below 2^124, which every format of a second moment represents. NaN fails too.
     bool usable = sqrt(sum_of_call) * state->clip_factor < 0x1p62;
     for (int64_t r = 0; r < ranks; r++)  // the losses

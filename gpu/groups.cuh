@@ -47,7 +47,7 @@ struct GroupsView {
         return {*reinterpret_cast<const uint2*>(codes + i), scales[i / GROUP_SIZE]};
     }
     __device__ void unpack(const StoredChunk& loaded, ChunkValues& v) const {
-        decode<Format::E4M3>(loaded.codes, __uint_as_float(static_cast<uint32_t>(loaded.scale) << 16), v);
+        decode<Format::E4M3>(loaded.codes, __uint_as_float(uint32_t(loaded.scale) << 16), v);
     }
     // The scale of the group that this lane and its neighbour have.
     static __device__ float group_scale(const ChunkValues& v) {
@@ -67,8 +67,7 @@ struct GroupsView {
         const uint2 c = encode<Format::E4M3>(v, inverse_of_scale(scale));
         if (live) {
             store_in_one_instruction(codes + i, c);
-            if (threadIdx.x % 2 == 0)
-                scales[i / GROUP_SIZE] = static_cast<uint16_t>(__float_as_uint(scale) >> 16);
+            if (threadIdx.x % 2 == 0) scales[i / GROUP_SIZE] = uint16_t(__float_as_uint(scale) >> 16);
         }
         decode<Format::E4M3>(c, scale, v);
     }

@@ -20,8 +20,8 @@ static __global__ void initialize_kernel(Weights w, int64_t memory_offset, Range
         i < owned.count ? initial_value(init_std, ones, used, seed, param_index, owned.first + i) : 0.0f;
     const uint32_t bits = __float_as_uint(value);
     if (w.format == Format::FP32) static_cast<float*>(w.values)[to] = value;
-    else static_cast<uint16_t*>(w.values)[to] = static_cast<uint16_t>((bits + 0x8000u) >> 16);
-    if (w.remainders) w.remainders[to] = static_cast<int16_t>(bits & 0xFFFFu);
+    else static_cast<uint16_t*>(w.values)[to] = uint16_t((bits + 0x8000u) >> 16);
+    if (w.remainders) w.remainders[to] = int16_t(bits & 0xFFFFu);
 }
 
 void initialize(const Weights& w, int64_t memory_offset, const Param& p, const InitializeArguments& a,

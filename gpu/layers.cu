@@ -21,10 +21,10 @@ namespace coat::gpu {
 // divided by the scaling's factor. The part that is kept depends on how many rotations f_i makes in the
 // original positions: it is 0 up to low_freq_factor, 1 from high_freq_factor on, and linear between.
 static __device__ double rope_frequency(double theta, int i, int half, const RopeScaling& s) {
-    const double f = pow(theta, -static_cast<double>(i) / half);
+    const double f = pow(theta, -double(i) / half);
     if (s.type == RopeScaling::Default) return f;
-    const double rotations = static_cast<double>(s.original_positions) * f / (2 * 3.14159265358979323846);
-    const double transition = static_cast<double>(s.high_freq_factor) - s.low_freq_factor;
+    const double rotations = double(s.original_positions) * f / (2 * 3.14159265358979323846);
+    const double transition = double(s.high_freq_factor) - s.low_freq_factor;
     const double kept = fmin(fmax((rotations - s.low_freq_factor) / transition, 0.0), 1.0);
     return f * (kept + (1 - kept) / s.factor);
 }
@@ -35,11 +35,11 @@ static __global__ void fill_rope_table_kernel(int64_t n, int half, double theta,
                                               float2* table) {
     const int64_t i = thread_of_grid();
     if (i >= n) return;
-    const double f = rope_frequency(theta, static_cast<int>(i % half), half, scaling);
-    const double angle = static_cast<double>(i / half) * f;
+    const double f = rope_frequency(theta, int(i % half), half, scaling);
+    const double angle = double(i / half) * f;
     double sine, cosine;
     sincos(angle, &sine, &cosine);
-    table[i] = {static_cast<float>(cosine), static_cast<float>(sine)};
+    table[i] = {float(cosine), float(sine)};
 }
 
 // Rotates qkv in place, by the angles times `sign`. A thread has four pairs in each of ROPE_HEADS heads of a
@@ -51,8 +51,8 @@ template <class Element>
 static __global__ void __launch_bounds__(ROPE_THREADS)
     rope_kernel(PlainView<Element, 4> qkv, Rope rope, uint32_t rows, int64_t cols, uint32_t heads, float sign,
                 float* qkv_amax_to_raise) {
-    const uint32_t half = static_cast<uint32_t>(rope.HS) / 2, quads = half / 4;
-    const uint32_t rotated_heads = static_cast<uint32_t>(rope.rotated_cols / rope.HS);
+    const uint32_t half = uint32_t(rope.HS) / 2, quads = half / 4;
+    const uint32_t rotated_heads = uint32_t(rope.rotated_cols / rope.HS);
     const uint32_t i = blockIdx.x * ROPE_THREADS + threadIdx.x, row = i / quads, pair = i % quads * 4;
     const uint32_t first_head = blockIdx.y * ROPE_HEADS;
     float largest = 0;
@@ -64,7 +64,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
             loaded[h][0] = pairs.load(h * rope.HS);
             loaded[h][1] = pairs.load(h * rope.HS + half);
         }
-        const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + pair;
+        const float2* const table = rope.table + row % uint32_t(rope.T) * half + pair;
         float cosines[4], sines[4];
         for (int j = 0; j < 4; j += 2) {
             const float4 two = reinterpret_cast<const float4*>(table)[j / 2];
@@ -95,16 +95,16 @@ void rope(const Rope& r, const TensorRef& qkv, bool inverse, float* qkv_amax_to_
     with_plain_view(qkv, [&](auto x) {
         using Element = typename decltype(x)::ComputeElement;
         launch("rope", rope_kernel<Element>, grid, ROPE_THREADS, /*shared_bytes=*/0, stream,
-               PlainView<Element, 4>{x.data}, r, static_cast<uint32_t>(qkv.rows), qkv.cols,
-               static_cast<uint32_t>(heads), inverse ? -1 : 1, qkv_amax_to_raise);
+               PlainView<Element, 4>{x.data}, r, uint32_t(qkv.rows), qkv.cols, uint32_t(heads),
+               inverse ? -1 : 1, qkv_amax_to_raise);
     });
 }
 
 void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream) {
     const int64_t half = config.HS() / 2;
     launch("fill_rope_table", fill_rope_table_kernel, block_count(positions * half, 256), 256,
-           /*shared_bytes=*/0, stream, positions * half, static_cast<int>(half), config.rope_theta,
-           config.rope_scaling, table);
+           /*shared_bytes=*/0, stream, positions * half, int(half), config.rope_theta, config.rope_scaling,
+           table);
 }
 
 // ===========================================================================================================
@@ -165,7 +165,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
     extern __shared__ __align__(16) unsigned char shared[];  // (CACHED_ROWS, stride) Element
     __shared__ Softmax parts[2][LOSS_THREADS / 32];
     const int first_col = threadIdx.x * CHUNK_SIZE;
-    const float weight = gradients ? static_cast<float>(*loss_weight) : 0.0f;
+    const float weight = gradients ? float(*loss_weight) : 0.0f;
     Element* const cached = reinterpret_cast<Element*>(shared);
     auto start_copy = [&](int64_t row, Element* to) {
         if (CACHED_ROWS < 2 || row >= rows) return;
@@ -179,7 +179,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
 
     start_copy(blockIdx.x, cached);
     for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-        const int slot = CACHED_ROWS == 2 ? static_cast<uint32_t>(row) / gridDim.x % 2 : 0;
+        const int slot = CACHED_ROWS == 2 ? uint32_t(row) / gridDim.x % 2 : 0;
         const PlainView<Element> in_memory = logits.starting_at(row * stride),
                                  in_cache{cached + slot * stride};
         const PlainView<Element> for_loss = CACHED_ROWS == 2 ? in_cache : in_memory;
@@ -226,7 +226,7 @@ static __global__ void __launch_bounds__(LOSS_THREADS, loss_blocks_per_sm(CACHED
             ChunkValues x;
             for_gradients.load_values(col, x);
             for (int j = 0; j < CHUNK_SIZE; j++) x[j] = fast_exp2(__fmaf_rn(x[j], LOG2_E, offset)) * weight;
-            if (static_cast<uint32_t>(target - col) < CHUNK_SIZE)
+            if (uint32_t(target - col) < CHUNK_SIZE)
                 for (int j = 0; j < CHUNK_SIZE; j++) x[j] -= col + j == target ? weight : 0.0f;
             replace_dead(col, x, 0.0f);
             in_memory.store(col, x, true);
@@ -248,7 +248,7 @@ static void launch_cross_entropy(const TensorRef& logits, int64_t V, const int32
                                  const double* loss_weight, float* losses, cudaStream_t stream) {
     with_plain_view(logits, [&](auto x) {
         using Element = typename decltype(x)::ComputeElement;
-        const int64_t row_bytes = logits.cols * static_cast<int64_t>(sizeof(Element));
+        const int64_t row_bytes = logits.cols * int64_t(sizeof(Element));
         const int64_t shared = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, 227 << 10) - 1024;
         // Where three rows fit, three blocks with a slot each are faster than one block with two slots.
         const int64_t fitting = shared / row_bytes;
@@ -258,9 +258,8 @@ static void launch_cross_entropy(const TensorRef& logits, int64_t V, const int32
         if (cached_rows == 2) kernel = cross_entropy_kernel<Element, 2>;
         const int64_t grid =
             cached_rows == 2 ? std::min<int64_t>(logits.rows, multiprocessors()) : logits.rows;
-        launch("cross_entropy", kernel, static_cast<unsigned>(grid), LOSS_THREADS,
-               static_cast<int>(cached_rows * row_bytes), stream, x, logits.rows,
-               static_cast<int>(logits.cols), static_cast<int>(V), targets, gradients, loss_weight, losses);
+        launch("cross_entropy", kernel, unsigned(grid), LOSS_THREADS, int(cached_rows * row_bytes), stream, x,
+               logits.rows, int(logits.cols), int(V), targets, gradients, loss_weight, losses);
     });
 }
 void cross_entropy_forward(const TensorRef& logits, int64_t V, const int32_t* targets, float* losses,
@@ -331,7 +330,7 @@ static __device__ void add_to_gradient(const Bf16OrFp32View& gradient, int64_t i
 static __global__ void embedding_backward_rare_kernel(Bf16OrFp32View g, int64_t C, const int32_t* row_order,
                                                       const TokenRows* token_rows, Bf16OrFp32View gradient) {
     const TokenRows rows = token_rows[blockIdx.x];
-    const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK_SIZE;
+    const int64_t col = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK_SIZE;
     if (col >= C) return;
     auto row_of = [&](int i) -> int64_t { return row_order[i]; };
     ChunkValues sum;
@@ -349,7 +348,7 @@ static __global__ void __launch_bounds__(32 * RUNS)
     __shared__ ChunkValues sums[RUNS][32];
     const TokenRows rows = token_rows[blockIdx.x];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int64_t col = (static_cast<int64_t>(blockIdx.y) * 32 + lane) * CHUNK_SIZE;
+    const int64_t col = (int64_t(blockIdx.y) * 32 + lane) * CHUNK_SIZE;
     auto row_of = [&](int i) -> int64_t { return row_order[i]; };
     ChunkValues total = {};
     for (int first = 0; first < rows.count; first += RUNS * RUN_ROWS) {
@@ -359,7 +358,7 @@ static __global__ void __launch_bounds__(32 * RUNS)
         sum_rows(g, C, col, rows.first + begin, rows.first + end, row_of, sum);
         for (int j = 0; j < CHUNK_SIZE; j++) sums[warp][lane][j] = sum[j];
         __syncthreads();
-        const int runs = min(RUNS, static_cast<int>(ceil_div(rows.count - first, RUN_ROWS)));
+        const int runs = min(RUNS, int(ceil_div(rows.count - first, RUN_ROWS)));
         for (int r = 0; warp == 0 && r < runs; r++)
             for (int j = 0; j < CHUNK_SIZE; j++) total[j] += sums[r][lane][j];
         __syncthreads();
@@ -371,29 +370,28 @@ static __global__ void __launch_bounds__(32 * RUNS)
 static __global__ void positions_backward_kernel(Bf16OrFp32View g, int64_t N, int64_t C, int64_t T,
                                                  Bf16OrFp32View gradient) {
     const int64_t t = blockIdx.x;
-    const int64_t col = (static_cast<int64_t>(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK_SIZE;
+    const int64_t col = (int64_t(blockIdx.y) * blockDim.x + threadIdx.x) * CHUNK_SIZE;
     if (col >= C) return;
     auto row_of = [&](int sequence) { return sequence * T + t; };
     ChunkValues sum;
-    sum_rows(g, C, col, 0, static_cast<int>(ceil_div(N - t, T)), row_of, sum);
+    sum_rows(g, C, col, 0, int(ceil_div(N - t, T)), row_of, sum);
     add_to_gradient(gradient, t * C + col, sum);
 }
 
 // The number of threads of a block that has a row of g, each thread having one of its chunks. If a row has
 // more than 256 chunks, several blocks have it.
 static unsigned threads_of_row(int64_t cols) {
-    return static_cast<unsigned>(std::min<int64_t>(256, round_up(cols / CHUNK_SIZE, 32)));
+    return unsigned(std::min<int64_t>(256, round_up(cols / CHUNK_SIZE, 32)));
 }
 
 void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, const TensorRef& gradient,
                         cudaStream_t stream) {
-    const dim3 frequent_grid(static_cast<unsigned>(order.frequent_count),
-                             block_count(g.cols, 32 * CHUNK_SIZE));
+    const dim3 frequent_grid(unsigned(order.frequent_count), block_count(g.cols, 32 * CHUNK_SIZE));
     launch("embedding_backward", embedding_backward_frequent_kernel, frequent_grid, 32 * RUNS,
            /*shared_bytes=*/0, stream, bf16_or_fp32(g), g.cols, order.row_order, order.token_rows,
            bf16_or_fp32(gradient));
     const unsigned threads = threads_of_row(g.cols);
-    const unsigned rare = static_cast<unsigned>(order.count - order.frequent_count);
+    const unsigned rare = unsigned(order.count - order.frequent_count);
     const dim3 rare_grid(rare, block_count(g.cols, threads * CHUNK_SIZE));
     launch("embedding_backward", embedding_backward_rare_kernel, rare_grid, threads, /*shared_bytes=*/0,
            stream, bf16_or_fp32(g), g.cols, order.row_order, order.token_rows + order.frequent_count,
@@ -402,7 +400,7 @@ void embedding_backward(const TensorRef& g, const EmbeddingOrderRef& order, cons
 
 void positions_backward(const TensorRef& g, int64_t T, const TensorRef& gradient, cudaStream_t stream) {
     const unsigned threads = threads_of_row(g.cols);
-    const dim3 grid(static_cast<unsigned>(std::min(T, g.rows)), block_count(g.cols, threads * CHUNK_SIZE));
+    const dim3 grid(unsigned(std::min(T, g.rows)), block_count(g.cols, threads * CHUNK_SIZE));
     launch("positions_backward", positions_backward_kernel, grid, threads, /*shared_bytes=*/0, stream,
            bf16_or_fp32(g), g.rows, g.cols, T, bf16_or_fp32(gradient));
 }
@@ -436,7 +434,7 @@ static __device__ float sum_of_head(float (&sums)[QUAD]) {
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 static __device__ float inverse_rms(float sum_of_squares, const QkNorms& n) {
-    return 1 / sqrtf(sum_of_squares / static_cast<float>(n.HS) + n.eps);
+    return 1 / sqrtf(sum_of_squares / float(n.HS) + n.eps);
 }
 // The weight of the norm of the head that begins at column `col` of qkv.
 template <class Element>
@@ -453,7 +451,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
                              uint32_t rows, uint32_t heads) {
     __shared__ __align__(16) float normed[HEADS_PER_BLOCK][LONGEST_HEAD];
     const uint32_t head = blockIdx.x * HEADS_PER_BLOCK + head_of_block(), row = head / heads;
-    const int HS = static_cast<int>(n.HS), half = HS / 2;
+    const int HS = int(n.HS), half = HS / 2;
     const int64_t col = head % heads * n.HS;
     const bool is_v = col >= n.q_cols + n.k_cols;
     auto is_live = [&](int i) { return row < rows && quad_column(i) < HS; };
@@ -475,7 +473,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         float weight[QUAD];
         weights.load_values(quad_column(i), weight);
         for (int j = 0; j < QUAD; j++) {
-            x[i][j] = static_cast<float>(static_cast<Element>(x[i][j] * r * weight[j]));
+            x[i][j] = float(static_cast<Element>(x[i][j] * r * weight[j]));
             normed[head_of_block()][quad_column(i) + j] = x[i][j];
         }
     }
@@ -484,7 +482,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         if (!is_live(i)) continue;
         const bool in_first_half = quad_column(i) < half;
         const int pair = in_first_half ? quad_column(i) : quad_column(i) - half;  // the quad's first pair
-        const float2* const table = rope.table + row % static_cast<uint32_t>(rope.T) * half + pair;
+        const float2* const table = rope.table + row % uint32_t(rope.T) * half + pair;
         const float* const others = normed[head_of_block()] + (in_first_half ? pair + half : pair);
         for (int j = 0; j < QUAD && !is_v; j++) {  // (x, y) -> (x cos - y sin, y cos + x sin)
             const float sine = in_first_half ? -table[j].y : table[j].y;
@@ -501,10 +499,10 @@ template <class Element>
 static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
     qk_norms_backward_kernel(QkNorms n, PlainView<Element, QUAD> qkv, PlainView<Element, QUAD> dqkv,
                              int64_t rows, int64_t cols, float* partials) {
-    const int64_t first_part = static_cast<int64_t>(blockIdx.x) * HEADS_PER_BLOCK;
+    const int64_t first_part = int64_t(blockIdx.x) * HEADS_PER_BLOCK;
     const int64_t part = first_part + head_of_block();
     const int64_t col = blockIdx.y * n.HS;
-    const int HS = static_cast<int>(n.HS);
+    const int HS = int(n.HS);
     auto is_live = [&](int i) { return quad_column(i) < HS; };
     typename PlainView<Element, QUAD>::StoredChunk loaded_x[HEAD_QUADS] = {}, loaded_dy[HEAD_QUADS] = {};
     auto fetch_row = [&](int64_t row) {
@@ -535,7 +533,7 @@ static __global__ void __launch_bounds__(HEADS_PER_BLOCK* HEAD_THREADS)
         }
         fetch_row(row + COLUMN_PARTIALS);
         const float r = inverse_rms(sum_of_head(squares), n);
-        const float mean_d_xhat = sum_of_head(products) * r / static_cast<float>(n.HS);
+        const float mean_d_xhat = sum_of_head(products) * r / float(n.HS);
         for (int i = 0; i < HEAD_QUADS; i++) {
             if (row >= rows || !is_live(i)) continue;
             float dx[QUAD];
@@ -561,8 +559,8 @@ void qk_norms_and_rope(const QkNorms& n, const Rope& rope, const TensorRef& qkv,
         launch("qk_norms_and_rope", qk_norms_and_rope_kernel<Element>,
                block_count(qkv.rows * heads, HEADS_PER_BLOCK), HEADS_PER_BLOCK * HEAD_THREADS,
                /*shared_bytes=*/0, stream, n, rope, PlainView<Element, QUAD>{x.data},
-               PlainView<Element, QUAD>{static_cast<Element*>(out.data)}, static_cast<uint32_t>(qkv.rows),
-               static_cast<uint32_t>(heads));
+               PlainView<Element, QUAD>{static_cast<Element*>(out.data)}, uint32_t(qkv.rows),
+               uint32_t(heads));
     });
 }
 void qk_norms_backward(const QkNorms& n, const TensorRef& qkv, const TensorRef& dqkv,

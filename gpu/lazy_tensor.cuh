@@ -65,13 +65,13 @@ struct ThreadTile {
     __device__ explicit ThreadTile(int64_t tile_row)
         : across(threadIdx.x % SIDE_THREADS), down(threadIdx.x / SIDE_THREADS),
           row(tile_row * TILE_SIDE + down * THREAD_ROWS),
-          col(static_cast<int64_t>(blockIdx.x) * TILE_SIDE + across * CHUNK_SIZE) {}
+          col(int64_t(blockIdx.x) * TILE_SIDE + across * CHUNK_SIZE) {}
     // Whether the first element is inside a tensor of this size.
     __device__ bool inside(int64_t rows, int64_t plane_cols) const { return row < rows && col < plane_cols; }
     // How many of the 8 rows are inside it.
     __device__ int rows_inside(int64_t rows) const {
-        const int64_t rows_left = max(rows - row, static_cast<int64_t>(0));
-        return static_cast<int>(min(rows_left, static_cast<int64_t>(THREAD_ROWS)));
+        const int64_t rows_left = max(rows - row, int64_t(0));
+        return int(min(rows_left, int64_t(THREAD_ROWS)));
     }
 };
 // The number of element (row, col) of plane p among all elements of a tensor. A row of the tensor has PLANES
@@ -144,9 +144,7 @@ inline __device__ float gelu_backward(float u, float d) {
 // The distance, in elements, from a thread's first row to its row i of a tensor with `cols` columns. It has
 // 32 bits, so that a single instruction computes an address from that of the first row. (In coat.cu
 // write_values_kernel() calls element_index() for each row instead: there this takes fewer instructions.)
-inline __device__ uint32_t row_offset(int i, int64_t cols) {
-    return static_cast<uint32_t>(i) * static_cast<uint32_t>(cols);
-}
+inline __device__ uint32_t row_offset(int i, int64_t cols) { return uint32_t(i) * uint32_t(cols); }
 
 // The producer of the LazyTensors whose op is OP, and whose input is read through a StoredView (device.cuh).
 // The input of a gated activation has two planes, any other input one. The activation's output, SiLU(gate) x

@@ -38,7 +38,7 @@ __device__ SummandRows find_summand_rows(const Summands& summands, int64_t row, 
     if (summands.tokens) {
         if (row < rows) summand_rows.of_a = summands.tokens[row];
         // In 32 bits a division has far fewer instructions than in 64. No GPU has memory for 2^32 rows.
-        summand_rows.of_b = static_cast<uint32_t>(row) % static_cast<uint32_t>(summands.T);
+        summand_rows.of_b = uint32_t(row) % uint32_t(summands.T);
     }
     return summand_rows;
 }
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
                         PlainView<Element> plain_sum, float* norm_output_amax_to_raise) {
     using StoredChunk = typename PlainView<Element>::StoredChunk;
     const auto a = plain_view<Element>(summands.a.data), b = plain_view<Element>(summands.b.data);
-    const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
+    const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = norm.input.rows, C = norm.input.cols;
     auto is_live = [&](int c) { return row < rows && first_column_of_thread(c) < C; };
     const SummandRows summand_rows = find_summand_rows(summands, row, rows);

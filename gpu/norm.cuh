@@ -18,7 +18,7 @@ constexpr int MAX_WARPS_PER_TEAM = 16;
 // more.) A block has four teams of one warp, or two of two warps, or one larger team.
 inline dim3 block_shape(int64_t C) {
     const int64_t warps = ceil_div(C, 32 * CHUNK_SIZE * MAX_CHUNKS_PER_THREAD);
-    return {static_cast<unsigned>(32 * warps), static_cast<unsigned>(std::max<int64_t>(1, 4 / warps))};
+    return {unsigned(32 * warps), unsigned(std::max<int64_t>(1, 4 / warps))};
 }
 // The first column of chunk c (0, 1, 2 or 3) of this thread. Neighbouring threads have neighbouring chunks.
 inline __device__ uint32_t first_column_of_thread(int c) {
@@ -61,7 +61,7 @@ inline __device__ float sum_over_row(float x, int buffer) {
 
 // rstd = 1 / sqrt(variance + eps), where the variance is sum_of_squares / C.
 inline __device__ float rstd_of(float sum_of_squares, int64_t C, float eps) {
-    const float variance = __fdiv_rn(sum_of_squares, static_cast<float>(C));
+    const float variance = __fdiv_rn(sum_of_squares, float(C));
     return __fdiv_rn(1.0f, __fsqrt_rn(__fadd_rn(variance, eps)));
 }
 
@@ -76,7 +76,7 @@ inline __device__ RowStatistics compute_row_statistics(const ChunkValues (&x)[MA
             for (int j = 0; j < CHUNK_SIZE; j++) sum += x[c][j];
         sum = sum_over_row(sum, /*buffer=*/0);
     }
-    const float mean = __fdiv_rn(sum, static_cast<float>(C));
+    const float mean = __fdiv_rn(sum, float(C));
     float squares = 0;
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
         for (int j = 0; j < CHUNK_SIZE; j++) {

@@ -41,7 +41,7 @@ __device__ void write_partials(const float4* sums_of_teams, int C, float* partia
         }
         // Entry i has four columns: half a chunk. `col` is the first of them.
         const int half = i / (C / CHUNK_SIZE), col = i % (C / CHUNK_SIZE) * CHUNK_SIZE + half * 4;
-        store_in_one_instruction(partials + static_cast<int64_t>(blockIdx.x) * C + col, total);
+        store_in_one_instruction(partials + int64_t(blockIdx.x) * C + col, total);
     }
 }
 
@@ -116,7 +116,7 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
     // sum_over_row(), to which `buffer` is passed on.
     __device__ NormedRow normalize(const LoadedNormRow<StoredView>& loaded, int buffer) const {
         const int64_t C = norm.input.cols;
-        const float inverse_C = __fdiv_rn(1.0f, static_cast<float>(C));
+        const float inverse_C = __fdiv_rn(1.0f, float(C));
         ChunkValues x[MAX_CHUNKS_PER_THREAD], dy, d;
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) input.unpack(loaded.x[c], x[c]);
         NormedRow row;
@@ -163,7 +163,7 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
                                     const NormedRow& normed, float4* dweight, float4* dbias,
                                     float& largest) const {
         if (row >= norm.input.rows) return;
-        const uint32_t C = static_cast<uint32_t>(norm.input.cols);
+        const uint32_t C = uint32_t(norm.input.cols);
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
             if (!inside_row(c)) continue;
             const ChunkValues& xhat = normed.xhat[c];
@@ -195,7 +195,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     norm_backward_kernel(const RowBackward<StoredView, RMS, CHUNKS_PER_THREAD> row_backward,
                          float* dresidual_amax_to_raise, float* partials) {
     const int64_t rows = row_backward.norm.input.rows;
-    const uint32_t C = static_cast<uint32_t>(row_backward.norm.input.cols);
+    const uint32_t C = uint32_t(row_backward.norm.input.cols);
     extern __shared__ float4 sums_of_teams[];  // (blockDim.y, C) of dweight; then, of LayerNorm, of dbias
     const uint32_t entries_per_team = C / 4;
     float4* const dweight = sums_of_teams + threadIdx.y * entries_per_team;
@@ -207,8 +207,8 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     __syncthreads();
     float largest = 0;
     int buffer = 0;  // of sum_over_row(): 0 and 1, in turns from row to row
-    for (int64_t first_row = static_cast<int64_t>(blockIdx.x) * blockDim.y; first_row < rows;
-         first_row += static_cast<int64_t>(gridDim.x) * blockDim.y) {
+    for (int64_t first_row = int64_t(blockIdx.x) * blockDim.y; first_row < rows;
+         first_row += int64_t(gridDim.x) * blockDim.y) {
         const int64_t row = first_row + threadIdx.y;
         const LoadedNormRow<StoredView> loaded = row_backward.load(row);
         const NormedRow normed = row_backward.normalize(loaded, buffer);
@@ -237,7 +237,7 @@ void launch_norm_backward(const Norm& n, StoredView input, const NormBackwardTen
         .dnorm_output = plain_view<Element>(tensors.dnorm_output.data),
         .dresidual_in = plain_view<Element>(tensors.dresidual_in.data),
         .dresidual_out = plain_view<Element>(tensors.dresidual_out.data)};
-    const int shared_bytes = static_cast<int>((RMS ? 1 : 2) * block.y * n.input.cols * sizeof(float));
+    const int shared_bytes = int((RMS ? 1 : 2) * block.y * n.input.cols * sizeof(float));
     launch("norm_backward", norm_backward_kernel<StoredView, RMS, CHUNKS_PER_THREAD>, blocks, block,
            shared_bytes, stream, row_backward, tensors.dresidual_amax_to_raise, workspace);
 }
@@ -262,8 +262,8 @@ void launch_for_width(const Norm& n, StoredView input, const NormBackwardTensors
 int64_t norm_backward_workspace_floats(int64_t C) { return 2 * max_norm_blocks() * C; }
 
 void norm_backward(const Norm& n, const NormBackwardTensors& tensors, float* workspace, cudaStream_t stream) {
-    const unsigned blocks = std::min(block_count(n.input.rows, block_shape(n.input.cols).y),
-                                     static_cast<unsigned>(max_norm_blocks()));
+    const unsigned blocks =
+        std::min(block_count(n.input.rows, block_shape(n.input.cols).y), unsigned(max_norm_blocks()));
     with_view(n.input, [&](auto input) {
         if (n.rms)
             launch_for_width<decltype(input), /*RMS=*/true>(n, input, tensors, workspace, blocks, stream);

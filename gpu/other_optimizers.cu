@@ -29,7 +29,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     const float decay = param.decays ? arguments.constants.weight_decay : 0.0f;
     uint32_t largest_bits = 0;  // of the new weights
     for (int64_t i = thread_of_grid() * CHUNK_SIZE; i < param.size;
-         i += static_cast<int64_t>(gridDim.x) * ADAMW_THREADS * CHUNK_SIZE) {
+         i += int64_t(gridDim.x) * ADAMW_THREADS * CHUNK_SIZE) {
         ChunkValues w, g;
         weights.unpack(weights.load(i), w);
         arguments.gradients.load_values(param.memory_offset - arguments.elements.first + i, g);
@@ -48,8 +48,7 @@ void update_other_params(const OptimizerFormats& optimizer, const AdamWArguments
     const int64_t useful = ceil_div(arguments.elements.count, ADAMW_THREADS * CHUNK_SIZE);
     // If adamw_kernel updates the matrices, the rest, norm weights and biases, needs few blocks each.
     const int64_t most_blocks = optimizer.has_fp8_moment_groups() ? 8 : 4 * multiprocessors();
-    const dim3 grid(static_cast<unsigned>(std::min(useful, most_blocks)),
-                    static_cast<unsigned>(arguments.param_count));
+    const dim3 grid(unsigned(std::min(useful, most_blocks)), unsigned(arguments.param_count));
     with_weights(arguments.weights, [&]<class WeightsKind>() {
         launch("update_other_params", update_other_params_kernel<WeightsKind>, grid, ADAMW_THREADS,
                /*shared_bytes=*/0, stream, arguments);

@@ -47,7 +47,7 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
 static __device__ void update_block_amax(float* amax, uint32_t largest_bits) {
     const uint32_t lanes = __match_any_sync(__activemask(), reinterpret_cast<unsigned long long>(amax));
     largest_bits = __reduce_max_sync(lanes, largest_bits);
-    if (threadIdx.x % 32 == static_cast<unsigned>(__ffs(lanes) - 1)) update_amax(amax, largest_bits);
+    if (threadIdx.x % 32 == unsigned(__ffs(lanes) - 1)) update_amax(amax, largest_bits);
 }
 
 // The first pass: the amaxes of the scale blocks of row-major codes, and those of transposed codes. Where
@@ -80,8 +80,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     combine_columns(
         producer, thread_tile, largest_of_columns, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
         [&](int64_t col, uint32_t largest_bits) {
-            update_amax(transposed_grid.address(static_cast<int64_t>(blockIdx.y) * TILE_SIDE, col),
-                        largest_bits);
+            update_amax(transposed_grid.address(int64_t(blockIdx.y) * TILE_SIDE, col), largest_bits);
         });
 }
 
@@ -100,7 +99,7 @@ static __global__ void convert_amaxes_to_scales_kernel(float* scales, int64_t n,
 static void compute_block_scales(const LazyTensor& x, const Operand& out, cudaStream_t stream) {
     const ScaleGrid grids[2] = {scale_grid(out, /*transposed=*/false), scale_grid(out, /*transposed=*/true)};
     for (const ScaleGrid& g : grids)
-        if (g.scales) clear_async(g.scales, g.count * static_cast<int64_t>(sizeof(float)), stream);
+        if (g.scales) clear_async(g.scales, g.count * int64_t(sizeof(float)), stream);
     with_producer_of_bf16_or_groups(x, [&](auto producer) {
         launch("compute_block_amaxes", compute_block_amaxes_kernel<decltype(producer)>,
                tile_grid(producer.rows, producer.plane_cols), TILE_THREADS, /*shared_bytes=*/0, stream,
@@ -127,7 +126,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     constexpr int PLANES = Producer::PLANES;
     const ThreadTile thread_tile(blockIdx.y);
     // For the transposed codes: 1 / scale of each of the thread's columns.
-    const int64_t first_row = static_cast<int64_t>(blockIdx.y) * TILE_SIDE;
+    const int64_t first_row = int64_t(blockIdx.y) * TILE_SIDE;
     ChunkValues inverse_of_columns[PLANES] = {};
     if (TRANSPOSED && thread_tile.inside(producer.rows, producer.plane_cols))
         for (int p = 0; p < PLANES; p++)

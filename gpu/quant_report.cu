@@ -49,8 +49,8 @@ static __global__ void __launch_bounds__(TILE_THREADS)
                 const float decoded =
                     e5m2 ? through_fp8<Format::E5M2>(scaled) : through_fp8<Format::E4M3>(scaled);
                 const float back = decoded * scale;
-                const double error = static_cast<double>(value) - back;
-                signal += static_cast<double>(value) * value;
+                const double error = double(value) - back;
+                signal += double(value) * value;
                 noise += error * error;
                 counts[0]++;
                 counts[1] += fabsf(value) > saturation_limit * scale;
@@ -130,8 +130,8 @@ void measure_moment_errors(const OptimizerFormats& o, const MomentRef& m, const 
     stored_v.load(new_v.data());
     reference::adamw(reference::adamw_constants({1, 0.0f}, /*decays=*/false, /*clip_factor=*/1), n, g.data(),
                      w.data(), new_m.data(), new_v.data());
-    stored_m.store(new_m.data(), &report.stats_by_kind[static_cast<int>(MeasuredKind::Moment1)]);
-    stored_v.store(new_v.data(), &report.stats_by_kind[static_cast<int>(MeasuredKind::Moment2)]);
+    stored_m.store(new_m.data(), &report.stats_by_kind[int(MeasuredKind::Moment1)]);
+    stored_v.store(new_v.data(), &report.stats_by_kind[int(MeasuredKind::Moment2)]);
 }
 
 }  // namespace coat::gpu

@@ -100,8 +100,8 @@ __device__ void store_transposed(const TransposeTile (&tiles)[PLANES], int64_t t
     __syncthreads();
     constexpr int PIECES = TransposeTile::PIECES;
     const int64_t first_row = tile_row * TILE_SIDE;
-    const int64_t first_col = static_cast<int64_t>(blockIdx.x) * TILE_SIDE;
-    const int cols = static_cast<int>(min(static_cast<int64_t>(TILE_SIDE), plane_cols - first_col));
+    const int64_t first_col = int64_t(blockIdx.x) * TILE_SIDE;
+    const int cols = int(min(int64_t(TILE_SIDE), plane_cols - first_col));
 #pragma unroll
     for (int p = 0; p < PLANES; p++) {
         for (int i = threadIdx.x; i < TILE_SIDE * PIECES; i += TILE_THREADS) {

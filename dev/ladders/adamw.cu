@@ -87,19 +87,15 @@ __device__ float decode(uint8_t code) {
 __device__ uint8_t encode(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
 // The FP32 master is the weight, with 16 zeros after its bits, plus the remainder.
 __device__ float master_of(uint16_t weight, int16_t remainder) {
-    const uint32_t upper = static_cast<uint32_t>(weight) << 16;
-    return __uint_as_float(upper + static_cast<uint32_t>(static_cast<int32_t>(remainder)));
+    const uint32_t upper = uint32_t(weight) << 16;
+    return __uint_as_float(upper + uint32_t(int32_t(remainder)));
 }
-__device__ uint16_t weight_of(float master) {
-    return static_cast<uint16_t>((__float_as_uint(master) + 0x8000u) >> 16);
-}
-__device__ int16_t remainder_of(float master) {
-    return static_cast<int16_t>(__float_as_uint(master) & 0xFFFFu);
-}
+__device__ uint16_t weight_of(float master) { return uint16_t((__float_as_uint(master) + 0x8000u) >> 16); }
+__device__ int16_t remainder_of(float master) { return int16_t(__float_as_uint(master) & 0xFFFFu); }
 
 // How many blocks it takes if each has this many parameters. ceil_div(a, b) is a / b, rounded up.
 unsigned blocks_with(int64_t n, int64_t parameters_of_block) {
-    return static_cast<unsigned>(ceil_div(n, parameters_of_block));
+    return unsigned(ceil_div(n, parameters_of_block));
 }
 
 // ===========================================================================================================
@@ -232,7 +228,7 @@ template <class Arithmetic> __device__ MaxAndK max_and_k_of_warp(const float (&x
 }
 
 template <class Arithmetic> __global__ void rungs2_and_3(State s, Constants c) {
-    const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
+    const int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * 4;
     if (i >= s.n) return;  // with all the lanes of its span
     const int64_t span = i / SPAN;
     const MaxAndK old_m = s.m.max_and_k(span);
@@ -398,7 +394,7 @@ __device__ MaxAndKOfBoth update_elements(const Arithmetic& arithmetic, const Con
 // Rungs 4 to 6: the threads of the grid have N elements each, in order.
 template <class Arithmetic, int N> __global__ void rungs4_to_6(State s, Constants c) {
     const Arithmetic arithmetic;
-    const int64_t i = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) * N;
+    const int64_t i = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * N;
     if (i >= s.n) return;  // with all the lanes of its span
     const int64_t span = i / SPAN;
     const MaxAndKOfBoth old{s.m.max_and_k(span), s.v.max_and_k(span)};
@@ -542,7 +538,7 @@ struct Table : Reciprocals {
     __device__ Table() {
         __shared__ float table[128];
         for (unsigned code = threadIdx.x; code < 128; code += blockDim.x)
-            table[code] = log2f(decode(static_cast<uint8_t>(code))) - LOG2_FMAX;
+            table[code] = log2f(decode(uint8_t(code))) - LOG2_FMAX;
         __syncthreads();
         logarithms = table;
     }
@@ -551,7 +547,7 @@ struct Table : Reciprocals {
         const float inverse_k = fast_reciprocal(s.k);
         for (int j = 0; j < N; j++) {
             const float magnitude = s.max * fast_exp2(logarithms[codes[j] % 128] * inverse_k);
-            const float sign = __uint_as_float(static_cast<uint32_t>(codes[j]) << 24);
+            const float sign = __uint_as_float(uint32_t(codes[j]) << 24);
             x[j] = copysignf(magnitude, sign);
         }
     }
@@ -591,7 +587,7 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
     const int64_t spans = s.n / SPAN;
     const int half = threadIdx.x % 32 / 16;
     const int lane_of_span = threadIdx.x % 16;
-    const int64_t halves = static_cast<int64_t>(gridDim.x) * THREADS / 16;  // of warps, in the grid
+    const int64_t halves = int64_t(gridDim.x) * THREADS / 16;  // of warps, in the grid
     // After the last span a half reads that one again, and stores nothing.
     auto inside = [&](int64_t span) { return min(span, spans - 1); };
     auto load = [&](int64_t span) {
@@ -601,7 +597,7 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
         return {s.m.max_and_k(inside(span)), s.v.max_and_k(inside(span))};
     };
 
-    int64_t span = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 16;
+    int64_t span = (int64_t(blockIdx.x) * THREADS + threadIdx.x) / 16;
     Elements<CHUNK_SIZE> next = load(span);
     MaxAndKOfBoth next_max_and_k = load_max_and_k(span);
     for (; span - half < spans; span += halves) {  // both halves of a warp, or none
@@ -618,7 +614,7 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung7(State s, Constants c) 
     }
 }
 // Blocks that run at once.
-unsigned blocks_at_once() { return static_cast<unsigned>(gpu::multiprocessors()) * ON_EACH; }
+unsigned blocks_at_once() { return unsigned(gpu::multiprocessors()) * ON_EACH; }
 void launch_rung7(const State& s, const Constants& c) { rung7<<<blocks_at_once(), THREADS>>>(s, c); }
 
 // ===========================================================================================================
@@ -691,13 +687,13 @@ __global__ void __launch_bounds__(THREADS, ON_EACH) rung8(State s, Constants c) 
     const int64_t spans = s.n / SPAN;
     const int half = threadIdx.x % 32 / 16;
     const int lane_of_span = threadIdx.x % 16;
-    const int64_t spans_of_grid = static_cast<int64_t>(gridDim.x) * (THREADS / 32) * BUNDLE;
+    const int64_t spans_of_grid = int64_t(gridDim.x) * (THREADS / 32) * BUNDLE;
     auto inside = [&](int64_t span) { return min(span, spans - 1); };
     auto load = [&](int64_t span) {
         return Elements<CHUNK_SIZE>::load(s, inside(span) * SPAN + lane_of_span * CHUNK_SIZE);
     };
 
-    int64_t bundle = (static_cast<int64_t>(blockIdx.x) * THREADS + threadIdx.x) / 32 * BUNDLE;  // first span
+    int64_t bundle = (int64_t(blockIdx.x) * THREADS + threadIdx.x) / 32 * BUNDLE;  // first span
     Elements<CHUNK_SIZE> next = load(bundle + half);
     float next_kept = mine.in_memory[inside(bundle + mine.span)];
     for (; bundle < spans; bundle += spans_of_grid) {

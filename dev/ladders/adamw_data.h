@@ -100,7 +100,7 @@ public:
     void change_gradient() {
         std::vector<uint16_t> gradient = gradient_.read();
         for (int64_t i = 0; i < n_; i++) {
-            const float larger = reference::from_bf16(gradient[i]) * static_cast<float>(1 + i % 7);
+            const float larger = reference::from_bf16(gradient[i]) * float(1 + i % 7);
             gradient[i] = reference::to_bf16(larger);
         }
         gradient_.write(gradient);

@@ -52,11 +52,11 @@ constexpr uint32_t ALL_LANES = 0xFFFFFFFFu;
 enum { Q, K, V };
 // The 128 numbers of q, k or v of one position. bh: the head, counted over the sequences of the batch.
 __device__ const bf16* row(const Shape& s, const bf16* qkv, int which, int bh, int t) {
-    const int64_t token = static_cast<int64_t>(bh / s.heads) * s.T + t;
+    const int64_t token = int64_t(bh / s.heads) * s.T + t;
     return qkv + token * s.cols() + (which * s.heads + bh % s.heads) * HEAD;
 }
 __device__ bf16* out_row(const Shape& s, bf16* out, int bh, int t) {
-    const int64_t token = static_cast<int64_t>(bh / s.heads) * s.T + t;
+    const int64_t token = int64_t(bh / s.heads) * s.T + t;
     return out + (token * s.heads + bh % s.heads) * HEAD;
 }
 
@@ -84,12 +84,12 @@ __global__ void scores_rung1(Shape s, const bf16* qkv, float* scores) {  // grid
     const bf16* k = row(s, qkv, K, bh, key);
     float sum = 0;
     for (int i = 0; i < HEAD; i++) sum += __bfloat162float(q[i]) * __bfloat162float(k[i]);
-    const float score = sum / sqrtf(static_cast<float>(HEAD));
-    scores[(static_cast<int64_t>(bh) * s.T + query) * s.T + key] = key <= query ? score : -INFINITY;
+    const float score = sum / sqrtf(float(HEAD));
+    scores[(int64_t(bh) * s.T + query) * s.T + key] = key <= query ? score : -INFINITY;
 }
 __global__ void softmax_rung1(Shape s, float* scores) {  // a thread for a query
-    const int64_t query = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-    if (query >= static_cast<int64_t>(s.B) * s.heads * s.T) return;
+    const int64_t query = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
+    if (query >= int64_t(s.B) * s.heads * s.T) return;
     float* p = scores + query * s.T;
     float max = -INFINITY, sum = 0;
     for (int i = 0; i < s.T; i++) max = fmaxf(max, p[i]);
@@ -103,14 +103,14 @@ __global__ void output_rung1(Shape s, const bf16* qkv, const float* scores, bf16
     const int query = blockIdx.x;  // grid (T, B heads), a thread for a number of the head
     const int bh = blockIdx.y;
     const int i = threadIdx.x;
-    const float* p = scores + (static_cast<int64_t>(bh) * s.T + query) * s.T;
+    const float* p = scores + (int64_t(bh) * s.T + query) * s.T;
     float sum = 0;
     for (int key = 0; key <= query; key++) sum += p[key] * __bfloat162float(row(s, qkv, V, bh, key)[i]);
     out_row(s, out, bh, query)[i] = __float2bfloat16(sum);
 }
-unsigned heads_of(const Shape& s) { return static_cast<unsigned>(s.B * s.heads); }
+unsigned heads_of(const Shape& s) { return unsigned(s.B * s.heads); }
 void launch_rung1(const Shape& s, const Tensors& t) {
-    const unsigned T = static_cast<unsigned>(s.T);
+    const unsigned T = unsigned(s.T);
     scores_rung1<<<dim3((T + 255) / 256, T, heads_of(s)), 256>>>(s, t.qkv, t.scores);
     softmax_rung1<<<(heads_of(s) * T + 255) / 256, 256>>>(s, t.scores);
     output_rung1<<<dim3(T, heads_of(s)), HEAD>>>(s, t.qkv, t.scores, t.out);
@@ -145,8 +145,7 @@ __global__ void rung2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B
     const int bh = blockIdx.y;
     if (query >= s.T) return;
     float q[HEAD], o[HEAD] = {}, max = -INFINITY, sum = 0;
-    for (int i = 0; i < HEAD; i++)
-        q[i] = __bfloat162float(row(s, qkv, Q, bh, query)[i]) / sqrtf(static_cast<float>(HEAD));
+    for (int i = 0; i < HEAD; i++) q[i] = __bfloat162float(row(s, qkv, Q, bh, query)[i]) / sqrtf(float(HEAD));
     for (int key = 0; key <= query; key++) {
         const bf16* k = row(s, qkv, K, bh, key);
         const bf16* v = row(s, qkv, V, bh, key);
@@ -162,9 +161,7 @@ __global__ void rung2(Shape s, const bf16* qkv, bf16* out) {  // grid (T / 64, B
     for (int i = 0; i < HEAD; i++) out_row(s, out, bh, query)[i] = __float2bfloat16(o[i] / sum);
 }
 constexpr int QUERIES = 64;  // of a block, here and in the next rungs
-dim3 by_queries(const Shape& s) {
-    return dim3(static_cast<unsigned>(s.T + QUERIES - 1) / QUERIES, heads_of(s));
-}
+dim3 by_queries(const Shape& s) { return dim3(unsigned(s.T + QUERIES - 1) / QUERIES, heads_of(s)); }
 void launch_rung2(const Shape& s, const Tensors& t) { rung2<<<by_queries(s), QUERIES>>>(s, t.qkv, t.out); }
 
 // ===========================================================================================================
@@ -197,7 +194,7 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
     const int bh = blockIdx.y;
     const int part = threadIdx.x % LANES;
     const int query = blockIdx.x * QUERIES + threadIdx.x / LANES;
-    const int last = min(static_cast<int>(blockIdx.x + 1) * QUERIES, s.T) - 1;  // query of the block
+    const int last = min(int(blockIdx.x + 1) * QUERIES, s.T) - 1;  // query of the block
     auto first_of = [&](int chunk) { return (chunk * LANES + part) * CHUNK_SIZE; };
 
     float q[CHUNKS][CHUNK_SIZE], o[CHUNKS][CHUNK_SIZE] = {}, max = -INFINITY, sum = 0;
@@ -205,8 +202,7 @@ __global__ void __launch_bounds__(THREADS) rungs3_and_4(Shape s, const bf16* qkv
     for (int c = 0; c < CHUNKS; c++) {
         // A thread after the last query computes that one again, and stores nothing.
         const auto x = Neighbours<bf16, CHUNK_SIZE>::load(row(s, qkv, Q, bh, min(query, last)) + first_of(c));
-        for (int j = 0; j < CHUNK_SIZE; j++)
-            q[c][j] = __bfloat162float(x[j]) / sqrtf(static_cast<float>(HEAD));
+        for (int j = 0; j < CHUNK_SIZE; j++) q[c][j] = __bfloat162float(x[j]) / sqrtf(float(HEAD));
     }
     for (int first = 0; first <= last; first += KEYS) {
         __syncthreads();  // the keys before are no longer needed

@@ -26,7 +26,7 @@ using Rung = RungOf<const Shape&, const Tensors&>;
 // Random q, k and v, and room for what rungs store.
 struct Case {
     const Shape s;
-    const size_t rows = static_cast<size_t>(s.B) * s.T;
+    const size_t rows = size_t(s.B) * s.T;
     const std::vector<uint16_t> host = random_bf16(rows * s.cols(), 1.0f);
     Buffer<uint16_t> qkv{host}, out{rows * s.heads * HEAD};
     Buffer<float> lse{rows * s.heads};

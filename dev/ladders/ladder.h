@@ -34,7 +34,7 @@ inline double copy_rate() {
         gpu::check(cudaMemcpyAsync(to.get(), from.get(), from.size, cudaMemcpyDeviceToDevice),
                    "Copying failed");
     });
-    return 2 * static_cast<double>(from.size) / seconds;
+    return 2 * double(from.size) / seconds;
 }
 
 // What a comparison with the CPU reference says of a rung.
@@ -77,7 +77,7 @@ int climb(const std::vector<Rung>& rungs, const Limit& limit, int argc, char** a
     printf("%-64sus  %s  speed-up  codes\n", "rung", limit.column);
     bool wrong = false;
     double previous = 0;
-    for (int i = 0; i < static_cast<int>(rungs.size()); i++) {
+    for (int i = 0; i < int(rungs.size()); i++) {
         bool wanted = argc == 1;
         for (int a = 1; a < argc; a++) wanted = wanted || std::atoi(argv[a]) == i + 1;
         if (!wanted) continue;

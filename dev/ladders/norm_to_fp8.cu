@@ -63,29 +63,29 @@ constexpr unsigned THREADS = 256;  // of a block
 
 // How many blocks it takes if each has this many elements.
 unsigned blocks_with(const Tensors& t, int64_t elements) {
-    return static_cast<unsigned>(ceil_div(t.rows * t.cols, elements));
+    return unsigned(ceil_div(t.rows * t.cols, elements));
 }
 // The grid if each block has this many elements of a row.
 dim3 parts_of_rows(const Tensors& t, int64_t elements) {
-    return dim3(static_cast<unsigned>(ceil_div(t.cols, elements)), static_cast<unsigned>(t.rows));
+    return dim3(unsigned(ceil_div(t.cols, elements)), unsigned(t.rows));
 }
-unsigned rows_of(const Tensors& t) { return static_cast<unsigned>(t.rows); }
+unsigned rows_of(const Tensors& t) { return unsigned(t.rows); }
 
 __device__ float decode(uint8_t code) {
     return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
 }
 __device__ uint8_t encode(float x) { return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3); }
-__device__ float from_bf16(uint16_t bits) { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
+__device__ float from_bf16(uint16_t bits) { return __uint_as_float(uint32_t(bits) << 16); }
 __device__ float input(const Tensors& t, int64_t i) { return decode(t.in[i]) * from_bf16(t.scales[i / 16]); }
 __device__ float normalized(float x, float inverse, bf16 weight) {
     return x * inverse * __bfloat162float(weight) + 0.0f;  // the 0 turns -0 into 0
 }
 __device__ float inverse_rms(float sum_of_squares, int64_t cols) {
-    return 1.0f / sqrtf(sum_of_squares / static_cast<float>(cols) + EPS);
+    return 1.0f / sqrtf(sum_of_squares / float(cols) + EPS);
 }
 __device__ float inverse_scale(const Tensors& t) { return __frcp_rn(__fdiv_rn(t.tensor_scale->amax, FMAX)); }
 // The number of a thread among all threads that are launched, counted along x.
-__device__ int64_t thread_of_grid() { return static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; }
+__device__ int64_t thread_of_grid() { return int64_t(blockIdx.x) * blockDim.x + threadIdx.x; }
 
 // ===========================================================================================================
 // Rung 1: a kernel for each operator, a thread for a row

@@ -101,8 +101,7 @@ private:
                               nullptr);
     }
     gpu::TensorRef view_of(const Buffer<uint16_t>& x) const {
-        return {x.get(), static_cast<int64_t>(x_.size() / weight_.size()),
-                static_cast<int64_t>(weight_.size()), PLAIN_BF16};
+        return {x.get(), int64_t(x_.size() / weight_.size()), int64_t(weight_.size()), PLAIN_BF16};
     }
     const bf16* weight_on_device() const { return reinterpret_cast<const bf16*>(device_weight_.get()); }
 };

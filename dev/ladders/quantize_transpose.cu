@@ -64,11 +64,11 @@ constexpr unsigned THREADS = 256;  // of a block; in rungs 2 to 4 they are 32 x 
 
 // How many blocks it takes if each has this many elements. ceil_div(a, b) is a / b, rounded up.
 unsigned blocks_with(const Matrix& m, int64_t elements) {
-    return static_cast<unsigned>(ceil_div(m.rows * m.cols, elements));
+    return unsigned(ceil_div(m.rows * m.cols, elements));
 }
 // The grid if each block has a square of `side` columns and `side` rows.
 dim3 tiles_of(const Matrix& m, int64_t side) {
-    return dim3(static_cast<unsigned>(ceil_div(m.cols, side)), static_cast<unsigned>(ceil_div(m.rows, side)));
+    return dim3(unsigned(ceil_div(m.cols, side)), unsigned(ceil_div(m.rows, side)));
 }
 
 // 1 / scale, where scale = amax / FMAX; FMAX of E5M2 is 57,344. __fdiv_rn divides and __frcp_rn takes a
@@ -133,11 +133,11 @@ __device__ uint8_t encode(bf16 x, float inverse) {
 // Predict: the time if each of these writes sends 32 bytes to memory, and the time if sectors are first
 // completed on the chip, in the L2 cache. Which do you believe?
 __global__ void quantize_rung1(Matrix m) {
-    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i < m.rows * m.cols) m.codes[i] = encode(m.x[i], inverse_scale(m));
 }
 __global__ void transpose_rung1(Matrix m) {
-    const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x;
     if (i >= m.rows * m.cols) return;
     const int64_t row = i / m.cols;
     const int64_t col = i % m.cols;
@@ -171,8 +171,8 @@ constexpr int TALL = 8;   // a block has 32 x 8 threads
 // every eighth row from threadIdx.y on.
 __global__ void transpose_rung2(Matrix m) {
     __shared__ uint8_t tile[SIDE][SIDE];
-    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * SIDE;
-    const int64_t col0 = static_cast<int64_t>(blockIdx.x) * SIDE;
+    const int64_t row0 = int64_t(blockIdx.y) * SIDE;
+    const int64_t col0 = int64_t(blockIdx.x) * SIDE;
     for (int y = threadIdx.y; y < SIDE; y += TALL) {
         const int x = threadIdx.x;
         if (row0 + y >= m.rows || col0 + x >= m.cols) continue;
@@ -210,8 +210,8 @@ void launch_rung2(const Matrix& m) {
 template <int PADDING> __global__ void rungs3_and_4(Matrix m) {
     __shared__ uint8_t tile[SIDE][SIDE + PADDING];
     const float inverse = inverse_scale(m);
-    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * SIDE;
-    const int64_t col0 = static_cast<int64_t>(blockIdx.x) * SIDE;
+    const int64_t row0 = int64_t(blockIdx.y) * SIDE;
+    const int64_t col0 = int64_t(blockIdx.x) * SIDE;
     for (int y = threadIdx.y; y < SIDE; y += TALL) {
         const int x = threadIdx.x;
         if (row0 + y >= m.rows || col0 + x >= m.cols) continue;
@@ -301,8 +301,8 @@ __global__ void rung5(Matrix m) {  // grid (cols / 64, rows / 64)
     constexpr int CHUNKS = TILE_SIDE / CHUNK_SIZE;  // of a row or column of the tile
     __shared__ uint8_t tile[TILE_SIDE][TILE_SIDE + 4];
     const float inverse = inverse_scale(m);
-    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * TILE_SIDE;
-    const int64_t col0 = static_cast<int64_t>(blockIdx.x) * TILE_SIDE;
+    const int64_t row0 = int64_t(blockIdx.y) * TILE_SIDE;
+    const int64_t col0 = int64_t(blockIdx.x) * TILE_SIDE;
     for (int i = threadIdx.x; i < TILE_SIDE * CHUNKS; i += THREADS) {
         const int y = i / CHUNKS;
         const int x = i % CHUNKS * CHUNK_SIZE;
@@ -426,8 +426,8 @@ template <class Layout> __global__ void __launch_bounds__(THREADS, 4) rungs6_and
     // (column, slot). It begins at a multiple of 16 bytes, as what is read 16 bytes at a time has to.
     __shared__ __align__(16) uint32_t tile[TILE_SIDE][TILE_SIDE / 4];
     const float inverse = inverse_scale(m);
-    const int64_t row0 = static_cast<int64_t>(blockIdx.y) * TILE_SIDE;
-    const int64_t col0 = static_cast<int64_t>(blockIdx.x) * TILE_SIDE;
+    const int64_t row0 = int64_t(blockIdx.y) * TILE_SIDE;
+    const int64_t col0 = int64_t(blockIdx.x) * TILE_SIDE;
     const int across = threadIdx.x % ACROSS;
     const int down = threadIdx.x / ACROSS;
     const int64_t row = row0 + down * 8;

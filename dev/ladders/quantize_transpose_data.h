@@ -21,7 +21,7 @@ using Rung = RungOf<const Matrix&>;
 class Case {
 public:
     Case(int64_t rows, int64_t cols)
-        : bits_(random_bf16(static_cast<size_t>(rows * cols), 3.0f)), x_(bits_), codes_(bits_.size()),
+        : bits_(random_bf16(size_t(rows * cols), 3.0f)), x_(bits_), codes_(bits_.size()),
           transposed_(bits_.size()), tensor_scale_(1), m{.rows = rows,
                                                          .cols = cols,
                                                          .x = reinterpret_cast<bf16*>(x_.get()),
