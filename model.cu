@@ -60,6 +60,32 @@
 //
 // Here the overview ends: come back to this file when you have read the files above it in the table of
 // README.md.
+//
+// -----------------------------------------------------------------------------------------------------------
+// How to read the two classes
+//
+// Each class begins with its data. Its functions follow in the order of the list above: first what a step
+// calls, then the parts of it. (The section on buckets stands before the head, whose backward pass is the
+// first that needs it.) Behind these functions stand small ones that they use, such as weight() and
+// saved_tensor(). What can wait is at the end of the class: what other models and recipes need, evaluations
+// and prompts. The step itself is in the second class: GpuModel::step(), which can be read first.
+//
+// Most conditions are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one GPU, no further
+// flags. In a first reading follow that run. A comment "Llama: ..." says what a name or a line gives in that
+// run. Where that run calls a function that can wait, such a comment says that the call does nothing, or what
+// it returns. These names are declared in other files:
+//
+//   name                             where it is          value in that run
+//   keep_gradients                   RunSettings          true
+//   micro_batches_per_rank, ranks    RunSettings          1
+//   communicator                     RunSettings          null
+//   quant_stats, quant_report        GpuContext           null: nothing is measured
+//   quant_stats_of()                 GpuContext           null
+//   bias_index()                     ParameterTensors     nothing, for all weights
+//   delayed(), any_empty_history     ScaleTable           false
+//   sends_gradients()                Sharding             false
+//
+// The other functions of Sharding do nothing with one GPU: gather_weights(), wait_for_gradient_buffer(), ...
 #include "coat.h"
 #include "common/random.h"
 #include "gpu/attention.h"
@@ -83,12 +109,7 @@ using namespace gpu;
 // Three rules of memory
 //
 //   1. What lasts for the run is allocated at its beginning (gpu/memory_map.h). What a step needs besides is
-//      allocated where it is used, and given back when the Arena::Scope around it ends. mlp_half_backward()
-//      is an example of the details:
-//        - A Scope with the name until_x holds what is needed until x is computed. If that is in the middle
-//          of a function, end() ends the Scope there: until_dgate_up.
-//        - What must outlive a Scope is allocated before the Scope begins: dgate_up_operand.
-//        - What make_dact() allocates belongs to the Scope of its caller.
+//      allocated where it is used, and given back when the Arena::Scope around it ends.
 //   2. Outputs of norms and of activation functions are not stored. A LazyTensor (gpu/tensors.h) says what
 //      such an output is computed from, and the kernel that makes a GEMM's operand computes it. What is saved
 //      for backward is listed by saved_per_layer() in common/architecture.h.
@@ -105,8 +126,8 @@ using namespace gpu;
 //        logits                -                   logits, then their    -
 //                                                  gradients
 //
-//      (dgate_up and dqkv have this place in coat. dgate_up_replaces_gate_up_ and dqkv_replaces_gate_up_, in
-//      the class Network, say where they do not fit.)
+//      (dgate_up and dqkv have this place in coat. dgate_up_replaces_gate_up() and dqkv_replaces_gate_up()
+//      say where they do not fit.)
 
 // A layer of the transformer.
 struct Layer {
@@ -118,38 +139,6 @@ struct Layer {
     LinearLayer qkv_proj, attention_out_proj, gate_up_proj, down_proj;
     // By SavedKind (common/architecture.h), with the rows of a micro-batch.
     std::vector<TensorRef> saved_tensors = {};
-};
-
-// A norm of the residual stream, between two linear layers.
-struct ResidualNorm {
-    Norm norm;            // as kernels are given it; norm.input is what was saved
-    size_t weight_index;  // the index of the norm's weight in ParameterTensors::params
-    // The linear layer whose output was added to the residual stream last. In backward this linear layer
-    // reads the gradient that the norm computes. Null for the first norm 1: the embedding comes before it.
-    LinearLayer* linear_before;
-    // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
-    LinearLayer* linear_after;
-
-    // Llama: true; of the final norm false.
-    bool saves_groups() const { return norm.input.format.is_fp8(); }
-    float* output_amax_to_raise() const { return linear_after ? linear_after->x_amax_to_raise() : nullptr; }
-    float* dresidual_amax_to_raise() const {
-        return linear_before ? linear_before->g_amax_to_raise() : nullptr;
-    }
-};
-
-// The residual stream (N, C) in forward. Each residual sum is stored as the input of the norm that reads the
-// stream next. If that input is in groups, the sum is also stored in BF16, in a buffer, for the next sum.
-struct ResidualStream {
-    TensorRef buffer;   // no tensor in recipes that save no groups
-    TensorRef current;  // the last sum, in the compute format: the buffer, or the input of the next norm
-
-    // Where a residual sum is also stored in BF16 if `next` is the norm that will read it.
-    TensorRef plain_sum_before(const ResidualNorm& next) const {
-        return next.saves_groups() ? buffer : TensorRef{};
-    }
-    // To be called after that sum.
-    void advance_to(const ResidualNorm& next) { current = next.saves_groups() ? buffer : next.norm.input; }
 };
 
 // B sequences of T tokens: a micro-batch of a step or of an evaluation, or a prompt.
@@ -164,30 +153,6 @@ struct MicroBatch {
 };
 
 constexpr int64_t INT32_BYTES = sizeof(int32_t);
-
-// ===========================================================================================================
-// How to read the two classes
-//
-// In each class, functions stand in the order of the list at the top of this file. What they call stands
-// between them. Before the head comes begin_bucket(), which all of backward calls. What can wait is at the
-// end of the class: what other models and recipes need, evaluations and prompts. The step itself is in the
-// second class: GpuModel::step(), which can be read first.
-//
-// Most conditions are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one GPU, no further
-// flags. In a first reading follow that run. It calls nothing that can wait, except finish_bucket(), which
-// then does nothing. A comment "Llama: ..." says what a name or a line gives in that run. These names are
-// declared in other files:
-//
-//   name                             where it is          value in that run
-//   keep_gradients                   RunSettings          true
-//   micro_batches_per_rank, ranks    RunSettings          1
-//   communicator                     RunSettings          null
-//   quant_stats, quant_report        GpuContext           null: nothing is measured
-//   bias_index()                     ParameterTensors     nothing, for all weights
-//   delayed(), any_empty_history     ScaleTable           false
-//   sends_gradients()                Sharding             false
-//
-// The other functions of Sharding do nothing with one GPU: gather_weights(), wait_for_gradient_buffer(), ...
 
 // ===========================================================================================================
 // 1. Forward and backward of a micro-batch, and the update
@@ -229,143 +194,10 @@ class Network {
     // Whether the slices of the head add to its gradient in FP32 (gpu/memory_layout.h). Llama: false.
     const bool head_sum_in_fp32_ = head_sum_in_fp32(settings_);
 
-    // Two tensors of backward may take the place of a layer's saved gate and up (rule 3 above). Llama: both
-    // do.
-    //
-    // The first is dgate_up. Its row-major elements go there if an element has as many bytes as one of gate
-    // and up, so that the kernel may write over its input. In coat both are FP8 codes. (There must be one
-    // scale for the tensor, because there is no room for scales of rows or blocks.)
-    const TensorFormat g_format_ = linear_layer_context_.formats.g;
-    const bool dgate_up_replaces_gate_up_ = format_info(g_format_.element_format).bytes ==
-                                                format_info(recipe_.saved_inputs.element_format).bytes &&
-                                            g_format_.granularity == PER_TENSOR;
-    // The second is dqkv, later in backward. It can go there if a row of it fits into the bytes of a row of
-    // gate and up, codes and scales together. (In Llama-2-7B a row of dqkv has 24,576 bytes. A row of gate
-    // and up has 22,016 bytes of codes and 2,752 bytes of scales.)
-    const bool dqkv_replaces_gate_up_ = TensorFormat{recipe_.compute_format}.bytes(1, config_.qkv_cols()) <=
-                                        recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
-
     // What add_embedding_gradients() copies to the GPU. It must stay until the host waits for the GPU again.
     EmbeddingOrder embedding_order_;
 
 public:
-    Network(GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table,
-            ParameterTensors& parameter_tensors, Sharding& sharding, bool cache_weights)
-        : context_(context), memory_(memory), scale_table_(scale_table),
-          parameter_tensors_(parameter_tensors),
-          sharding_(sharding), linear_layer_context_{.gpu_context = context,
-                                                     .parameter_tensors = parameter_tensors,
-                                                     .scale_table = scale_table,
-                                                     .sharding = sharding,
-                                                     .gemms = gemms_,
-                                                     .caches_weights = cache_weights} {
-        layers_.reserve(size_t(config_.L));
-        for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l));
-        if (rotary_) fill_rope_table(config_, settings_.T, memory_.rope_table, stream_);
-    }
-
-    // -------------------------------------------------------------------------------------------------------
-    // Where tensors are: weights and gradients, what layers save, and the norms with their inputs
-
-    // The weight of the parameter with this index, as forward and backward read it; and its gradient, where
-    // backward writes it.
-    const TensorRef& weight(size_t i) const { return parameter_tensors_.weights[i]; }
-    const TensorRef& gradient(size_t i) const { return parameter_tensors_.gradients[i]; }
-    // Whether GEMMs overwrite gradients: in the first micro-batch. In later ones they add to the gradients.
-    // Llama: true. (With several ranks they always overwrite: backward writes to a buffer, from which the
-    // gradients are sent, and the sums of the step lie elsewhere.)
-    bool overwrites_gradients() const { return micro_batch_.is_first || sharding_.sends_gradients(); }
-
-    // A tensor (n, cols) in the compute format, in memory that is allocated now. There is memory for a
-    // multiple of 16 rows, because an FP8 GEMM writes so many.
-    TensorRef allocate_tensor(int64_t n, int64_t cols) {
-        const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
-        return tensor_at(arena_.allocate(elements * format_info(recipe_.compute_format).bytes), n, cols);
-    }
-    TensorRef tensor_at(void* data, int64_t n, int64_t cols) const {
-        return {.data = data, .rows = n, .cols = cols, .format = {recipe_.compute_format}};
-    }
-
-    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves. The tables
-    // of amaxes, before forward() and mlp_half_backward(), show where a linear layer makes an extra pass.
-    Layer make_layer(int64_t l) {
-        const int64_t N = settings_.B * settings_.T;
-        auto index = [&](const char* param) {
-            return parameter_tensors_.param_index(concat("layers.", l, ".", param));
-        };
-        auto linear = [&](const char* weight, ExtraAmaxPasses extra_amax_passes) {
-            return LinearLayer(linear_layer_context_, index(weight), extra_amax_passes);
-        };
-        Layer layer{.norm1_weight_index = index("norm1.weight"),
-                    .norm2_weight_index = index("norm2.weight"),
-                    .qkv_proj = linear("qkv", {.over_g = qk_norms_}),
-                    .attention_out_proj = linear("attention_out", {.over_x = saves_attention_in_groups_}),
-                    .gate_up_proj = linear("gate_up", {.over_g = true}),
-                    .down_proj = linear("down", {.over_x = !saves_inputs_in_groups_})};
-        if (qk_norms_) layer.qk_norms_weight_index = index("qk_norm.weight");
-        uint8_t* const memory_of_layer = memory_.saved_activations + l * saved_layer_bytes(settings_);
-        const std::vector<int64_t> offsets = saved_tensor_offsets(settings_);
-        for (const SavedFormat& saved : saved_per_layer(config_, recipe_)) {
-            uint8_t* const data = memory_of_layer + offsets[size_t(saved.kind)];
-            TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .format = saved.format};
-            // The scales of groups lie right after the codes
-            if (saved.format.is_fp8())
-                tensor.group_scales =
-                    reinterpret_cast<uint16_t*>(data + saved.format.bytes_without_scales(N, saved.cols));
-            layer.saved_tensors.push_back(tensor);
-        }
-        return layer;
-    }
-
-    // What a layer has saved, or is to save: the rows of this micro-batch.
-    TensorRef saved_tensor(const Layer& layer, SavedKind kind) const {
-        TensorRef tensor = layer.saved_tensors[size_t(kind)];
-        tensor.rows = micro_batch_.N;
-        return tensor;
-    }
-
-    // The residual stream (N, C) after the last layer, which is the input of the final norm. The backward
-    // pass of this norm overwrites it with the gradient of the residual stream, dresidual(). The further
-    // norms, in backward's order, add their parts to dresidual() in place.
-    TensorRef final_norm_input() const {
-        return tensor_at(memory_.final_norm_input_or_dresidual, micro_batch_.N, config_.C);
-    }
-    TensorRef dresidual() const { return final_norm_input(); }
-
-    // The norms of the residual stream, with their inputs. norm1_of(l) and norm2_of(l) are those of layer l.
-    // (Llama: norms have no bias.)
-    Norm make_norm(size_t weight_index, const TensorRef& input) const {
-        const std::optional<size_t> bias_index = parameter_tensors_.bias_index(weight_index);
-        return {.input = input,
-                .weight = weight(weight_index).data,
-                .bias = bias_index ? weight(*bias_index).data : nullptr,
-                .row_statistics = memory_.row_statistics,
-                .rms = config_.arch.rms,
-                .eps = config_.norm_eps};
-    }
-    ResidualNorm norm1_of(int64_t l) {
-        Layer& layer = layers_[l];
-        return {.norm = make_norm(layer.norm1_weight_index, saved_tensor(layer, SavedKind::Norm1Input)),
-                .weight_index = layer.norm1_weight_index,
-                .linear_before = l > 0 ? &layers_[l - 1].down_proj : nullptr,
-                .linear_after = &layer.qkv_proj};
-    }
-    ResidualNorm norm2_of(int64_t l) {
-        Layer& layer = layers_[l];
-        return {.norm = make_norm(layer.norm2_weight_index, saved_tensor(layer, SavedKind::Norm2Input)),
-                .weight_index = layer.norm2_weight_index,
-                .linear_before = &layer.attention_out_proj,
-                .linear_after = &layer.gate_up_proj};
-    }
-    ResidualNorm final_norm() {
-        return {.norm = make_norm(final_norm_weight_index_, final_norm_input()),
-                .weight_index = final_norm_weight_index_,
-                .linear_before = &layers_.back().down_proj,
-                .linear_after = nullptr};
-    }
-    // The norm that reads the residual stream after layer l.
-    ResidualNorm norm_after_layer(int64_t l) { return l + 1 < config_.L ? norm1_of(l + 1) : final_norm(); }
-
     // -------------------------------------------------------------------------------------------------------
     // A micro-batch
 
@@ -419,6 +251,44 @@ public:
         }
     }
 
+    // A norm of the residual stream, between two linear layers.
+    struct ResidualNorm {
+        Norm norm;            // as kernels are given it; norm.input is what was saved
+        size_t weight_index;  // the index of the norm's weight in ParameterTensors::params
+        // The linear layer whose output was added to the residual stream last. In backward this linear layer
+        // reads the gradient that the norm computes. Null for the first norm 1, before which comes the
+        // embedding.
+        LinearLayer* linear_before;
+        // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
+        LinearLayer* linear_after;
+
+        // Llama: true; of the final norm false.
+        bool saves_groups() const { return norm.input.format.is_fp8(); }
+        float* output_amax_to_raise() const {
+            return linear_after ? linear_after->x_amax_to_raise() : nullptr;
+        }
+        float* dresidual_amax_to_raise() const {
+            return linear_before ? linear_before->g_amax_to_raise() : nullptr;
+        }
+    };
+
+    // The residual stream (N, C) in forward. Each residual sum is stored as the input of the norm that reads
+    // the stream next. If that input is in groups, the sum is also stored in BF16, in a buffer, for the next
+    // sum.
+    struct ResidualStream {
+        TensorRef buffer;   // no tensor in recipes that save no groups
+        TensorRef current;  // the last sum, in the compute format: the buffer, or the input of the next norm
+
+        // Where a residual sum is also stored in BF16, if `next` is the norm that reads the stream next.
+        TensorRef place_of_plain_sum(const ResidualNorm& next) const {
+            return next.saves_groups() ? buffer : TensorRef{};
+        }
+        // To be called after that sum.
+        void advance_to(const ResidualNorm& next) {
+            current = next.saves_groups() ? buffer : next.norm.input;
+        }
+    };
+
     // The embedding: a row of the weight for each token, and in GPT-2 a row for its position. The sum is
     // saved as the input of the first norm 1.
     void embed_and_save(ResidualStream& residual, const ResidualNorm& first_norm) {
@@ -426,7 +296,7 @@ public:
         const TensorRef positions =
             rotary_ ? TensorRef{} : weight(parameter_tensors_.param_index("positions"));
         embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T, first_norm.norm,
-              residual.plain_sum_before(first_norm), first_norm.output_amax_to_raise(), stream_);
+              residual.place_of_plain_sum(first_norm), first_norm.output_amax_to_raise(), stream_);
         residual.advance_to(first_norm);
         if (context_.quant_stats) measure_norm_input_errors(residual, first_norm);
     }
@@ -438,8 +308,7 @@ public:
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). lazy_norm() computes nothing yet:
         // fprop() computes x while it makes the codes of x
         const LazyTensor x = lazy_norm(norm1_of(l).norm);
-        // (Llama: qkv is the saved tensor itself)
-        const TensorRef qkv = attention_tensor_of(saved_tensor(layer, SavedKind::Qkv));
+        const TensorRef qkv = saved_tensor_or_buffer(layer, SavedKind::Qkv);  // Llama: the saved tensor
         layer.qkv_proj.fprop(x, qkv);
         // attention with rotary positions -> (N, q_cols)
         core_attention_forward(layer, qkv);
@@ -452,39 +321,18 @@ public:
     }
     // Causal attention within each sequence of T tokens. Its output (N, q_cols) is saved.
     //
-    // qkv is a saved tensor, as the projection has written it. q and k are rotated there, in place. (Qwen3: a
-    // copy is normed and rotated. With --attention groups qkv is a buffer, which is saved here. What is
-    // allocated here is given back at the end of the caller's Scope.)
+    // qkv is what the projection has written: a saved tensor, in which q and k are rotated in place. What is
+    // allocated here is given back at the end of the caller's Scope.
     void core_attention_forward(const Layer& layer, const TensorRef& qkv) {
-        const TensorRef saved_output = saved_tensor(layer, SavedKind::AttentionOutput);
-        const TensorRef output = attention_tensor_of(saved_output);  // Llama: saved_output
-        if (rotary_ && !qk_norms_)                                   // Llama: true
+        if (rotates_before_saving())  // Llama: true
             rope(rope_of_micro_batch(), qkv, /*inverse=*/false, /*qkv_amax_to_raise=*/nullptr, stream_);
-        if (saves_attention_in_groups_) save_and_reload(qkv, saved_tensor(layer, SavedKind::Qkv));
-        const TensorRef attention_qkv = qk_norms_ ? make_normed_and_rotated(layer, qkv) : qkv;
-        attention_forward(attention_shape_of_micro_batch(), attention_qkv.data, output.data,
+        save_groups_if_any(layer, SavedKind::Qkv, qkv);  // Llama: does nothing
+        // Llama: the saved tensor, and qkv itself
+        const TensorRef output = saved_tensor_or_buffer(layer, SavedKind::AttentionOutput);
+        const TensorRef qkv_for_attention = make_attention_input(layer, qkv);
+        attention_forward(attention_shape_of_micro_batch(), qkv_for_attention.data, output.data,
                           saved_log_sum_exp(layer), layer.attention_out_proj.x_amax_to_raise(), stream_);
-        if (saves_attention_in_groups_) save_and_reload(output, saved_output);
-    }
-
-    // Where attention reads or writes what is saved: the saved tensor itself. (With --attention groups, a
-    // buffer in the compute format, which save_and_reload() saves in groups.)
-    TensorRef attention_tensor_of(const TensorRef& saved) {
-        return saves_attention_in_groups_ ? allocate_tensor(saved.rows, saved.cols) : saved;
-    }
-
-    // Arguments of the kernels of attention, in forward and in backward.
-    float* saved_log_sum_exp(const Layer& layer) const {
-        return static_cast<float*>(saved_tensor(layer, SavedKind::LogSumExp).data);
-    }
-    Rope rope_of_micro_batch() const {
-        return {.table = memory_.rope_table,
-                .T = micro_batch_.T,
-                .HS = config_.HS(),
-                .rotated_cols = config_.q_cols() + config_.kv_cols()};
-    }
-    AttentionShape attention_shape_of_micro_batch() const {
-        return attention_shape(config_, micro_batch_.B, micro_batch_.T, recipe_.compute_format);
+        save_groups_if_any(layer, SavedKind::AttentionOutput, output);  // Llama: does nothing
     }
 
     // The second half of layer l (table of its operators: at the top of this file).
@@ -517,7 +365,7 @@ public:
     // The residual sum at the end of half a layer: adds `branch` to the residual stream, and saves the sum as
     // the input of the norm `next`.
     void add_branch_and_save(ResidualStream& residual, const TensorRef& branch, const ResidualNorm& next) {
-        residual_add(residual.current, branch, next.norm, residual.plain_sum_before(next),
+        residual_add(residual.current, branch, next.norm, residual.place_of_plain_sum(next),
                      next.output_amax_to_raise(), stream_);
         residual.advance_to(next);
         if (context_.quant_stats) measure_norm_input_errors(residual, next);
@@ -526,10 +374,11 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // Buckets (gpu/memory_layout.h). The kernels that add to the gradients of a bucket are launched between
     // begin_bucket() and finish_bucket(), and the next bucket begins after that. There is one exception: the
-    // GEMMs of the head, which write its gradient before its bucket begins.
+    // GEMMs of the head write its gradient before its bucket begins. (A tied head is in the bucket of the
+    // embedding, which begins at the end of backward.)
     //
-    // finish_bucket() can wait. Llama: it does nothing, because the gradients are where the update reads
-    // them.
+    // Llama: finish_bucket() does nothing, because the gradients are where the update reads them. So it can
+    // wait.
     //
     // How gradients begin in a step, in its first micro-batch:
     //
@@ -653,19 +502,28 @@ public:
     //   dgate_up_operand | dnorm_output | [w_operand]                    dgrad of gate_up_proj: dnorm_output
     //   dgate_up_operand | dnorm_output                                  norm 2: dresidual()
     //   dgate_up_operand | [x_operand]                                   wgrad of gate_up_proj
+    //
+    // There are two kinds of Scopes here. `scope` ends with the function. A Scope with the name until_x holds
+    // what is needed until x is computed. If that is in the middle of a function, end() ends the Scope there:
+    // until_dgate_up. What must outlive a Scope is allocated before the Scope begins: dgate_up_operand.
     void mlp_half_backward(int64_t l) {
         const Arena::Scope scope(arena_);
         Layer& layer = layers_[l];
         const TensorRef saved_gate_up = saved_tensor(layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
         // and outlives dact, so its memory is allocated first. Its row-major elements need no memory if they
-        // replace gate and up
+        // replace gate and up. (Llama: they do)
         const Operand dgate_up_operand = layer.gate_up_proj.allocate_g_operand(
-            micro_batch_.N, dgate_up_replaces_gate_up_ ? saved_gate_up.data : nullptr);
+            micro_batch_.N, dgate_up_replaces_gate_up() ? saved_gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
-        // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output
+        // down projection: wgrad and dgrad -> dact (N, F), the gradient of the activation's output. wgrad
+        // comes first, so that its x_operand is given back before dact is allocated: both are (N, F), as wide
+        // as no other tensor here
         begin_bucket(layer.down_proj.bucket());
-        const TensorRef dact = make_dact(layer, saved_gate_up);
+        const Operand g_operand = layer.down_proj.make_g_operand(lazy_load(dresidual()));
+        layer.down_proj.wgrad(g_operand, lazy_activation(gated_, saved_gate_up), overwrites_gradients());
+        const TensorRef dact = allocate_tensor(micro_batch_.N, config_.F);
+        layer.down_proj.dgrad(g_operand, dact);
         finish_bucket(layer.down_proj.bucket());
         // activation. (The bucket begins before it, because in GPT-2 write_g_operand() adds to dbias)
         begin_bucket(layer.gate_up_proj.bucket());
@@ -676,15 +534,15 @@ public:
         linear_and_norm_backward(norm2_of(l), dgate_up_operand);
         finish_bucket(layer.gate_up_proj.bucket());
     }
-    // The backward pass of the down projection, which computes dact. dact is allocated after wgrad, so that
-    // it never exists together with the x_operand of wgrad: both are (N, F), as wide as no other tensor here.
-    // g_operand lies below dact on the stack, so it stays until dgate_up_operand is written.
-    TensorRef make_dact(Layer& layer, const TensorRef& saved_gate_up) {
-        const Operand g_operand = layer.down_proj.make_g_operand(lazy_load(dresidual()));
-        layer.down_proj.wgrad(g_operand, lazy_activation(gated_, saved_gate_up), overwrites_gradients());
-        const TensorRef dact = allocate_tensor(micro_batch_.N, config_.F);
-        layer.down_proj.dgrad(g_operand, dact);
-        return dact;
+    // Whether the row-major elements of dgate_up take the place of the saved gate and up (rule 3 above).
+    // Llama: true. An element must have as many bytes as one of gate and up, so that the kernel may write
+    // over its input. In coat both are FP8 codes. (There must be one scale for the tensor, because there is
+    // no room for scales of rows or blocks.)
+    bool dgate_up_replaces_gate_up() const {
+        const TensorFormat& g = linear_layer_context_.formats.g;
+        const bool same_bytes =
+            format_info(g.element_format).bytes == format_info(recipe_.saved_inputs.element_format).bytes;
+        return same_bytes && g.granularity == PER_TENSOR;
     }
 
     // From the gradient of the residual stream before norm 2 of layer l to that before norm 1.
@@ -692,8 +550,9 @@ public:
         const Arena::Scope scope(arena_);
         Layer& layer = layers_[l];
         void* const place_of_gate_up = saved_tensor(layer, SavedKind::GateUp).data;
-        // dqkv replaces the layer's gate and up, which are not needed any more, if it fits there
-        const TensorRef dqkv = dqkv_replaces_gate_up_
+        // dqkv replaces the layer's gate and up, which are not needed any more, if it fits there. (Llama: it
+        // does)
+        const TensorRef dqkv = dqkv_replaces_gate_up()
                                    ? tensor_at(place_of_gate_up, micro_batch_.N, config_.qkv_cols())
                                    : allocate_tensor(micro_batch_.N, config_.qkv_cols());
         Arena::Scope until_dqkv(arena_);  // for what dqkv is computed from
@@ -702,7 +561,8 @@ public:
         begin_bucket(layer.attention_out_proj.bucket());
         attention_out_proj_backward(layer, dattention_output);
         finish_bucket(layer.attention_out_proj.bucket());
-        // attention with rotary positions
+        // attention with rotary positions. (The bucket begins before it, because in Qwen3 the gradient of
+        // qk_norms is in this bucket)
         begin_bucket(layer.qkv_proj.bucket());
         core_attention_backward(layer, dattention_output, dqkv);
         until_dqkv.end();
@@ -710,6 +570,13 @@ public:
         const Operand g_operand = layer.qkv_proj.make_g_operand(lazy_load(dqkv));
         linear_and_norm_backward(norm1_of(l), g_operand);
         finish_bucket(layer.qkv_proj.bucket());
+    }
+    // Whether dqkv takes the place of the saved gate and up (rule 3 above). Llama: true. A row of dqkv must
+    // fit into the bytes of a row of gate and up, codes and scales together. (In Llama-2-7B a row of dqkv has
+    // 24,576 bytes. A row of gate and up has 22,016 bytes of codes and 2,752 bytes of scales.)
+    bool dqkv_replaces_gate_up() const {
+        return TensorFormat{recipe_.compute_format}.bytes(1, config_.qkv_cols()) <=
+               recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
     }
     // The backward pass of the output projection. Here the caller has allocated dattention_output, which is
     // narrower than dact. So g_operand is given back at the end, before attention takes memory.
@@ -723,15 +590,13 @@ public:
     // dattention_output -> dqkv, the gradient of what the q, k, v projection has written.
     void core_attention_backward(Layer& layer, const TensorRef& dattention_output, const TensorRef& dqkv) {
         const Arena::Scope scope(arena_);
-        // (Llama: qkv and attention_output are the saved tensors themselves)
-        const TensorRef qkv = loaded_attention_tensor_of(saved_tensor(layer, SavedKind::Qkv));
-        const TensorRef attention_output =
-            loaded_attention_tensor_of(saved_tensor(layer, SavedKind::AttentionOutput));
+        const TensorRef qkv = load_saved(layer, SavedKind::Qkv);                 // Llama: the saved tensor
+        const TensorRef output = load_saved(layer, SavedKind::AttentionOutput);  // Llama: the saved tensor
         void* const workspace = arena_.allocate(attention_workspace_bytes(attention_shape_of_micro_batch()));
-        const TensorRef attention_qkv = qk_norms_ ? make_normed_and_rotated(layer, qkv) : qkv;
+        const TensorRef qkv_for_attention = make_attention_input(layer, qkv);  // Llama: qkv
         attention_backward(attention_shape_of_micro_batch(),
-                           {.qkv = attention_qkv.data,
-                            .out = attention_output.data,
+                           {.qkv = qkv_for_attention.data,
+                            .out = output.data,
                             .lse = saved_log_sum_exp(layer),
                             .dout = dattention_output.data,
                             .dqkv = dqkv.data,
@@ -739,14 +604,7 @@ public:
                             .rope_table = rotary_ ? memory_.rope_table : nullptr,
                             .dqkv_amax_to_raise = layer.qkv_proj.g_amax_to_raise()},
                            stream_);
-        if (qk_norms_) layer_qk_norms_backward(layer, qkv, dqkv);
-    }
-    // Where the backward pass of attention reads what is saved: the saved tensor itself. (With --attention
-    // groups, a buffer to which the values of the groups are written.)
-    TensorRef loaded_attention_tensor_of(const TensorRef& saved) {
-        const TensorRef buffer = attention_tensor_of(saved);
-        if (saves_attention_in_groups_) write_values(lazy_load(saved), buffer, stream_);
-        return buffer;
+        qk_norms_backward_if_any(layer, qkv, dqkv);  // Llama: does nothing
     }
 
     // The backward pass of a norm, and of the linear layer that reads the norm's output. dgrad computes the
@@ -839,6 +697,141 @@ public:
     }
 
     // -------------------------------------------------------------------------------------------------------
+    // Small functions that the others use: where tensors are, and the norms with their inputs
+
+    // The weight of the parameter with this index, as forward and backward read it; and its gradient, where
+    // backward writes it.
+    const TensorRef& weight(size_t i) const { return parameter_tensors_.weights[i]; }
+    const TensorRef& gradient(size_t i) const { return parameter_tensors_.gradients[i]; }
+    // Whether GEMMs overwrite gradients: in the first micro-batch. In later ones they add to the gradients.
+    // Llama: true. (With several ranks they always overwrite: backward writes to a buffer, from which the
+    // gradients are sent, and the sums of the step lie elsewhere.)
+    bool overwrites_gradients() const { return micro_batch_.is_first || sharding_.sends_gradients(); }
+
+    // A tensor (n, cols) in the compute format, in memory that is allocated now. There is memory for a
+    // multiple of 16 rows, because an FP8 GEMM writes so many.
+    TensorRef allocate_tensor(int64_t n, int64_t cols) {
+        const int64_t elements = round_up(n, FP8_GEMM_MULTIPLE) * cols;
+        return tensor_at(arena_.allocate(elements * format_info(recipe_.compute_format).bytes), n, cols);
+    }
+    TensorRef tensor_at(void* data, int64_t n, int64_t cols) const {
+        return {.data = data, .rows = n, .cols = cols, .format = {recipe_.compute_format}};
+    }
+
+    // What a layer has saved, or is to save: the rows of this micro-batch.
+    TensorRef saved_tensor(const Layer& layer, SavedKind kind) const {
+        TensorRef tensor = layer.saved_tensors[size_t(kind)];
+        tensor.rows = micro_batch_.N;
+        return tensor;
+    }
+
+    // The residual stream (N, C) after the last layer, which is the input of the final norm. The backward
+    // pass of this norm overwrites it with the gradient of the residual stream, dresidual(). The further
+    // norms, in backward's order, add their parts to dresidual() in place.
+    TensorRef final_norm_input() const {
+        return tensor_at(memory_.final_norm_input_or_dresidual, micro_batch_.N, config_.C);
+    }
+    TensorRef dresidual() const { return final_norm_input(); }
+
+    // A norm with this weight and this input, as kernels are given it. (Llama: norms have no bias.)
+    Norm norm_of(size_t weight_index, const TensorRef& input) const {
+        const std::optional<size_t> bias_index = parameter_tensors_.bias_index(weight_index);
+        return {.input = input,
+                .weight = weight(weight_index).data,
+                .bias = bias_index ? weight(*bias_index).data : nullptr,
+                .row_statistics = memory_.row_statistics,
+                .rms = config_.arch.rms,
+                .eps = config_.norm_eps};
+    }
+
+    // The norms of the residual stream. norm1_of(l) and norm2_of(l) are those of layer l.
+    ResidualNorm norm1_of(int64_t l) {
+        Layer& layer = layers_[l];
+        return {.norm = norm_of(layer.norm1_weight_index, saved_tensor(layer, SavedKind::Norm1Input)),
+                .weight_index = layer.norm1_weight_index,
+                .linear_before = l > 0 ? &layers_[l - 1].down_proj : nullptr,
+                .linear_after = &layer.qkv_proj};
+    }
+    ResidualNorm norm2_of(int64_t l) {
+        Layer& layer = layers_[l];
+        return {.norm = norm_of(layer.norm2_weight_index, saved_tensor(layer, SavedKind::Norm2Input)),
+                .weight_index = layer.norm2_weight_index,
+                .linear_before = &layer.attention_out_proj,
+                .linear_after = &layer.gate_up_proj};
+    }
+    ResidualNorm final_norm() {
+        return {.norm = norm_of(final_norm_weight_index_, final_norm_input()),
+                .weight_index = final_norm_weight_index_,
+                .linear_before = &layers_.back().down_proj,
+                .linear_after = nullptr};
+    }
+    // The norm that reads the residual stream after layer l.
+    ResidualNorm norm_after_layer(int64_t l) { return l + 1 < config_.L ? norm1_of(l + 1) : final_norm(); }
+
+    // Arguments of the kernels of attention, in forward and in backward.
+    float* saved_log_sum_exp(const Layer& layer) const {
+        return static_cast<float*>(saved_tensor(layer, SavedKind::LogSumExp).data);
+    }
+    Rope rope_of_micro_batch() const {
+        return {.table = memory_.rope_table,
+                .T = micro_batch_.T,
+                .HS = config_.HS(),
+                .rotated_cols = config_.q_cols() + config_.kv_cols()};
+    }
+    AttentionShape attention_shape_of_micro_batch() const {
+        return attention_shape(config_, micro_batch_.B, micro_batch_.T, recipe_.compute_format);
+    }
+
+    // -------------------------------------------------------------------------------------------------------
+    // How a Network is made: its layers
+
+    Network(GpuContext& context, const MemoryMap& memory, ScaleTable& scale_table,
+            ParameterTensors& parameter_tensors, Sharding& sharding, bool cache_weights)
+        : context_(context), memory_(memory), scale_table_(scale_table),
+          parameter_tensors_(parameter_tensors),
+          sharding_(sharding), linear_layer_context_{.gpu_context = context,
+                                                     .parameter_tensors = parameter_tensors,
+                                                     .scale_table = scale_table,
+                                                     .sharding = sharding,
+                                                     .gemms = gemms_,
+                                                     .caches_weights = cache_weights} {
+        layers_.reserve(size_t(config_.L));
+        for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l));
+        if (rotary_) fill_rope_table(config_, settings_.T, memory_.rope_table, stream_);
+    }
+
+    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves. The tables
+    // of amaxes, before forward() and mlp_half_backward(), show where a linear layer makes an extra pass.
+    Layer make_layer(int64_t l) {
+        const int64_t N = settings_.B * settings_.T;
+        auto index = [&](const char* param) {
+            return parameter_tensors_.param_index(concat("layers.", l, ".", param));
+        };
+        auto linear = [&](const char* weight, ExtraAmaxPasses extra_amax_passes) {
+            return LinearLayer(linear_layer_context_, index(weight), extra_amax_passes);
+        };
+        Layer layer{.norm1_weight_index = index("norm1.weight"),
+                    .norm2_weight_index = index("norm2.weight"),
+                    .qkv_proj = linear("qkv", {.over_g = qk_norms_}),
+                    .attention_out_proj = linear("attention_out", {.over_x = saves_attention_in_groups_}),
+                    .gate_up_proj = linear("gate_up", {.over_g = true}),
+                    .down_proj = linear("down", {.over_x = !saves_inputs_in_groups_})};
+        if (qk_norms_) layer.qk_norms_weight_index = index("qk_norm.weight");
+        uint8_t* const memory_of_layer = memory_.saved_activations + l * saved_layer_bytes(settings_);
+        const std::vector<int64_t> offsets = saved_tensor_offsets(settings_);
+        for (const SavedFormat& saved : saved_per_layer(config_, recipe_)) {
+            uint8_t* const data = memory_of_layer + offsets[size_t(saved.kind)];
+            TensorRef tensor{.data = data, .rows = N, .cols = saved.cols, .format = saved.format};
+            // The scales of groups lie right after the codes
+            if (saved.format.is_fp8())
+                tensor.group_scales =
+                    reinterpret_cast<uint16_t*>(data + saved.format.bytes_without_scales(N, saved.cols));
+            layer.saved_tensors.push_back(tensor);
+        }
+        return layer;
+    }
+
+    // -------------------------------------------------------------------------------------------------------
     // The rest of this class can wait. The end of a bucket: several ranks, --gradients none, the report
 
     // To be called when everything is launched that adds to the gradients of the bucket in this micro-batch,
@@ -871,21 +864,38 @@ public:
         if (!overwrites_gradients()) write_values(lazy_load(dweight), fp32_sum, stream_);
         return fp32_sum;
     }
-
     // -------------------------------------------------------------------------------------------------------
     // q, k, v and the output of attention: --attention groups, and Qwen3
 
-    // --attention groups: saves a buffer in groups, and then writes to it what the groups hold. So forward
-    // reads what backward will read, and the saved log-sum-exp fits both.
-    void save_and_reload(const TensorRef& buffer, const TensorRef& saved) {
-        quantize_groups(buffer, saved, /*write_back=*/true,
-                        context_.quant_stats_of(MeasuredKind::QkvAndOutput), stream_);
+    // Where forward writes a tensor that the layer is to save. Llama: the saved tensor itself. With
+    // --attention groups: a buffer in the compute format, which save_groups_if_any() saves in groups.
+    TensorRef saved_tensor_or_buffer(const Layer& layer, SavedKind kind) {
+        const TensorRef saved = saved_tensor(layer, kind);
+        return saves_attention_in_groups_ ? allocate_tensor(saved.rows, saved.cols) : saved;
+    }
+    // Llama: does nothing. With --attention groups: saves the buffer in groups, and then writes to it what
+    // the groups hold. So forward reads what backward will read, and the saved log-sum-exp fits both.
+    void save_groups_if_any(const Layer& layer, SavedKind kind, const TensorRef& buffer) {
+        if (saves_attention_in_groups_)
+            quantize_groups(buffer, saved_tensor(layer, kind), /*write_back=*/true,
+                            context_.quant_stats_of(MeasuredKind::QkvAndOutput), stream_);
+    }
+    // Where backward reads what the layer has saved. Llama: the saved tensor itself. With --attention groups:
+    // a buffer, to which the values of the groups are written.
+    TensorRef load_saved(const Layer& layer, SavedKind kind) {
+        const TensorRef loaded = saved_tensor_or_buffer(layer, kind);
+        if (saves_attention_in_groups_) write_values(lazy_load(saved_tensor(layer, kind)), loaded, stream_);
+        return loaded;
     }
 
-    // Qwen3: before RoPE come qk_norms, norms of the heads of q and k. Their backward pass needs their
-    // inputs, so q, k, v are saved as the projection writes them. qk_norms and RoPE follow here, in forward
-    // and again in backward.
-    TensorRef make_normed_and_rotated(const Layer& layer, const TensorRef& qkv) {
+    // Whether RoPE comes before q, k and v are saved. Llama: true. GPT-2 has no RoPE. Qwen3 has qk_norms
+    // before RoPE: norms of the heads of q and k. Their backward pass needs their inputs. So q, k, v are
+    // saved as the projection writes them.
+    bool rotates_before_saving() const { return rotary_ && !qk_norms_; }
+    // What attention reads. Llama: qkv. Qwen3: a copy, normed and rotated, which is made in forward and again
+    // in backward.
+    TensorRef make_attention_input(const Layer& layer, const TensorRef& qkv) {
+        if (!qk_norms_) return qkv;
         const TensorRef normed_and_rotated = allocate_tensor(micro_batch_.N, qkv.cols);
         qk_norms_and_rope(qk_norms_of(layer), rope_of_micro_batch(), qkv, normed_and_rotated, stream_);
         return normed_and_rotated;
@@ -897,8 +907,10 @@ public:
                 .q_cols = config_.q_cols(),
                 .k_cols = config_.kv_cols()};
     }
-    // Qwen3: dqkv, on entry the gradient of the outputs of qk_norms, becomes that of their inputs.
-    void layer_qk_norms_backward(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
+    // Llama: does nothing. Qwen3: dqkv, on entry the gradient of the outputs of qk_norms, becomes that of
+    // their inputs.
+    void qk_norms_backward_if_any(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
+        if (!qk_norms_) return;
         const QkNorms norms = qk_norms_of(layer);
         float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
         qk_norms_backward(norms, qkv, dqkv, gradient(*layer.qk_norms_weight_index), partials, stream_);
@@ -1042,7 +1054,7 @@ public:
         context_.quant_report = report;
         context_.quant_stats = report ? memory_.step_exchange->quant_stats : nullptr;
         if (scale_table_.delayed()) begin_delayed_scaling();
-        if (network_.caches_weights()) update_cached_weights();
+        if (network_.caches_weights()) update_cached_weights();  // Llama: false
     }
 
     // Forward and backward of one micro-batch. The gradient of the embedding is outside of what a CUDA graph
@@ -1078,7 +1090,8 @@ public:
         after_weight_change();
         if (scale_table_.delayed()) scale_table_.update_histories(memory_.outcome());
     }
-    // What was made of the old weights is not valid any more.
+    // What was made of the old weights is not valid any more. Then ranks agree on the amaxes of the new
+    // weights. (Llama: nothing was made, and there is one rank.)
     void after_weight_change() {
         cached_weights_are_valid_ = false;
         sharding_->forget_gathered_weights();
