@@ -66,14 +66,6 @@ struct CublasMatrix {
     int64_t factor_cols() const { return transpose ? rows : cols; }
 };
 
-// Along what a GEMM sums in its left operand, and in its right one (table: common/formats.h).
-SumAlong left_is_summed_along(GemmKind kind) {
-    return kind == GemmKind::Wgrad ? SumAlong::Column : SumAlong::Row;
-}
-SumAlong right_is_summed_along(GemmKind kind) {
-    return kind == GemmKind::Fprop ? SumAlong::Row : SumAlong::Column;
-}
-
 // The scales of the codes that a GEMM reads. (Null in BF16 and FP32.)
 const float* scales_of(const Operand& operand, bool reads_transposed_codes) {
     const TensorRef& tensor = operand.tensor;
@@ -83,9 +75,8 @@ const float* scales_of(const Operand& operand, bool reads_transposed_codes) {
     return reads_transposed_codes ? operand.transposed_block_scales : operand.block_scales;
 }
 
-// An operand as A of cuBLAS if is_a, else as B. sum_along says along what the GEMM sums in the operand, which
-// is row-major: the elements of a row are contiguous in memory. In FP8 an operand that is summed along its
-// columns has transposed codes, in which the elements of a column are contiguous. Then these codes are read.
+// Describes an operand to cuBLAS: as its A if is_a, else as its B. In FP8, if the GEMM sums along the columns
+// of the operand, the transposed codes are described. In all other cases it is the row-major elements.
 //
 // For cuBLAS, elements that are contiguous are a column. It sums along the rows of A, and along the columns
 // of B. So where the sum goes along contiguous elements, A is to be transposed (T), and B is not (N):
@@ -93,11 +84,11 @@ const float* scales_of(const Operand& operand, bool reads_transposed_codes) {
 //   is the sum along contiguous elements?              A   B
 //   yes: in FP8; in BF16 and FP32 along rows           T   N
 //   no: in BF16 and FP32 along columns                 N   T
-CublasMatrix matrix_of(const Operand& operand, bool is_a, SumAlong sum_along) {
+CublasMatrix matrix_of(const Operand& operand, bool is_a, SumAlong along) {
     const TensorRef& tensor = operand.tensor;
     const bool fp8 = tensor.format.is_fp8();
-    const bool reads_transposed_codes = fp8 && sum_along == SumAlong::Column;
-    const bool sum_is_contiguous = fp8 || sum_along == SumAlong::Row;
+    const bool reads_transposed_codes = fp8 && along == SumAlong::Column;
+    const bool sum_is_contiguous = fp8 || along == SumAlong::Row;
     const CublasMatrix matrix{.data = reads_transposed_codes ? operand.transposed : tensor.data,
                               .scales = scales_of(operand, reads_transposed_codes),
                               .rows = reads_transposed_codes ? tensor.rows : tensor.cols,
@@ -120,7 +111,7 @@ cublasLtMatrixLayoutOpaque_t matrix_layout(Format f, int64_t rows, int64_t cols)
     return layout;
 }
 
-// The description of out = A B, or out += A B, for cuBLASLt. Sums are in FP32, or in fewer bits if `fast`
+// The description of out^T = A B for cuBLASLt. Sums are in FP32, or in fewer bits if `fast`
 // (common/recipes.h, FastAccumulation). The bias, if there is one, is added to the sums before they are
 // stored.
 struct Description {
@@ -183,8 +174,9 @@ size_t preference_of_tile(const cublasLtMatmulAlgo_t& algorithm) {
 }
 
 // The algorithms that cuBLASLt proposes, in its own order or, with prefer_tiles, those with PREFERRED_TILES
-// first. Excluded are algorithms that store partial sums in the output's format. With prefer_tiles all
-// algorithms that split the sums are excluded. Then every candidate adds in the same order.
+// first. Algorithms that store partial sums in the output's format are excluded, because BF16 would round
+// each of them. With prefer_tiles all algorithms that split the sums are excluded. Then every candidate adds
+// in the same order, so the bits of the output do not depend on the tiles.
 std::vector<cublasLtMatmulAlgo_t> candidate_algorithms(cublasLtHandle_t handle, Description& description,
                                                        bool prefer_tiles) {
     cublasLtMatmulPreferenceOpaque_t preference;
@@ -225,15 +217,17 @@ CublasGemms::~CublasGemms() {
 
 void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, const TensorRef& out,
                       cudaStream_t stream, const GemmOptions& options) {
-    const CublasMatrix a = matrix_of(right, /*is_a=*/true, right_is_summed_along(kind));
-    const CublasMatrix b = matrix_of(left, /*is_a=*/false, left_is_summed_along(kind));
+    const OperandKind left_kind = kind == GemmKind::Fprop ? OperandKind::X : OperandKind::G;
+    const OperandKind right_kind = kind == GemmKind::Wgrad ? OperandKind::X : OperandKind::W;
+    const CublasMatrix a = matrix_of(right, /*is_a=*/true, sum_along(kind, right_kind));
+    const CublasMatrix b = matrix_of(left, /*is_a=*/false, sum_along(kind, left_kind));
     const int64_t depth = a.factor_cols();
     require(b.factor_rows() == depth && a.factor_rows() == out.cols && b.factor_cols() == out.rows,
             "the shapes of a GEMM do not fit");
     const bool fast = fast_accumulation_[int(kind)];
     Description description(a, b, out, options.bias, fast);
-    // Returns the status
-    const auto launch = [&](const cublasLtMatmulAlgo_t& algorithm) {
+    // Launches the GEMM, and returns the status
+    const auto try_algorithm = [&](const cublasLtMatmulAlgo_t& algorithm) {
         const float one = 1, beta = options.overwrite ? 0 : 1;
         const cublasStatus_t status =
             cublasLtMatmul(handle_, &description.operation, &one, a.data, &description.a_layout, b.data,
@@ -257,7 +251,7 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
         if (!handle_) check_cublas(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
         const auto chosen = algorithms_.find(key);
         if (chosen != algorithms_.end()) {
-            check_cublas(launch(chosen->second), "A GEMM failed");
+            check_cublas(try_algorithm(chosen->second), "A GEMM failed");
             return;
         }
         // The first GEMM with this key: the first candidate that can be launched is chosen
@@ -266,7 +260,7 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
         cublasStatus_t status = CUBLAS_STATUS_NOT_SUPPORTED;
         for (const cublasLtMatmulAlgo_t& candidate :
              candidate_algorithms(handle_, description, prefer_tiles)) {
-            status = launch(candidate);
+            status = try_algorithm(candidate);
             if (status == CUBLAS_STATUS_SUCCESS) {
                 algorithms_[key] = candidate;
                 break;

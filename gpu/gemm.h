@@ -15,6 +15,13 @@ namespace coat::gpu {
 // Which of the three GEMMs of a linear layer. (FastAccumulation of common/recipes.h has the same order.)
 enum class GemmKind : uint8_t { Fprop, Dgrad, Wgrad };
 
+// Along what a GEMM sums in one of its two operands (table: common/formats.h).
+inline SumAlong sum_along(GemmKind gemm, OperandKind operand) {
+    if (gemm == GemmKind::Fprop) return SumAlong::Row;
+    if (gemm == GemmKind::Wgrad) return SumAlong::Column;
+    return operand == OperandKind::G ? SumAlong::Row : SumAlong::Column;  // dgrad: of g, and of w
+}
+
 struct GemmOptions {
     bool overwrite = true;       // out = the product; otherwise out += the product
     const void* bias = nullptr;  // (out features), in the format of out; added to each row of out

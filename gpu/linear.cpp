@@ -103,16 +103,25 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
 Operand LinearLayer::make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const {
     if (is_read_as_stored(kind, source)) return {source.input};  // not in FP8
     const bool fp8 = format_of(shared_.formats, kind).is_fp8();
-    const Form form = fp8 && gemm != GemmKind::Fprop ? Form::Transposed : Form::RowMajor;
-    const Operand operand = allocate_operand(kind, source.rows, form);
+    const bool transposed = fp8 && sum_along(gemm, kind) == SumAlong::Column;
+    const Operand operand =
+        allocate_operand(kind, source.rows, transposed ? Form::Transposed : Form::RowMajor);
     write_operand(source, operand, quant_stats_of(kind), stream());
     return operand;
 }
 
 // The operand of w, in the form that `gemm` reads.
 Operand LinearLayer::make_w_operand(GemmKind gemm) const {
-    if (const std::optional<Operand> ready_made = prepare_w(gemm)) return *ready_made;  // Llama: nothing
-    return make_operand(OperandKind::W, lazy_load(shared_.parameter_tensors.weights[weight_index_]), gemm);
+    // With one GPU this does nothing. (Several ranks: w has to be gathered, and may come as codes)
+    shared_.sharding.gather_weights(Sharding::weight_set_of(linear_layer_index_),
+                                    gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);
+    const TensorRef& w = shared_.parameter_tensors.weights[weight_index_];
+    // These three conditions are false in coat on one GPU, with one micro-batch in a step. (Delayed scaling:
+    // the update leaves no amax of w. So it is computed here, as long as some history of amaxes is empty)
+    if (shared_.caches_weights) return cached_w_operand_;
+    if (w.format.is_fp8()) return make_w_operand_of_codes(w, gemm);
+    if (shared_.scale_table.delayed()) compute_amax_if_needed(lazy_load(w), w_tensor_scale_);
+    return make_operand(OperandKind::W, lazy_load(w), gemm);
 }
 
 Operand LinearLayer::make_g_operand(const LazyTensor& g) {
@@ -196,20 +205,6 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
             .transposed_block_scales = scales_of(transposed)};
 }
 
-// What other runs do before w_operand is made; or w_operand itself, if it need not be made.
-std::optional<Operand> LinearLayer::prepare_w(GemmKind gemm) const {
-    // Several ranks: w has to be gathered, and may come as codes
-    shared_.sharding.gather_weights(Sharding::weight_set_of(linear_layer_index_),
-                                    gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);
-    if (shared_.caches_weights) return cached_w_operand_;
-    const TensorRef& w = shared_.parameter_tensors.weights[weight_index_];
-    if (w.format.is_fp8()) return w_operand_of_codes(w, gemm);
-    // Delayed scaling: the update leaves no amax of w. So it is computed here, as long as some history of
-    // amaxes is empty
-    if (shared_.scale_table.delayed()) compute_amax_if_needed(lazy_load(w), w_tensor_scale_);
-    return std::nullopt;
-}
-
 void LinearLayer::write_cached_w_operand() {
     const LazyTensor w = lazy_load(shared_.parameter_tensors.weights[weight_index_]);
     if (shared_.scale_table.delayed()) compute_amax_if_needed(w, w_tensor_scale_);
@@ -218,7 +213,7 @@ void LinearLayer::write_cached_w_operand() {
 
 // With several ranks, other GPUs may have sent the row-major codes of w. They only have to be transposed, for
 // dgrad.
-Operand LinearLayer::w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const {
+Operand LinearLayer::make_w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const {
     if (gemm == GemmKind::Fprop) return {codes};
     const Operand w_operand = allocate_operand(OperandKind::W, out_, Form::Transposed);
     transpose_codes(codes, w_operand.transposed, stream());

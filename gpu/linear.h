@@ -17,9 +17,9 @@
 // (This can wait: if weights are cached, w_operand is made once per step. With several GPUs, the weight is
 // gathered first: gpu/sharding.h.)
 //
-// A function whose name begins with allocate_ takes memory from the Arena, one with write_ writes the
-// elements of an operand to memory, and one with make_ does both. An operand lives as long as the
-// Arena::Scope in which its memory was taken.
+// Of an operand, a function whose name begins with allocate_ takes the memory from the Arena, one with write_
+// writes the elements, and one with make_ does both. (Without FP8 it may return the stored tensor itself.) An
+// operand lives as long as the Arena::Scope in which its memory was taken.
 #pragma once
 #include <optional>
 
@@ -135,11 +135,10 @@ private:
     Operand make_operand(OperandKind kind, const LazyTensor& source, GemmKind gemm) const;
     Operand make_w_operand(GemmKind gemm) const;
 
-    // These serve layers with a bias, weights in a cache, delayed scaling, and several ranks (they can wait).
-    std::optional<Operand> prepare_w(GemmKind gemm) const;
+    // These serve layers with a bias, and several ranks (they can wait).
     void write_g_operand_and_add_dbias(const LazyTensor& g, const Operand& g_operand);
     void add_dbias(const LazyTensor& g, float* amax_to_compute) const;
-    Operand w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const;
+    Operand make_w_operand_of_codes(const TensorRef& codes, GemmKind gemm) const;
 };
 
 }  // namespace coat::gpu
