@@ -79,9 +79,10 @@ __device__ float inverse_of_max(float max) {
     return __fmaf_rn(r, __fmaf_rn(-max, r, 1.0f), r);
 }
 
-// Contract: |x| / max = (|y| / FMAX)^(1/k). log2_ratio is log2(|y| / FMAX), from a table.
-__device__ float contract_to_ratio(float log2_ratio, float inverse_k) {
-    return fast_exp2(log2_ratio * inverse_k);
+// Contract: the ratio |x| / max = (|y| / FMAX)^(1/k). |y| / FMAX is a power of it, ratio^k. log2_of_power is
+// the logarithm of this power, from a table.
+__device__ float contract_to_ratio(float log2_of_power, float inverse_k) {
+    return fast_exp2(log2_of_power * inverse_k);
 }
 
 // ===========================================================================================================
@@ -170,19 +171,18 @@ template <bool IS_V> struct ExpansionCodec {
         return is_wide(max_and_k) || !large_enough;
     }
 
-    // The multiples become |x|, not |x| / max, and the factor 1: the power alone may underflow where its
-    // product with max does not. If the product underflows, too, the result is 0, where the CPU's contract()
-    // returns 2^-149. For v this is harmless: beside eps = 1e-8 the root of 2^-149 vanishes, so the update is
-    // the same.
+    // The multiples become |x|, not |x| / max, and the factor 1: |x| / max alone may underflow where |x| does
+    // not. If |x| underflows, too, the result is 0, where the CPU's contract() returns 2^-149. For v this is
+    // harmless: beside eps = 1e-8 the root of 2^-149 vanishes, so the update is the same.
     static __device__ void contract_carefully(uint2 codes, const MaxAndK& max_and_k, const Table& table,
                                               FactoredMoments& moments) {
         const float inverse_k = fast_reciprocal(max_and_k.k);
         moments.factor = 1.0f;
         for (int j = 0; j < CHUNK_SIZE; j++) {
             const uint32_t code = code_of(codes, j);
-            const float log2_ratio = table[code % CODES_WITHOUT_SIGN];
-            const float sqrt_of_root = exp2f(0.5f * (log2_ratio * inverse_k));
-            const float magnitude = sqrt_of_root * max_and_k.max * sqrt_of_root;
+            const float log2_of_power = table[code % CODES_WITHOUT_SIGN];
+            const float sqrt_of_ratio = exp2f(0.5f * (log2_of_power * inverse_k));
+            const float magnitude = sqrt_of_ratio * max_and_k.max * sqrt_of_ratio;
             moments.multiples[j] = with_sign<IS_V>(magnitude, code);
         }
     }
