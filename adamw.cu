@@ -525,7 +525,7 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
         const int end_in_param = int(min(of_block.end, of_param.end) - of_param.begin);
         const uint32_t largest_bits = update_bundles<WeightsKind, MCodec, VCodec>(
             arguments, param, first_in_param + warp, end_in_param, tables);
-        if (param.weight_amax) update_amax_by_warp(param.weight_amax, largest_bits);
+        if (param.weight_amax) raise_amax_by_warp(param.weight_amax, largest_bits);
     }
 }
 

@@ -49,8 +49,8 @@ namespace coat::gpu {
 //             in the paper          here
 //   a part    a 1xG group           the elements that a warp has
 //   stage 1                         the loop in compute_amax_kernel(), and the maximum over the warp in
-//                                   update_amax_by_warp() (gpu/device.cuh)
-//   stage 2                         the atomicMax with which update_amax_by_warp() ends
+//                                   raise_amax_by_warp() (gpu/device.cuh)
+//   stage 2                         the atomicMax with which raise_amax_by_warp() ends
 //
 // Usually no kernel of its own is needed:
 //   - A kernel that writes the input of a norm or of an activation also finds the amax of its output
@@ -70,7 +70,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     for_each_row(producer, thread_tile, [&](int, const ChunkValues(&v)[PLANES], bool) {
         for (int p = 0; p < PLANES; p++) largest = larger_magnitude(largest, v[p]);
     });
-    update_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
+    raise_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
 }
 
 void compute_amax(const LazyTensor& x, float* x_amax_to_raise, cudaStream_t stream) {
@@ -149,7 +149,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     //   - The two lanes that have a group end together.
     //   - Shuffles and maxima are for all lanes of the warp (ALL_LANES). CUDA allows this: lanes that have
     //     exited do not count.
-    //   - Lane 0 updates the amax for its warp. It has the warp's lowest row and column, so it is inside the
+    //   - Lane 0 raises the amax for its warp. It has the warp's lowest row and column, so it is inside the
     //     tensor if any lane is.
     if (!thread_tile.inside(producer.rows, producer.plane_cols)) return;
     float largest = 0;
@@ -168,7 +168,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
         if (TASK == ExtraTask::ActivationAmax) largest = amax_of_activation(largest, v);
     });
     if (TASK == ExtraTask::ActivationAmax)
-        update_amax_by_warp(activation_amax_to_raise, magnitude_bits(largest));
+        raise_amax_by_warp(activation_amax_to_raise, magnitude_bits(largest));
 }
 
 // PLANES is 2 if x is [gate | up], the input of a gated activation, else 1.

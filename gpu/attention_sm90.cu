@@ -150,7 +150,7 @@ CUtensorMap tensor_map(const AttentionShape& s, const void* data, int64_t cols) 
 // Raises *amax_to_raise to the largest magnitude of the warp's values, rounded to BF16. `largest` is that of
 // this thread's values. Rounding is monotone, so a thread needs to round only that, and not each value.
 __device__ void update_bf16_amax(float* amax_to_raise, float largest) {
-    update_amax_by_warp(amax_to_raise, magnitude_bits(round_to_bf16(largest)));
+    raise_amax_by_warp(amax_to_raise, magnitude_bits(round_to_bf16(largest)));
 }
 
 // Says that the warp no longer needs the buffer that the barrier guards. All lanes call it.

@@ -70,7 +70,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, COLUMN_BLOCKS_PER_SM)
                     largest = larger_magnitude(largest, v[p][j]);
                 }
         });
-    if (x_amax_to_raise) update_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
+    if (x_amax_to_raise) raise_amax_by_warp(x_amax_to_raise, magnitude_bits(largest));
     store_column_sums(producer, sum, columns, partials);
 }
 

@@ -119,15 +119,15 @@ template <int N> __device__ float larger_magnitude(float largest, const float (&
 
 // *amax = max(*amax, the value with these bits). Mostly *amax is large enough already, and no atomicMax() is
 // needed.
-inline __device__ void update_amax(float* amax, uint32_t bits) {
+inline __device__ void raise_amax(float* amax, uint32_t bits) {
     uint32_t* word = reinterpret_cast<uint32_t*>(amax);
     if (bits > *static_cast<volatile uint32_t*>(word)) atomicMax(word, bits);
 }
 // The same with the largest bits of all lanes of a warp. All lanes that have not exited call it. Lane 0 must
-// be one of them: it updates *amax.
-inline __device__ void update_amax_by_warp(float* amax, uint32_t bits) {
+// be one of them: it raises *amax.
+inline __device__ void raise_amax_by_warp(float* amax, uint32_t bits) {
     bits = __reduce_max_sync(ALL_LANES, bits);
-    if (threadIdx.x % 32 == 0) update_amax(amax, bits);
+    if (threadIdx.x % 32 == 0) raise_amax(amax, bits);
 }
 
 // The sum of x over the lanes of a warp. The order of additions is fixed, and all lanes get the same bits.

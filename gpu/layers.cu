@@ -86,7 +86,7 @@ static __global__ void __launch_bounds__(ROPE_THREADS)
             if (qkv_amax_to_raise) largest = larger_magnitude(larger_magnitude(largest, x), y);
         }
     }
-    if (qkv_amax_to_raise) update_amax_by_warp(qkv_amax_to_raise, magnitude_bits(largest));
+    if (qkv_amax_to_raise) raise_amax_by_warp(qkv_amax_to_raise, magnitude_bits(largest));
 }
 
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, float* qkv_amax_to_raise, cudaStream_t stream) {

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     const RowStatistics statistics = compute_row_statistics(sum, C, norm.rms, norm.eps);
     if (row < rows && threadIdx.x == 0) norm.row_statistics[row] = statistics;
     if (norm_output_amax_to_raise)
-        update_amax_by_warp(norm_output_amax_to_raise,
+        raise_amax_by_warp(norm_output_amax_to_raise,
                             magnitude_bits(amax_of_norm<Element>(norm, sum, statistics, is_live)));
 }
 

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
         row_backward.write_gradients(row, loaded, normed, dweight, dbias, largest);
         buffer = 1 - buffer;
     }
-    if (dresidual_amax_to_raise) update_amax_by_warp(dresidual_amax_to_raise, magnitude_bits(largest));
+    if (dresidual_amax_to_raise) raise_amax_by_warp(dresidual_amax_to_raise, magnitude_bits(largest));
     __syncthreads();
     write_partials(sums_of_teams, C, partials);
     if (!RMS) write_partials(sums_of_teams + blockDim.y * entries_per_team, C, partials + gridDim.x * C);

@@ -39,7 +39,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         elements_of(param.m).store(i, moments.m, /*live=*/true);
         elements_of(param.v).store(i, moments.v, /*live=*/true);
     }
-    if (param.weight_amax) update_amax_by_warp(param.weight_amax, largest_bits);
+    if (param.weight_amax) raise_amax_by_warp(param.weight_amax, largest_bits);
 }
 
 void update_other_params(const OptimizerFormats& optimizer, const AdamWArguments& arguments,

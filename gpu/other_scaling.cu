@@ -47,7 +47,7 @@ ScaleGrid scale_grid(const Operand& out, bool transposed) {
 static __device__ void update_block_amax(float* amax, uint32_t largest_bits) {
     const uint32_t lanes = __match_any_sync(__activemask(), reinterpret_cast<unsigned long long>(amax));
     largest_bits = __reduce_max_sync(lanes, largest_bits);
-    if (threadIdx.x % 32 == unsigned(__ffs(lanes) - 1)) update_amax(amax, largest_bits);
+    if (threadIdx.x % 32 == unsigned(__ffs(lanes) - 1)) raise_amax(amax, largest_bits);
 }
 
 // The first pass: the amaxes of the scale blocks of row-major codes, and those of transposed codes. Where
@@ -80,7 +80,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, 2)
     combine_columns(
         producer, thread_tile, largest_of_columns, columns, [](uint32_t a, uint32_t b) { return max(a, b); },
         [&](int64_t col, uint32_t largest_bits) {
-            update_amax(transposed_grid.address(int64_t(blockIdx.y) * TILE_SIDE, col), largest_bits);
+            raise_amax(transposed_grid.address(int64_t(blockIdx.y) * TILE_SIDE, col), largest_bits);
         });
 }
 
@@ -91,7 +91,7 @@ static __global__ void convert_amaxes_to_scales_kernel(float* scales, int64_t n,
     const int64_t i = thread_of_grid();
     const float amax = i < n ? scales[i] : 0.0f;
     if (i < n) scales[i] = amax < INFINITY ? scale_of(fmax, amax) : __uint_as_float(NAN_BITS);
-    update_amax_by_warp(amax_to_raise, magnitude_bits(amax));
+    raise_amax_by_warp(amax_to_raise, magnitude_bits(amax));
 }
 
 // Computes the scales that the codes of x need: of row-major codes, of transposed codes, or of both, as `out`
@@ -188,7 +188,7 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
                                   if (live) largest = larger_magnitude(largest, v);
                                   return same_in_both(encode(e5m2, v, inverse_scale));
                               });
-    if (delayed) update_amax_by_warp(&tensor_scale->amax, magnitude_bits(largest));
+    if (delayed) raise_amax_by_warp(&tensor_scale->amax, magnitude_bits(largest));
     if (threadIdx.x == 0 && blockIdx.x == 0 && blockIdx.y == 0) tensor_scale->scale = scale;
 }
 

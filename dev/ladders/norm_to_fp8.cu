@@ -105,7 +105,7 @@ __device__ int64_t thread_of_grid() { return int64_t(blockIdx.x) * blockDim.x + 
 // multiprocessor, which has room for 2,048. Each walks over 4,096 elements twice, and a load takes up to 0.8
 // us.
 //
-// update_amax_by_warp (gpu/device.cuh) takes the largest magnitude of the 32 lanes, and one lane of the warp
+// raise_amax_by_warp (gpu/device.cuh) takes the largest magnitude of the 32 lanes, and one lane of the warp
 // raises the amax in memory to it (atomicMax). magnitude_bits are the bits of |y|, which have the order of
 // the magnitudes.
 //
@@ -130,7 +130,7 @@ __global__ void norm_by_thread(Tensors t) {
 __global__ void amax(Tensors t) {
     const int64_t i = thread_of_grid();
     const float y = i < t.rows * t.cols ? t.y[i] : 0.0f;
-    gpu::update_amax_by_warp(&t.tensor_scale->amax, gpu::magnitude_bits(y));
+    gpu::raise_amax_by_warp(&t.tensor_scale->amax, gpu::magnitude_bits(y));
 }
 __global__ void quantize(Tensors t) {
     const int64_t i = thread_of_grid();
@@ -209,7 +209,7 @@ template <bool STORES_Y> __global__ void first_pass(Tensors t) {
         if (STORES_Y) t.y[first + c] = y;
         top = gpu::larger_magnitude(top, y);
     }
-    gpu::update_amax_by_warp(&t.tensor_scale->amax, gpu::magnitude_bits(top));
+    gpu::raise_amax_by_warp(&t.tensor_scale->amax, gpu::magnitude_bits(top));
     if (!STORES_Y && threadIdx.x == 0) t.inverse[blockIdx.x] = inverse;
 }
 void launch_rung3(const Tensors& t) {
@@ -291,7 +291,7 @@ template <bool KEPT> __global__ void __launch_bounds__(THREADS) first_pass8(Tens
         normalize8(t, col, inverse, x[c]);
         top = gpu::larger_magnitude(top, x[c]);
     }
-    gpu::update_amax_by_warp(&t.tensor_scale->amax, gpu::magnitude_bits(top));
+    gpu::raise_amax_by_warp(&t.tensor_scale->amax, gpu::magnitude_bits(top));
     if (threadIdx.x == 0) t.inverse[blockIdx.x] = inverse;
 }
 __global__ void second_pass8(Tensors t) {  // grid (cols / 8 / 256, rows)
