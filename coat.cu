@@ -117,10 +117,11 @@ void write_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
 //
 // gpu/groups.cuh says what a group is, and has the code that makes one. Who makes groups:
 //
-//   of the input of the activation      quantize_groups_kernel(). It has this input at hand, so it also takes
-//                                       the amax of the activation's output, the operand of the next GEMM
+//   of the input of the activation      quantize_to_groups_kernel(). It has this input at hand, so it also
+//                                       takes the amax of the activation's output, the operand of the next
+//                                       GEMM
 //   of the inputs of norms              residual_add() and embed() (gpu/norm.cu)
-//   of q, k, v and attention's output   quantize_groups_kernel(), only with --attention groups
+//   of q, k, v and attention's output   quantize_to_groups_kernel(), only with --attention groups
 
 // The largest of `largest` and the magnitudes of the activation's output for one row of the thread's values.
 template <int PLANES>
@@ -132,7 +133,7 @@ static __device__ float amax_of_activation(float largest, const ChunkValues (&v)
     return largest;
 }
 
-// What quantize_groups_kernel() does besides quantizing x, while it has the values of x at hand.
+// What quantize_to_groups_kernel() does besides quantizing x, while it has the values of x at hand.
 enum class ExtraTask : uint8_t {
     Nothing,
     WriteBack,       // writes to x what the groups hold, rounded to BF16: for --attention groups
@@ -141,7 +142,7 @@ enum class ExtraTask : uint8_t {
 
 template <class Producer, ExtraTask TASK>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
-    quantize_groups_kernel(Producer producer, GroupsView groups, float* activation_amax_to_raise) {
+    quantize_to_groups_kernel(Producer producer, GroupsView groups, float* activation_amax_to_raise) {
     constexpr int PLANES = Producer::PLANES;
     const ThreadTile thread_tile(blockIdx.y);
     // A thread outside the tensor ends here, because WriteBack writes over x (the rule at for_each_row()).
@@ -173,22 +174,23 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
 
 // PLANES is 2 if x is [gate | up], the input of a gated activation, else 1.
 template <ExtraTask TASK, int PLANES = 1>
-static void launch_quantize_groups(const TensorRef& x, const TensorRef& groups,
-                                   float* activation_amax_to_raise, QuantStats* quant_stats,
-                                   cudaStream_t stream) {
+static void launch_quantize_to_groups(const TensorRef& x, const TensorRef& groups,
+                                      float* activation_amax_to_raise, QuantStats* quant_stats,
+                                      cudaStream_t stream) {
     require(x.format.element_format == Format::BF16, "only BF16 is quantized in groups");
     // For the report; nothing where quant_stats is null.
     measure_quant_errors(lazy_load(x), Operand{.tensor = groups}, quant_stats, stream);
     using P = LazyProducer<LazyOp::Load, PlainView<bf16>, PLANES>;
     const P producer(lazy_load(x), plain_view<bf16>(x.data));
-    launch("quantize_groups", quantize_groups_kernel<P, TASK>, tile_grid(producer.rows, producer.plane_cols),
-           TILE_THREADS, /*shared_bytes=*/0, stream, producer, groups_view(groups), activation_amax_to_raise);
+    launch("quantize_to_groups", quantize_to_groups_kernel<P, TASK>,
+           tile_grid(producer.rows, producer.plane_cols), TILE_THREADS, /*shared_bytes=*/0, stream, producer,
+           groups_view(groups), activation_amax_to_raise);
 }
 
-void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
-                     cudaStream_t stream) {
-    auto* launch_variant = launch_quantize_groups<ExtraTask::Nothing>;
-    if (write_back) launch_variant = launch_quantize_groups<ExtraTask::WriteBack>;
+void quantize_to_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
+                        cudaStream_t stream) {
+    auto* launch_variant = launch_quantize_to_groups<ExtraTask::Nothing>;
+    if (write_back) launch_variant = launch_quantize_to_groups<ExtraTask::WriteBack>;
     launch_variant(x, groups, /*activation_amax_to_raise=*/nullptr, quant_stats, stream);
 }
 
@@ -199,9 +201,9 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
     // amax nothing is computed from gate and up, so [gate | up] is quantized like any tensor (N, 2F). (F is a
     // multiple of 16: no group has elements of both.)
     if (!activation_amax_to_raise)
-        return quantize_groups(x, groups, /*write_back=*/false, quant_stats, stream);
-    auto* launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*PLANES=*/1>;
-    if (gated) launch_variant = launch_quantize_groups<ExtraTask::ActivationAmax, /*PLANES=*/2>;
+        return quantize_to_groups(x, groups, /*write_back=*/false, quant_stats, stream);
+    auto* launch_variant = launch_quantize_to_groups<ExtraTask::ActivationAmax, /*PLANES=*/1>;
+    if (gated) launch_variant = launch_quantize_to_groups<ExtraTask::ActivationAmax, /*PLANES=*/2>;
     launch_variant(x, groups, activation_amax_to_raise, quant_stats, stream);
 }
 

@@ -21,7 +21,7 @@
 //   write_values()                a LazyTensor                values in BF16 or FP32
 //   write_operand()               a LazyTensor                codes or values: it calls one of these two
 //   quantize_activation_input()   gate and up, in BF16        groups, and the amax of the activation's output
-//   quantize_groups()             a tensor in BF16            groups; with write_back also x
+//   quantize_to_groups()          a tensor in BF16            groups; with write_back also x
 //
 // The LazyTensor of the first two is computed from tensors in BF16 or in groups, not from FP32.
 //
@@ -63,7 +63,7 @@ void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& 
                                float* activation_amax_to_raise, QuantStats* quant_stats, cudaStream_t stream);
 // Stores x (BF16) in 1x16 groups. With `write_back`, x becomes what the groups hold, rounded to BF16. The
 // flag --attention groups needs this: attention then computes with the values that backward will read.
-void quantize_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
-                     cudaStream_t stream);
+void quantize_to_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
+                        cudaStream_t stream);
 
 }  // namespace coat::gpu

@@ -877,8 +877,8 @@ public:
     // the groups hold. So forward reads what backward will read, and the saved log-sum-exp fits both.
     void save_groups_if_any(const Layer& layer, SavedKind kind, const TensorRef& buffer) {
         if (saves_attention_in_groups_)
-            quantize_groups(buffer, saved_tensor(layer, kind), /*write_back=*/true,
-                            context_.quant_stats_of(MeasuredKind::QkvAndOutput), stream_);
+            quantize_to_groups(buffer, saved_tensor(layer, kind), /*write_back=*/true,
+                               context_.quant_stats_of(MeasuredKind::QkvAndOutput), stream_);
     }
     // Where backward reads what the layer has saved. Llama: the saved tensor itself. With --attention groups:
     // a buffer, to which the values of the groups are written.

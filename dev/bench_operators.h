@@ -89,7 +89,7 @@ inline Operand random_operand(Memory& memory, int64_t rows, int64_t cols, const 
     const bool groups = q == E4M3_PER_1x16;
     const Operand out = memory.allocate_operand(rows, cols, q, /*row_major=*/true, /*transposed=*/!groups);
     if (groups) {
-        quantize_groups(x, out.tensor, /*write_back=*/false, nullptr, stream);
+        quantize_to_groups(x, out.tensor, /*write_back=*/false, nullptr, stream);
         return out;
     }
     if (q.granularity == PER_TENSOR) compute_amax(lazy_load(x), &out.tensor.tensor_scale->amax, stream);

@@ -89,7 +89,7 @@ def gemm_operand(f, x):
     codes, s = quantize_tensor(f, x)
     return decode(f, codes) * s
 
-def quantize_groups(x, width=GROUP_WIDTH):
+def quantize_to_groups(x, width=GROUP_WIDTH):
     """x (rows, cols) -> E4M3 codes (rows, cols), and BF16 scales (rows, cols / width)."""
     groups = x.reshape(len(x), -1, width)
     s = bf16(scales_of(E4M3, np.max(np.abs(groups), axis=2)))  # rounded before values are divided by it
@@ -260,14 +260,14 @@ def layer_forward(w, x, T, HS):
     """The residual stream x (tokens, C) -> the stream after the layer, and what is saved. The stream is an FP32 sum
     before and after the layer. A norm reads it quantized in groups, and the next sum reads it rounded to BF16. (A GPU
     computes both when it has the sum in registers, and stores these two in place of the sum.)"""
-    norm1_input = quantize_groups(x)                                              # (tokens, C)
+    norm1_input = quantize_to_groups(x)                                           # (tokens, C)
     qkv = linear(rms_norm(dequantize_groups(*norm1_input), w["norm1"]), w["qkv"])
     qkv = bf16(rope(qkv, T, HS))                                                  # (tokens, 3 C)
     attention_output = bf16(attention(qkv, T, HS))                                # (tokens, C)
     sum_after_attention = bf16(x) + linear(attention_output, w["attention_out"])
-    norm2_input = quantize_groups(sum_after_attention)                            # (tokens, C)
+    norm2_input = quantize_to_groups(sum_after_attention)                         # (tokens, C)
     gate_up = linear(rms_norm(dequantize_groups(*norm2_input), w["norm2"]), w["gate_up"])
-    gate_up = quantize_groups(gate_up)                                            # (tokens, 2 F): gate, then up
+    gate_up = quantize_to_groups(gate_up)                                         # (tokens, 2 F): gate, then up
     out = bf16(sum_after_attention) + linear(activation(dequantize_groups(*gate_up)), w["down"])
     return out, Saved(norm1_input, qkv, attention_output, norm2_input, gate_up)
 

@@ -502,7 +502,7 @@ def residual_add():
     computes again. The row has the 16 values of lesson 2 alone; all weights of the norm are 1."""
     shown, weight = [14, 3, 0, 10], np.float32(1)
     row = np.float32(GROUP[None, :])
-    decoded = coat.dequantize_groups(*coat.quantize_groups(row))
+    decoded = coat.dequantize_groups(*coat.quantize_to_groups(row))
     rstd = 1 / np.sqrt(np.mean(decoded**2) + np.float32(1e-5))
     y = decoded * rstd * weight
     codes, s = coat.quantize_tensor(coat.E4M3, y)
@@ -565,8 +565,8 @@ def granularity(x):
     x[:, 39] *= 10000
     x = x[np.argsort(np.abs(x[:, 39]))]
     ways = {"one scale for the tensor": coat.gemm_operand(coat.E4M3, x),
-            "one scale for each token": coat.dequantize_groups(*coat.quantize_groups(x, x.shape[1])),
-            "one scale for each 1x16": coat.dequantize_groups(*coat.quantize_groups(x))}
+            "one scale for each token": coat.dequantize_groups(*coat.quantize_to_groups(x, x.shape[1])),
+            "one scale for each 1x16": coat.dequantize_groups(*coat.quantize_to_groups(x))}
     magnitude = axes[0].imshow(np.log2(np.abs(x) + 2.0**-30), cmap="viridis", aspect="auto", vmin=-12, vmax=12,
                                interpolation="none")
     axes[0].set(title="|x|: feature 39 is an outlier")

@@ -116,7 +116,8 @@ def outliers():
 
     def errors(times, in_groups):
         outlier = np.where(other, x, x * F32(times))
-        read = coat.dequantize_groups(*coat.quantize_groups(outlier)) if in_groups else coat.gemm_operand(E4M3, outlier)
+        groups = coat.dequantize_groups(*coat.quantize_to_groups(outlier))
+        read = groups if in_groups else coat.gemm_operand(E4M3, outlier)
 
         def of_weight_gradient(a):
             return coat.rms_norm_backward(a, ones, dy)[1][other]
@@ -300,7 +301,7 @@ def of_widths(norm_inputs, gate_up):
             elif x.shape[1] % width:
                 cells.append("-")
             else:
-                cells.append(f"{snr(x, coat.dequantize_groups(*coat.quantize_groups(x, width))):.1f} dB")
+                cells.append(f"{snr(x, coat.dequantize_groups(*coat.quantize_to_groups(x, width))):.1f} dB")
         rows.append((name, *cells, f"{1 + 2 / width:.4f}" if width else "1.0000"))
     table(("one scale for", "inputs of norms: SNR", "gate and up: SNR", "bytes a value"), rows)
 

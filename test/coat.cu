@@ -30,7 +30,7 @@ static void check_statistics(const Buffer<QuantStats>& stats, QuantStats wanted)
 // Quantizes a stored tensor, in groups or as an operand. With one scale per tensor its amax is taken first.
 static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = nullptr) {
     if (out.format == E4M3_PER_1x16) {
-        gpu::quantize_groups(x, out.ref(), /*write_back=*/false, stats, 0);
+        gpu::quantize_to_groups(x, out.ref(), /*write_back=*/false, stats, 0);
         return;
     }
     if (out.per_tensor()) gpu::compute_amax(gpu::lazy_load(x), out.amax_to_raise(), 0);
@@ -38,7 +38,7 @@ static void quantize(const TensorRef& x, const Tensor& out, QuantStats* stats = 
 }
 
 // `groups` are x in 1x16 groups. The values that they hold must come back from write_values(), be written
-// back by quantize_groups(), and be what an operand is quantized from.
+// back by quantize_to_groups(), and be what an operand is quantized from.
 static void check_groups(const Floats& x, const Tensor& groups) {
     const Floats values = groups.values();
     const Shape s{groups.rows, groups.cols};
@@ -49,7 +49,7 @@ static void check_groups(const Floats& x, const Tensor& groups) {
     CHECK(same_values(bf16.values(), rounded(Format::BF16, values)));
     const Tensor in(x, s, PLAIN_BF16), again(s, E4M3_PER_1x16);
     const bool write_back = true;
-    gpu::quantize_groups(in.ref(), again.ref(), write_back, nullptr, 0);
+    gpu::quantize_to_groups(in.ref(), again.ref(), write_back, nullptr, 0);
     check_quantized(again, x);
     CHECK(same_bytes(in.values(), bf16.values()));
     // An operand is quantized from the groups' values, not from these rounded to BF16.
@@ -139,7 +139,7 @@ GPU_TEST_CASE("write_values: FP32 values to FP32 and BF16; quantize: FP32 values
         }
         const Tensor groups(s, E4M3_PER_1x16);
         const bool write_back = false;
-        CHECK_THROWS_AS(gpu::quantize_groups(in.ref(), groups.ref(), write_back, nullptr, 0), Error);
+        CHECK_THROWS_AS(gpu::quantize_to_groups(in.ref(), groups.ref(), write_back, nullptr, 0), Error);
     }
 }
 
@@ -231,7 +231,7 @@ GPU_TEST_CASE("quantize_activation_input: 1x16 groups and the amax of the activa
                                            0);
             check_quantized(groups, x);
             const bool write_back = false;
-            gpu::quantize_groups(gate_up.ref(), groups.ref(), write_back, nullptr, 0);
+            gpu::quantize_to_groups(gate_up.ref(), groups.ref(), write_back, nullptr, 0);
             CHECK(same_values(gate_up.values(), x));
             gpu::compute_amax(gpu::lazy_activation(gated, groups.ref()), separate.amax_to_raise(), 0);
             CHECK(fused.amax() == separate.amax());
@@ -342,10 +342,10 @@ GPU_TEST_CASE("update_delayed_scales: delayed scales equal the reference's") {
 }
 
 // A dry run calls the same functions without a GPU, so that what is wrong is an error before a run starts.
-TEST_CASE("quantize: not to groups; quantize_groups: to groups") {
+TEST_CASE("quantize: not to groups; quantize_to_groups: to groups") {
     const TensorRef x{nullptr, 16, 32, PLAIN_BF16}, groups{nullptr, 16, 32, E4M3_PER_1x16};
     CHECK_THROWS_AS(gpu::quantize_operand(gpu::lazy_load(x), {groups}, nullptr, gpu::DRY_RUN), Error);
-    CHECK_NOTHROW(gpu::quantize_groups(x, groups, /*write_back=*/false, nullptr, gpu::DRY_RUN));
+    CHECK_NOTHROW(gpu::quantize_to_groups(x, groups, /*write_back=*/false, nullptr, gpu::DRY_RUN));
 }
 
 TEST_CASE("quantize: only to FP8; write_values: not to FP8; write_operand: to both") {

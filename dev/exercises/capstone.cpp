@@ -14,9 +14,9 @@ using namespace coat;
 using Floats = std::vector<float>;
 using Codes = std::vector<uint8_t>;
 
-Groups given::groups(const Matrix& x, const judge::Function<Quantizer>& quantize_groups) {
+Groups given::groups(const Matrix& x, const judge::Function<Quantizer>& quantize_to_groups) {
     Groups result{x.rows, x.cols, Codes(x.values.size()), Floats(x.values.size() / 16)};
-    quantize_groups(x.rows, x.cols, x.values.data(), result.codes.data(), result.scales.data());
+    quantize_to_groups(x.rows, x.cols, x.values.data(), result.codes.data(), result.scales.data());
     return result;
 }
 static Floats values_of(const Groups& x) {

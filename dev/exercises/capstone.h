@@ -25,7 +25,7 @@ struct Groups {  // a matrix in 1x16 groups
 namespace given {
 
 using Quantizer = void(int, int, const float*, uint8_t*, float*);
-Groups groups(const Matrix& x, const judge::Function<Quantizer>& quantize_groups);
+Groups groups(const Matrix& x, const judge::Function<Quantizer>& quantize_to_groups);
 Matrix norm_forward(const Groups& x, const Weight& weight);
 Matrix swiglu_forward(const Groups& gate_up);                   // (rows, cols / 2)
 double loss(const Matrix& y, const Matrix& target, Matrix& g);  // writes g, the gradient of y

@@ -90,7 +90,7 @@ struct Use {  // of a tensor of a layer
 
 int decode(const Function<float(const Fp8&, uint8_t)>&);
 int quantize_tensor(const Function<float(int, const float*, uint8_t*)>&);
-int quantize_groups(const Function<void(int, int, const float*, uint8_t*, float*)>&);
+int quantize_to_groups(const Function<void(int, int, const float*, uint8_t*, float*)>&);
 int amax(const Function<float(int, const float*, float*)>&);
 int encode(const Function<uint8_t(const Fp8&, float)>&);
 int expansion(const Function<float(float, float)>& expansion_exponent, const Function<Expand>& expand,

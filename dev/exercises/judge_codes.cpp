@@ -163,7 +163,7 @@ int judge::quantize_tensor(const Function<float(int, const float*, uint8_t*)>& q
     });
 }
 
-int judge::quantize_groups(const Function<void(int, int, const float*, uint8_t*, float*)>& quantize) {
+int judge::quantize_to_groups(const Function<void(int, int, const float*, uint8_t*, float*)>& quantize) {
     return on_tensors(
         3, 7,
         [&](Comparison& c, int rows, const Floats& x) {

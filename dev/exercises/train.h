@@ -11,7 +11,7 @@
 #define main JOINED(main_of_exercise_, __COUNTER__)  // each exercise has a main(), which is not called
 #define JOINED(name, number) JOINED_(name, number)
 #define JOINED_(name, number) name##number
-#include "03-quantize-groups.cpp"
+#include "03-quantize-to-groups.cpp"
 #include "07-adamw.cpp"
 #include "08-linear.cpp"
 #include "10-norm-backward.cpp"
@@ -29,7 +29,7 @@ inline bool is_solved(const std::function<int()>& judge) {
 
 inline int train_and_compare(double (*step)(SmallModel&, int)) {
     const std::map<int, std::function<int()>> judges = {
-        {3, [] { return judge::quantize_groups(quantize_groups); }},
+        {3, [] { return judge::quantize_to_groups(quantize_to_groups); }},
         {7, [] { return judge::adamw(adamw); }},
         {8, [] { return judge::linear(gemm, linear); }},
         {10, [] { return judge::norm_backward(norm_backward); }},

@@ -48,7 +48,7 @@ public:
              .inverse = inverse_.get(),
              .tensor_scale = tensor_scale_.get(),
              .codes = codes_.get()} {
-        gpu::quantize_groups(view_of(device_x_), norm_.input, /*write_back=*/false, nullptr, nullptr);
+        gpu::quantize_to_groups(view_of(device_x_), norm_.input, /*write_back=*/false, nullptr, nullptr);
         zeros_.fill(0);
     }
     void run(const Rung& rung) {

@@ -235,7 +235,7 @@ for f, name in ((E4M3, "e4m3"), (E5M2, "e5m2")):
     codes, s = quantize_tensor(f, matrix)
     save(name + ".tensor", codes), save(name + ".scale", s)
 save("bf16", bf16(x))
-codes, s = quantize_groups(matrix)
+codes, s = quantize_to_groups(matrix)
 save("groups", codes), save("decoded", dequantize_groups(codes, s))
 )");
     check_formats(folder, x);

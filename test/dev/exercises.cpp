@@ -12,7 +12,7 @@
 namespace empty {
 #include "../../dev/exercises/01-decode.cpp"
 #include "../../dev/exercises/02-quantize-tensor.cpp"
-#include "../../dev/exercises/03-quantize-groups.cpp"
+#include "../../dev/exercises/03-quantize-to-groups.cpp"
 #include "../../dev/exercises/04-amax.cpp"
 #include "../../dev/exercises/05-encode.cpp"
 #include "../../dev/exercises/06-expansion.cpp"
@@ -319,7 +319,7 @@ auto quantize_tensor(const Words& mistake) {
     };
 }
 
-auto quantize_groups(const Words& mistake) {
+auto quantize_to_groups(const Words& mistake) {
     return [=](int rows, int cols, const float* x, uint8_t* codes, float* scales) {
         if (mistake == "groups cross rows") {
             cols *= rows;
@@ -745,7 +745,7 @@ int judged(int exercise, const Words& mistake) {
     switch (exercise) {
         case 1: return judge::decode(decode(mistake));
         case 2: return judge::quantize_tensor(quantize_tensor(mistake));
-        case 3: return judge::quantize_groups(quantize_groups(mistake));
+        case 3: return judge::quantize_to_groups(quantize_to_groups(mistake));
         case 4: return judge::amax(amax(mistake));
         case 5: return judge::encode(encode(mistake));
         case 6: return judge::expansion(exponent(mistake), expand(mistake), contract(mistake));
@@ -766,7 +766,7 @@ TEST_CASE("exercises: an empty body is not computed yet" * doctest::skip(exercis
     };
     is_empty([] { return judge::decode(empty::decode); });
     is_empty([] { return judge::quantize_tensor(empty::quantize_tensor); });
-    is_empty([] { return judge::quantize_groups(empty::quantize_groups); });
+    is_empty([] { return judge::quantize_to_groups(empty::quantize_to_groups); });
     is_empty([] { return judge::amax(empty::amax); });
     is_empty([] { return judge::encode(empty::encode); });
     is_empty([] { return judge::expansion(empty::expansion_exponent, empty::expand, empty::contract); });
@@ -834,12 +834,12 @@ TEST_CASE("exercises: a function that leaves the memory is stopped with a senten
 
 // A step of exercise 12 with a mistake in the order or in what is used.
 double train_step(const Words& mistake, SmallModel& m, int t) {
-    const Groups x = given::groups(m.x, quantize_groups(""));
+    const Groups x = given::groups(m.x, quantize_to_groups(""));
     const Matrix normed = mistake == "norm is left out" ? m.x : given::norm_forward(x, m.norm);
     Matrix h, y, dact, dnormed, ddown, dgate_up, unused_dx, unused_dw, g;
     const Matrix zeros_64{64, 64, Floats(64 * 64)}, zeros_32{64, 32, Floats(64 * 32)};
     linear("")(normed, m.gate_up.value, zeros_64, h, unused_dx, unused_dw);
-    const Groups gate_up = given::groups(h, quantize_groups(""));
+    const Groups gate_up = given::groups(h, quantize_to_groups(""));
     const Matrix act = given::swiglu_forward(gate_up);
     linear("")(act, m.down.value, zeros_32, y, unused_dx, unused_dw);
     const double loss = given::loss(y, m.target, g);

@@ -18,7 +18,7 @@ GPU_TEST_CASE("a first test: sixteen values become one group of E4M3 codes with 
     const TensorRef from{.data = input.get(), .rows = 1, .cols = 16, .format = PLAIN_BF16};
     TensorRef to{.data = codes.get(), .rows = 1, .cols = 16, .format = E4M3_PER_1x16};
     to.group_scales = scales.get();
-    gpu::quantize_groups(from, to, /*write_back=*/false, /*quant_stats=*/nullptr, /*stream=*/nullptr);
+    gpu::quantize_to_groups(from, to, /*write_back=*/false, /*quant_stats=*/nullptr, /*stream=*/nullptr);
 
     const std::vector<uint8_t> got = codes.read();  // waits for the kernel
     CHECK(scales.read()[0] == reference::to_bf16(2.0f));

@@ -12,8 +12,8 @@
 // given::to_bf16(s) is s rounded to the nearest BF16, as a float; given::encode(x) is an E4M3 code.
 #include "judge.h"
 
-void quantize_groups(int rows, int cols, const float* x, uint8_t* codes, float* scales) {
+void quantize_to_groups(int rows, int cols, const float* x, uint8_t* codes, float* scales) {
     // your code
 }
 
-int main() { return judge::quantize_groups(quantize_groups); }
+int main() { return judge::quantize_to_groups(quantize_to_groups); }
