@@ -14,8 +14,8 @@ __device__ float amax_of_norm(const Norm& norm, const ChunkValues (&x)[MAX_CHUNK
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         if (!is_live(c)) continue;
         ChunkValues weight, bias;
-        plain_view<Element>(norm.weight).load_values(first_column_of_thread(c), weight);
-        load_bias(plain_view<Element>(norm.bias), first_column_of_thread(c), bias);
+        plain_view<Element>(norm.weight).load_values(first_column_of_chunk(c), weight);
+        load_bias(plain_view<Element>(norm.bias), first_column_of_chunk(c), bias);
         for (int j = 0; j < CHUNK_SIZE; j++)
             largest = larger_magnitude(largest, norm_output(x[c][j], statistics, weight[j], bias[j]));
     }
@@ -53,18 +53,18 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     const auto a = plain_view<Element>(summands.a.data), b = plain_view<Element>(summands.b.data);
     const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = norm.input.rows, C = norm.input.cols;
-    auto is_live = [&](int c) { return row < rows && first_column_of_thread(c) < C; };
+    auto is_live = [&](int c) { return row < rows && first_column_of_chunk(c) < C; };
     const SummandRows summand_rows = find_summand_rows(summands, row, rows);
     StoredChunk loaded_a[MAX_CHUNKS_PER_THREAD] = {}, loaded_b[MAX_CHUNKS_PER_THREAD] = {};
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         if (!is_live(c)) continue;
-        loaded_a[c] = a.load(summand_rows.of_a * C + first_column_of_thread(c));
-        if (b.data) loaded_b[c] = b.load(summand_rows.of_b * C + first_column_of_thread(c));
+        loaded_a[c] = a.load(summand_rows.of_a * C + first_column_of_chunk(c));
+        if (b.data) loaded_b[c] = b.load(summand_rows.of_b * C + first_column_of_chunk(c));
     }
     ChunkValues sum[MAX_CHUNKS_PER_THREAD];
 #pragma unroll
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
-        const int64_t i = row * C + first_column_of_thread(c);
+        const int64_t i = row * C + first_column_of_chunk(c);
         a.unpack(loaded_a[c], sum[c]);
         if (b.data) {
             ChunkValues b_values;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     if (row < rows && threadIdx.x == 0) norm.row_statistics[row] = statistics;
     if (norm_output_amax_to_raise)
         raise_amax_by_warp(norm_output_amax_to_raise,
-                            magnitude_bits(amax_of_norm<Element>(norm, sum, statistics, is_live)));
+                           magnitude_bits(amax_of_norm<Element>(norm, sum, statistics, is_live)));
 }
 
 // Launches residual_add_kernel(); the two operators below say what it does.

@@ -21,7 +21,7 @@ inline dim3 block_shape(int64_t C) {
     return {unsigned(32 * warps), unsigned(std::max<int64_t>(1, 4 / warps))};
 }
 // The first column of chunk c (0, 1, 2 or 3) of this thread. Neighbouring threads have neighbouring chunks.
-inline __device__ uint32_t first_column_of_thread(int c) {
+inline __device__ uint32_t first_column_of_chunk(int c) {
     return (c * blockDim.x + threadIdx.x) * CHUNK_SIZE;
 }
 
@@ -80,7 +80,7 @@ inline __device__ RowStatistics compute_row_statistics(const ChunkValues (&x)[MA
     float squares = 0;
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
         for (int j = 0; j < CHUNK_SIZE; j++) {
-            const float deviation = first_column_of_thread(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
+            const float deviation = first_column_of_chunk(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             squares = __fmaf_rn(deviation, deviation, squares);
         }
     return {.mean = mean, .rstd = rstd_of(sum_over_row(squares, /*buffer=*/1), C, eps)};

@@ -83,7 +83,7 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
 
     __device__ bool inside_row(int c) const {
         return CHUNKS_PER_THREAD != UNEVEN ? c < CHUNKS_PER_THREAD
-                                           : first_column_of_thread(c) < norm.input.cols;
+                                           : first_column_of_chunk(c) < norm.input.cols;
     }
 
     // A row past the last one is zeros. So are a chunk past the end of its row, and dresidual_in if there is
@@ -94,10 +94,10 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
         const int64_t row_begin = row * norm.input.cols;
         for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
             if (!inside_row(c)) continue;
-            loaded.x[c] = input.starting_at(row_begin).load(first_column_of_thread(c));
-            loaded.dy[c] = dnorm_output.starting_at(row_begin).load(first_column_of_thread(c));
+            loaded.x[c] = input.starting_at(row_begin).load(first_column_of_chunk(c));
+            loaded.dy[c] = dnorm_output.starting_at(row_begin).load(first_column_of_chunk(c));
             if (dresidual_in.data)
-                loaded.dresidual[c] = dresidual_in.starting_at(row_begin).load(first_column_of_thread(c));
+                loaded.dresidual[c] = dresidual_in.starting_at(row_begin).load(first_column_of_chunk(c));
         }
         return loaded;
     }
@@ -108,7 +108,7 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
                                  ChunkValues& d) const {
         ChunkValues weight;
         dnorm_output.unpack(loaded.dy[c], dy);
-        plain_view<Element>(norm.weight).load_values(first_column_of_thread(c), weight);
+        plain_view<Element>(norm.weight).load_values(first_column_of_chunk(c), weight);
         for (int j = 0; j < CHUNK_SIZE; j++) d[j] = dy[j] * weight[j];
     }
 
@@ -175,9 +175,9 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
                     normed.statistics.rstd * (d[j] - normed.mean_d - xhat[j] * normed.mean_d_xhat);
                 dweight_of_row[j] = dy[j] * xhat[j];
             }
-            add_chunk_to_sums(dweight, C, first_column_of_thread(c), dweight_of_row);
-            if (!RMS) add_chunk_to_sums(dbias, C, first_column_of_thread(c), dy);
-            dresidual_out.starting_at(row * C).round_and_store(first_column_of_thread(c), dresidual,
+            add_chunk_to_sums(dweight, C, first_column_of_chunk(c), dweight_of_row);
+            if (!RMS) add_chunk_to_sums(dbias, C, first_column_of_chunk(c), dy);
+            dresidual_out.starting_at(row * C).round_and_store(first_column_of_chunk(c), dresidual,
                                                                /*live=*/true);
             largest = larger_magnitude(largest, dresidual);
         }
