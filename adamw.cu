@@ -113,13 +113,13 @@ template <bool IS_V> __device__ float with_sign(float magnitude, uint32_t code) 
 constexpr int CODES_WITHOUT_SIGN = 128;  // seven bits
 using Table = float[CODES_WITHOUT_SIGN];
 
-// A codec says how a moment is encoded and decoded. The kernel is compiled for two of them: MCodec, that of
-// m, and VCodec, that of v. A codec has four functions:
+// A codec says how a moment is encoded and decoded. The kernel is compiled for two of them, those of m and of
+// v, which together are its template parameter Codecs. A codec has four functions:
 //   k_of()          the k of a moment group
 //   decode()        a thread's eight elements, from their codes
 //   encode()        the codes of a thread's eight elements
 //   table_entry()   what the table has for a code
-// In the optimizer coat both are ExpansionCodec. (Its careful path can wait: an `if` of decode(), one of
+// In the optimizer coat both are an ExpansionCodec. (Its careful path can wait: an `if` of decode(), one of
 // encode(), and all functions after table_entry(). Part 6, another codec, can wait, too.)
 template <bool IS_V> struct ExpansionCodec {
     static __device__ float k_of(float max_magnitude, float min_magnitude) {
@@ -206,6 +206,12 @@ template <bool IS_V> struct ExpansionCodec {
     }
 };
 
+// The codecs of the optimizer coat: that of m, and that of v.
+struct ExpansionCodecs {
+    using M = ExpansionCodec</*IS_V=*/false>;
+    using V = ExpansionCodec</*IS_V=*/true>;
+};
+
 // ===========================================================================================================
 // 3. A span, which half a warp updates
 //
@@ -257,12 +263,13 @@ template <class WeightsKind> struct LoadedElements {
 // How many spans a parameter has. The last one may have fewer than 128 elements, and then padding.
 __device__ int span_count(const AdamWParam& param) { return int(ceil_div(param.size, MOMENT_GROUP_SIZE)); }
 
-// Loads and stores a thread's eight elements of any span of a parameter.
+// Loads, unpacks and stores a thread's eight elements of any span of a parameter.
 template <class WeightsKind> struct ElementsOfThread {
     const AdamWArguments& arguments;
     const AdamWParam& param;
     const WeightsKind weights;  // all of the parameter
     MAndV<uint8_t*> codes;      // all of the parameter
+    uint32_t largest_bits = 0;  // of the largest magnitude of the new weights that were stored so far
 
     __device__ ElementsOfThread(const AdamWArguments& arguments, const AdamWParam& param)
         : arguments(arguments), param(param), weights(arguments.weights, param.memory_offset) {
@@ -283,9 +290,13 @@ template <class WeightsKind> struct ElementsOfThread {
                 .w = weights.load(i),
                 .g = arguments.gradients.load(param.memory_offset - arguments.elements.first + i)};
     }
+    // (The moments are decoded by a codec.)
+    __device__ void unpack(const LoadedElements<WeightsKind>& loaded, ChunkValues& w, ChunkValues& g) const {
+        weights.unpack(loaded.w, w);
+        arguments.gradients.unpack(loaded.g, g);
+    }
     // Stores nothing for a span past the last one.
-    __device__ void store(int span, const ChunkValues& w, const MAndV<uint2>& new_codes,
-                          uint32_t& largest_bits) const {
+    __device__ void store(int span, const ChunkValues& w, const MAndV<uint2>& new_codes) {
         const bool live = span < span_count(param);
         const int64_t i = position_in_param(span);
         weights.store(i, w, arguments.rounding_key, param.flat_offset + i, live, largest_bits);
@@ -296,27 +307,24 @@ template <class WeightsKind> struct ElementsOfThread {
 };
 
 // Updates a thread's eight elements of a span, and stores them. Returns the new fields of the span.
-//   loaded               what was loaded of these elements
-//   old_fields           of the span, by which its moments are decoded
-//   clip_factor, decay   as in adamw_of_chunk()
-//   largest_bits         is raised: the bits of the largest magnitude of the thread's new weights
-template <class WeightsKind, class MCodec, class VCodec>
-__device__ SpanFields update_span(const ElementsOfThread<WeightsKind>& elements, int span,
+//   loaded       what was loaded of these elements
+//   old_fields   of the span, by which its moments are decoded
+template <class Codecs, class WeightsKind>
+__device__ SpanFields update_span(ElementsOfThread<WeightsKind>& elements, int span,
                                   const LoadedElements<WeightsKind>& loaded, const SpanFields& old_fields,
-                                  float clip_factor, float decay, const MAndV<Table>& tables,
-                                  uint32_t& largest_bits) {
-    const AdamWArguments& arguments = elements.arguments;
+                                  const AdamWParamConstants& constants, const MAndV<Table>& tables) {
+    using MCodec = typename Codecs::M;
+    using VCodec = typename Codecs::V;
     ChunkValues w, g;
-    elements.weights.unpack(loaded.w, w);
-    arguments.gradients.unpack(loaded.g, g);
+    elements.unpack(loaded, w, g);
     const MAndV<FactoredMoments> old{.m = MCodec::decode(loaded.codes.m, old_fields.m, tables.m),
                                      .v = VCodec::decode(loaded.codes.v, old_fields.v, tables.v)};
-    const MAndV<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
+    const MAndV<ChunkValues> moments = adamw_of_chunk(constants, g, old, w);
     const SpanFields new_fields{.m = max_and_k_of_new_moments<MCodec>(moments.m),
                                 .v = max_and_k_of_new_moments<VCodec>(moments.v)};
     const MAndV<uint2> codes{.m = MCodec::encode(moments.m, new_fields.m),
                              .v = VCodec::encode(moments.v, new_fields.v)};
-    elements.store(span, w, codes, largest_bits);
+    elements.store(span, w, codes);
     return new_fields;
 }
 
@@ -417,15 +425,13 @@ __device__ SpanFields fields_from_lanes(float field, int pair) {
 //
 // If the parameter has an odd number of spans, the last span has no partner in its pair. Then the second half
 // of the warp computes the last span, too, and stores nothing.
-template <class WeightsKind, class MCodec, class VCodec>
+template <class WeightsKind, class Codecs>
 __device__ uint32_t update_bundles(const AdamWArguments& arguments, const AdamWParam& param,
                                    int first_in_param, int end_in_param, const MAndV<Table>& tables) {
     if (first_in_param >= end_in_param) return 0;
-    const ElementsOfThread<WeightsKind> elements(arguments, param);
+    ElementsOfThread<WeightsKind> elements(arguments, param);
     const FieldOfLane field_of_lane(param);
-    const float clip_factor = arguments.state->clip_factor;
-    const float decay = param.decays ? arguments.constants.weight_decay : 0.0f;
-    uint32_t largest_bits = 0;
+    const AdamWParamConstants constants = constants_of(arguments, param);
 
     // The span that this half of the warp updates in a pair.
     const int half_of_warp = threadIdx.x % 32 / LANES_PER_SPAN;  // 0 or 1
@@ -449,13 +455,12 @@ __device__ uint32_t update_bundles(const AdamWArguments& arguments, const AdamWP
             next_loaded = elements.load(same_bundle ? span_of(bundle, pair + 1) : span_of(next_bundle, 0));
             const SpanFields old_fields = fields_from_lanes(field, pair);
             const SpanFields new_fields =
-                update_span<WeightsKind, MCodec, VCodec>(elements, span_of(bundle, pair), loaded, old_fields,
-                                                         clip_factor, decay, tables, largest_bits);
+                update_span<Codecs>(elements, span_of(bundle, pair), loaded, old_fields, constants, tables);
             if (pair == field_of_lane.pair) field = field_of_lane.own_field_of(new_fields);
         }
         field_of_lane.store(bundle, field);
     }
-    return largest_bits;
+    return elements.largest_bits;
 }
 
 // ===========================================================================================================
@@ -504,14 +509,14 @@ template <class Codec> __device__ void fill_table(Table& table) {
         table[code] = Codec::table_entry(code);
 }
 
-// The kernel is compiled for each WeightsKind (gpu/adamw.cuh, part 2), and for the codecs of each optimizer.
-template <class WeightsKind, class MCodec, class VCodec>
+// The kernel is compiled for each WeightsKind (gpu/adamw.cuh, part 2), and for the Codecs of each optimizer.
+template <class WeightsKind, class Codecs>
 __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
     adamw_kernel(const AdamWArguments arguments) {
     __shared__ MAndV<Table> tables;
     if (arguments.state->skip) return;
-    fill_table<MCodec>(tables.m);
-    fill_table<VCodec>(tables.v);
+    fill_table<typename Codecs::M>(tables.m);
+    fill_table<typename Codecs::V>(tables.v);
     __syncthreads();
     const int warp = threadIdx.x / 32;
     const BundleRange of_block = bundles_of_block(arguments);
@@ -523,7 +528,7 @@ __global__ void __launch_bounds__(32 * WARPS_PER_BLOCK, BLOCKS_PER_SM)
         // What the block has of the parameter.
         const int first_in_param = int(max(of_block.begin, of_param.begin) - of_param.begin);
         const int end_in_param = int(min(of_block.end, of_param.end) - of_param.begin);
-        const uint32_t largest_bits = update_bundles<WeightsKind, MCodec, VCodec>(
+        const uint32_t largest_bits = update_bundles<WeightsKind, Codecs>(
             arguments, param, first_in_param + warp, end_in_param, tables);
         if (param.weight_amax) raise_amax_by_warp(param.weight_amax, largest_bits);
     }
@@ -561,6 +566,12 @@ template <bool IS_V> struct CodecWithoutExpansion {
     static __device__ float table_entry(uint32_t code) { return decode_two<Format::E4M3>(code).x; }
 };
 
+// The codecs of the optimizer fp8.
+struct CodecsWithoutExpansion {
+    using M = CodecWithoutExpansion</*IS_V=*/false>;
+    using V = CodecWithoutExpansion</*IS_V=*/true>;
+};
+
 // ===========================================================================================================
 // 7. The launch
 
@@ -581,7 +592,7 @@ unsigned adamw_blocks(int64_t bundles) {
     return unsigned(std::min(bundles, at_once * rounds));
 }
 
-AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
+AdamWStepConstants step_constants(const AdamWOptions& options) {
     const double t = double(options.update_number);
     const double bias1 = 1 - std::pow(double(options.beta1), t);
     const double bias2 = 1 - std::pow(double(options.beta2), t);
@@ -595,13 +606,12 @@ AdamWKernelConstants kernel_constants(const AdamWOptions& options) {
             .scaled_eps = float(bias1 * options.eps)};
 }
 
-// Calls f<MCodec, VCodec>() with the codecs of an optimizer whose moments are in FP8 moment groups.
+// Calls f<Codecs>() with the codecs of an optimizer whose moments are in FP8 moment groups.
 template <class F> void with_codecs(const OptimizerFormats& o, F f) {
     require(o.m_format == Format::E4M3 && o.v_format == Format::E4M3,
             "adamw.cu has no kernel for FP8 moments in another format than E4M3");
-    // The argument of a codec is IS_V.
-    if (o.expansion) f.template operator()<ExpansionCodec<false>, ExpansionCodec<true>>();
-    else f.template operator()<CodecWithoutExpansion<false>, CodecWithoutExpansion<true>>();
+    if (o.expansion) f.template operator()<ExpansionCodecs>();
+    else f.template operator()<CodecsWithoutExpansion>();
 }
 
 // The amaxes of the weights start at 0, because an update only raises them.
@@ -618,7 +628,7 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
            const Weights& weights, uint64_t rounding_key, const GradientState* state, cudaStream_t stream) {
     require(is_fp8(optimizer.m_format) == is_fp8(optimizer.v_format),
             "first and second moments must both be in FP8, or neither");
-    const AdamWArguments arguments{.constants = kernel_constants(options),
+    const AdamWArguments arguments{.constants = step_constants(options),
                                    .params = params.table,
                                    .param_count = params.count,
                                    .elements = params.elements,
@@ -631,8 +641,8 @@ void adamw(const AdamWOptions& options, const OptimizerFormats& optimizer, const
     update_other_params(optimizer, arguments, stream);
     if (!optimizer.has_fp8_moment_groups() || params.elements.count == 0) return;
     with_weights(weights, [&]<class WeightsKind>() {
-        with_codecs(optimizer, [&]<class MCodec, class VCodec>() {
-            launch("adamw", adamw_kernel<WeightsKind, MCodec, VCodec>,
+        with_codecs(optimizer, [&]<class Codecs>() {
+            launch("adamw", adamw_kernel<WeightsKind, Codecs>,
                    adamw_blocks(/*bundles=*/ceil_div(params.elements.count, BUNDLE_SIZE)),
                    32 * WARPS_PER_BLOCK,
                    /*shared_bytes=*/0, stream, arguments);

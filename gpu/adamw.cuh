@@ -27,9 +27,15 @@ namespace coat::gpu {
 //   root_factor = c1 / sqrt(c2),  scaled_eps = c1 eps
 
 // The constants of a step. Bias corrections are computed in double on the host.
-struct AdamWKernelConstants {
+struct AdamWStepConstants {
     float lr, beta1, beta2, one_minus_beta1, one_minus_beta2, weight_decay;
     float root_factor, scaled_eps;
+};
+// The constants of a parameter in a step.
+struct AdamWParamConstants {
+    AdamWStepConstants of_step;
+    float clip_factor;  // clips the gradients: GradientState::clip_factor
+    float decay;        // weight_decay, or 0 for a parameter that does not decay
 };
 
 // Eight old elements of a moment, which share a factor: element j is factor * multiples[j]. This saves a
@@ -45,17 +51,15 @@ struct FactoredMoments {
 template <class T> struct MAndV { T m, v; };
 
 // Updates eight elements, and returns their new moments.
-//   clip_factor   clips the gradients: GradientState::clip_factor
-//   decay         weight_decay, or 0 for a parameter that does not decay
-//   g             the gradients
-//   old           the moments
-//   w             the weights, which are replaced by the new ones
-inline __device__ MAndV<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& constants, float clip_factor,
-                                                    float decay, const ChunkValues& g,
+//   g     the gradients
+//   old   the moments
+//   w     the weights, which are replaced by the new ones
+inline __device__ MAndV<ChunkValues> adamw_of_chunk(const AdamWParamConstants& of_param, const ChunkValues& g,
                                                     const MAndV<FactoredMoments>& old, ChunkValues& w) {
+    const AdamWStepConstants& constants = of_param.of_step;
     MAndV<ChunkValues> moments;
     for (int j = 0; j < CHUNK_SIZE; j++) {
-        const float gradient = g[j] * clip_factor;
+        const float gradient = g[j] * of_param.clip_factor;
         // The added 0 turns -0 into 0: a moment that is zero has the code 0, as on the CPU, never that of -0.
         const float m = __fmaf_rn(constants.beta1 * old.m.factor, old.m.multiples[j],
                                   __fmaf_rn(constants.one_minus_beta1, gradient, 0.0f));
@@ -63,7 +67,7 @@ inline __device__ MAndV<ChunkValues> adamw_of_chunk(const AdamWKernelConstants& 
                                   constants.one_minus_beta2 * (gradient * gradient));
         const float update =
             m * fast_reciprocal(__fmaf_rn(fast_sqrt(v), constants.root_factor, constants.scaled_eps));
-        w[j] = __fmaf_rn(-constants.lr, __fmaf_rn(decay, w[j], update), w[j]);
+        w[j] = __fmaf_rn(-constants.lr, __fmaf_rn(of_param.decay, w[j], update), w[j]);
         moments.m[j] = m;
         moments.v[j] = v;
     }
@@ -177,7 +181,7 @@ template <class F> void with_weights(const Weights& w, F f) {
 // 3. The arguments of the kernels
 
 struct AdamWArguments {
-    AdamWKernelConstants constants;
+    AdamWStepConstants constants;
     const AdamWParam* params;
     int param_count;
     Range elements;  // of these parameters, in memory order: whole moment groups
@@ -186,6 +190,12 @@ struct AdamWArguments {
     Bf16OrFp32View gradients;  // the gradients of these parameters, from elements.first on
     const GradientState* state;
 };
+
+inline __device__ AdamWParamConstants constants_of(const AdamWArguments& arguments, const AdamWParam& param) {
+    return {.of_step = arguments.constants,
+            .clip_factor = arguments.state->clip_factor,
+            .decay = param.decays ? arguments.constants.weight_decay : 0.0f};
+}
 
 // Updates the parameters without FP8 moment groups (other_optimizers.cu). With the optimizer coat these are
 // norm weights and biases.

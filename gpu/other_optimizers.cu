@@ -25,8 +25,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
     const AdamWParam param = arguments.params[blockIdx.y];
     if (arguments.state->skip || param.has_fp8_moment_groups()) return;
     const WeightsKind weights(arguments.weights, param.memory_offset);
-    const float clip_factor = arguments.state->clip_factor;
-    const float decay = param.decays ? arguments.constants.weight_decay : 0.0f;
+    const AdamWParamConstants constants = constants_of(arguments, param);
     uint32_t largest_bits = 0;  // of the new weights
     for (int64_t i = thread_of_grid() * CHUNK_SIZE; i < param.size;
          i += int64_t(gridDim.x) * ADAMW_THREADS * CHUNK_SIZE) {
@@ -34,7 +33,7 @@ static __global__ void __launch_bounds__(ADAMW_THREADS)
         weights.unpack(weights.load(i), w);
         arguments.gradients.load_values(param.memory_offset - arguments.elements.first + i, g);
         const MAndV<FactoredMoments> old{.m = load_moment(param.m, i), .v = load_moment(param.v, i)};
-        MAndV<ChunkValues> moments = adamw_of_chunk(arguments.constants, clip_factor, decay, g, old, w);
+        MAndV<ChunkValues> moments = adamw_of_chunk(constants, g, old, w);
         weights.store(i, w, arguments.rounding_key, param.flat_offset + i, /*live=*/true, largest_bits);
         elements_of(param.m).store(i, moments.m, /*live=*/true);
         elements_of(param.v).store(i, moments.v, /*live=*/true);
