@@ -450,9 +450,9 @@ __device__ uint32_t update_bundles(const AdamWArguments& arguments, const AdamWP
 #pragma unroll 1  // one copy of this long body
         for (int pair = 0; pair < pairs; pair++) {
             const LoadedElements<WeightsKind> loaded = next_loaded;
-            // After the last pair of the warp this loads some other span, which nobody uses.
-            const bool same_bundle = pair + 1 < pairs;
-            next_loaded = elements.load(same_bundle ? span_of(bundle, pair + 1) : span_of(next_bundle, 0));
+            // After the warp's last pair of all, this is some other span, whose elements nobody uses.
+            const int next_span = pair + 1 < pairs ? span_of(bundle, pair + 1) : span_of(next_bundle, 0);
+            next_loaded = elements.load(next_span);
             const SpanFields old_fields = fields_from_lanes(field, pair);
             const SpanFields new_fields =
                 update_span<Codecs>(elements, span_of(bundle, pair), loaded, old_fields, constants, tables);
