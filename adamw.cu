@@ -41,8 +41,8 @@ namespace {
 // expand_magnitude() returns |y|, and contract_to_ratio() returns |x| / max. (Part 2 adds the signs.
 // FactoredMoments in gpu/adamw.cuh says why max is left out.)
 //
-// A power a^b is computed as 2^(b log2 a). Each logarithm and each exponential is one instruction
-// (gpu/device.cuh).
+// A power a^b is computed as 2^(b log2 a). Each logarithm and each exponential of an element is one
+// instruction (gpu/device.cuh).
 
 // What a moment group stores besides its codes (common/formats.h).
 struct MaxAndK {
