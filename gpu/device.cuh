@@ -170,7 +170,8 @@ template <Format FORMAT> __device__ void decode(uint2 codes, float scale, ChunkV
     }
 }
 
-// s = amax / FMAX, at least 2^-126 so that 1 / s is finite; 1 where amax is 0, infinite or NaN.
+// s = amax / FMAX, at least 2^-126 so that 1 / s is finite; 1 where amax is 0, infinite or NaN. (If amax is
+// infinite or NaN, the codes do not matter: the amax itself shows it, and the step is skipped.)
 inline __device__ float scale_of(float fmax, float amax) {
     if (!(amax > 0 && amax < INFINITY)) return 1.0f;
     return fmaxf(__fdiv_rn(amax, fmax), 0x1p-126f);
