@@ -60,7 +60,8 @@ namespace coat::gpu {
 // The kernel below is for what no other kernel has at hand, for instance the gradient of gate and up. (Two
 // tables in model.cu, which can wait, say which kernel finds which amax.)
 
-// The kernel of compute_amax(). The top of gpu/device.cuh says why it does not ask whether a chunk is live.
+// The kernel of compute_amax(). It does not ask whether a chunk is live: in place of one that is not,
+// for_each_row() loads a chunk that is, and a copy does not change the maximum.
 template <class Producer>
 static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     compute_amax_kernel(Producer producer, float* x_amax_to_raise) {

@@ -18,19 +18,9 @@
 //   :            live = false      :
 //    - - - - - - - - - - - - - - - -
 //
-// A chunk that is not live is not stored. Otherwise most kernels compute it like any other, so that few
-// instructions need a condition. (What says whether a chunk is live is called live if it is a bool, and
-// is_live if it is a function.)
-//
-// (This can wait until you come to these kernels.) What a thread has in place of a chunk that is not live,
-// and why a maximum over all chunks is still that of the tensor:
-//
-//   for_each_row()            the last chunk of the row or of the      it belongs to the tensor, too
-//   (gpu/lazy_tensor.cuh)     column instead
-//   adamw.cu                  the last span instead                    it belongs to the tensor, too
-//   gpu/norm.cu               zeros                                    the maximum leaves the chunk out
-//   kernels that write over   nothing, if none of the thread's         the thread takes part in no maximum
-//   their input (coat.cu)     chunks is live: the thread does no work
+// A chunk that is not live is not stored. Otherwise most kernels compute it like any other, from a copy of a
+// live chunk, so that few instructions need a condition. (What says whether a chunk is live is called live if
+// it is a bool, and is_live if it is a function.)
 //
 // For example, this kernel stores half of every element of x in y. It uses all three parts of this file. (It
 // is not in the program.)
