@@ -137,8 +137,8 @@ static __device__ float amax_of_activation(float largest, const ChunkValues (&v)
 // What quantize_to_groups_kernel() does besides quantizing x, while it has the values of x at hand.
 enum class ExtraTask : uint8_t {
     Nothing,
-    WriteBack,       // writes to x what the groups hold, rounded to BF16: for --attention groups
     ActivationAmax,  // finds the amax of the activation's output, computed from what the groups hold
+    WriteBack,       // for --attention groups (this can wait): writes to x what the groups hold, in BF16
 };
 
 template <class Producer, ExtraTask TASK>
@@ -146,8 +146,8 @@ static __global__ void __launch_bounds__(TILE_THREADS, TILE_BLOCKS_PER_SM)
     quantize_to_groups_kernel(Producer producer, GroupsView groups, float* activation_amax_to_raise) {
     constexpr int PLANES = Producer::PLANES;
     const ThreadTile thread_tile(blockIdx.y);
-    // A thread outside the tensor ends here, because WriteBack writes over x (the rule at for_each_row()).
-    // The lanes of its warp that go on do not need it:
+    // A thread outside the tensor ends here. (Why can wait: WriteBack writes over x, and for_each_row() has a
+    // rule for this.) The lanes of its warp that go on do not need it:
     //   - The two lanes that have a group end together.
     //   - Shuffles and maxima are for all lanes of the warp (ALL_LANES). CUDA allows this: lanes that have
     //     exited do not count.

@@ -61,8 +61,9 @@ void write_operand(const LazyTensor& x, const Operand& out, QuantStats* quant_st
 // activation_amax_to_raise is null, as where the GEMM reads BF16, no such values are computed.
 void quantize_activation_input(bool gated, const TensorRef& x, const TensorRef& groups,
                                float* activation_amax_to_raise, QuantStats* quant_stats, cudaStream_t stream);
-// Stores x (BF16) in 1x16 groups. With `write_back`, x becomes what the groups hold, rounded to BF16. The
-// flag --attention groups needs this: attention then computes with the values that backward will read.
+// Stores x (BF16) in 1x16 groups. (This can wait: with `write_back`, x becomes what the groups hold, rounded
+// to BF16. The flag --attention groups needs this: attention then computes with the values that backward will
+// read.)
 void quantize_to_groups(const TensorRef& x, const TensorRef& groups, bool write_back, QuantStats* quant_stats,
                         cudaStream_t stream);
 

@@ -45,7 +45,7 @@ struct TensorRef {
     uint16_t* group_scales = nullptr;     // in groups: (rows, cols / 16) in BF16; otherwise null
 };
 
-// The rows [first, first + n) of a tensor.
+// The rows [first, first + n) of a tensor. (This can wait: model.cu.)
 inline TensorRef row_slice(const TensorRef& t, int64_t first, int64_t n) {
     TensorRef slice = t;
     slice.data = static_cast<uint8_t*>(t.data) + t.format.bytes_without_scales(first, t.cols);
