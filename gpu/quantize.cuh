@@ -125,9 +125,10 @@ struct ChunkCodes {
 inline __device__ ChunkCodes same_in_both(uint2 codes) { return {.row_major = codes, .transposed = codes}; }
 
 // Computes a tile, and stores its codes: in row_major unless this is null, and if TRANSPOSED in transposed.
-// make_codes(row, plane, values, live) returns the codes of a chunk: `row` counts the thread's own rows, 0 to
-// 7, and `live` is that of for_each_row(). All threads call quantize_tile(). A kernel that calls it twice
-// puts a __syncthreads() between: the second call writes to the shared memory that the first reads.
+// make_codes(row, plane, values, live) returns the codes of a chunk. coat's kernel needs only the values.
+// (The other arguments can wait: `row` counts the thread's own rows, 0 to 7, and `live` is that of
+// for_each_row().) All threads call quantize_tile(). A kernel that calls it twice puts a __syncthreads()
+// between: the second call writes to the shared memory that the first reads.
 template <bool TRANSPOSED, class Producer, class MakeCodes>
 __device__ void quantize_tile(const Producer& producer, int64_t tile_row, uint8_t* row_major,
                               uint8_t* transposed, MakeCodes make_codes) {
