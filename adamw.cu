@@ -362,7 +362,8 @@ __device__ SpanFields update_span(ElementsOfThread<WeightsKind>& elements, int s
 // Before the loop the warp loads the fields of its first bundle, and the elements of pair 0.
 //
 // On an H200 this kernel updates Llama-2-7B in 26.0 ms. The best kernel without bundles and without loads
-// ahead needs 30.6 ms. (The ladder's rung 7 adds the loads ahead, and rung 8 the bundles.)
+// ahead needs 30.6 ms. (The ladder's rung 7 adds the loads ahead, and rung 8 the bundles. In its smaller
+// kernel the two win nothing: the answer to rung 8 says why.)
 
 constexpr int SPANS_PER_PAIR = 32 / LANES_PER_SPAN;                  // 2: one for each half of the warp
 constexpr int SPANS_PER_BUNDLE = BUNDLE_SIZE / MOMENT_GROUP_SIZE;    // 8
@@ -578,12 +579,14 @@ struct CodecsWithoutExpansion {
 // If a block has this many bundles, its start and its end take little of its time.
 constexpr int64_t MIN_BUNDLES_PER_BLOCK = 2048;
 
-// The number of blocks for an update. Normally it is as many as the GPU runs at once.
-//   - In a large update it is several times as many, so that each block still has MIN_BUNDLES_PER_BLOCK. The
-//     bundles that take the careful path (part 2) are slow, and they are neighbours: the embeddings of tokens
-//     that no longer occur. More blocks share out the slow bundles better.
-//   - In a small update it is about one for each bundle. A bundle is the work of one warp, so a block for
-//     each bundle spreads the bundles over all multiprocessors.
+// The number of blocks for an update: as many as the GPU runs at once, times `rounds`. This is the largest
+// number with which each block has MIN_BUNDLES_PER_BLOCK: 12 for Llama-2-7B. In smaller updates, such as that
+// of GPT-2, it is 1.
+//   - Why there are several rounds. The bundles that take the careful path (part 2) are slow, and they are
+//     neighbours: the embeddings of tokens that no longer occur. More blocks share out the slow bundles
+//     better.
+//   - If there are fewer bundles than the GPU runs blocks at once, each bundle has a block. A bundle is the
+//     work of one warp, so the bundles are spread over all multiprocessors.
 // `bundles` is nearly the number of the update's bundles: as many as its elements would fill, if no parameter
 // had a short last bundle.
 unsigned adamw_blocks(int64_t bundles) {
