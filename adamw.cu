@@ -580,8 +580,8 @@ struct CodecsWithoutExpansion {
 constexpr int64_t MIN_BUNDLES_PER_BLOCK = 2048;
 
 // The number of blocks for an update: as many as the GPU runs at once, times `rounds`. This is the largest
-// number with which each block has MIN_BUNDLES_PER_BLOCK: 12 for Llama-2-7B. In smaller updates, such as that
-// of GPT-2, it is 1.
+// number with which each block has at least MIN_BUNDLES_PER_BLOCK: 12 for Llama-2-7B. In small updates, such
+// as that of GPT-2, it is 1.
 //   - Why there are several rounds. The bundles that take the careful path (part 2) are slow, and they are
 //     neighbours: the embeddings of tokens that no longer occur. More blocks share out the slow bundles
 //     better.

@@ -53,7 +53,9 @@
 //   GEMM                          both codes                     branch (N, C), BF16
 //   residual_add()                residual stream, branch        their sum, in BF16 for the next sum, and in
 //                                                                groups for the next norm; that norm's row
-//                                                                statistics, and the amax of its output
+//                                                                statistics, and the amax of its output.
+//                                                                (After the last layer: in BF16 for the
+//                                                                final norm, and its row statistics)
 //
 // The quantizers are in coat.cu, residual_add() is in gpu/norm.cu, and the GEMM is a call of cuBLASLt
 // (gpu/gemm.cpp). fprop() calls write_operand() of coat.cu, which calls quantize_operand().

@@ -130,8 +130,7 @@ template <class Real> __device__ Real sum_of_warp(Real x) {
 // FP8 codes and scales (the paper's preliminaries):
 //   s = amax / FMAX,  code = encode(x / s),  x' = s * decode(code)
 
-// FORMAT is E4M3 or E5M2, known when a kernel is compiled. (A kernel that learns the format when it runs has
-// the arguments e5m2 and fmax.)
+// FORMAT is E4M3 or E5M2, known when a kernel is compiled.
 template <Format FORMAT>
 constexpr __nv_fp8_interpretation_t CUDA_FORMAT = FORMAT == Format::E5M2 ? __NV_E5M2 : __NV_E4M3;
 template <Format FORMAT> constexpr float FMAX = format_info(FORMAT).fmax;  // 448; 57,344

@@ -19,7 +19,7 @@
 // What they use of this file:
 //   ThreadTile       where the thread's 8 x 8 elements of x are (part 1)
 //   Producer         the type of the producer, which loads or computes the values of x (part 3). PLANES is 2
-//                    for [gate | up], else 1
+//                    where gate and up are kept apart, else 1
 //   for_each_row()   calls the lambda for each of the thread's 8 rows (part 4). The lambda is given the
 //                    number of the row, its values v, and whether they are live. Here it needs only v
 #pragma once
@@ -43,9 +43,9 @@ namespace coat::gpu {
 // These are whole sectors. (A sector is 32 bytes. A warp's load or store takes time for each sector that it
 // touches, however little of it is used.)
 //
-// Planes. [gate | up] has two planes side by side, gate and up, each with plane_cols columns. A thread block
-// has a tile of both, with the same rows and columns, and a thread a thread tile of both. Any other tensor
-// has one plane.
+// Planes. Where gate and up are kept apart, [gate | up] has two planes side by side, gate and up, each with
+// plane_cols columns. A thread block has a tile of both, with the same rows and columns, and a thread a
+// thread tile of both. So it is with their gradients. Any other tensor has one plane.
 
 constexpr int TILE_SIDE = 128;                        // rows and columns of a tile
 constexpr int THREAD_ROWS = 8;                        // rows of a thread tile
@@ -56,9 +56,9 @@ constexpr int TILE_THREADS = SIDE_THREADS * SIDE_THREADS;
 constexpr int TILE_BLOCKS_PER_SM = 4;
 
 // Where the thread tile of this thread is. The tiles of a tensor lie in rows and columns. A thread block has
-// the tile in the row of tiles tile_row, which is blockIdx.y, and in the column of tiles blockIdx.x. (Only in
-// gpu/column_sums.cu a thread block has several tiles, one after the other: one in each of several rows of
-// tiles.)
+// the tile in the row of tiles tile_row, which is blockIdx.y, and in the column of tiles blockIdx.x. (This
+// can wait: in gpu/column_sums.cu a thread block has several tiles, one after the other: one in each of
+// several rows of tiles.)
 struct ThreadTile {
     int across, down;  // the thread's number across and down the 16 x 16 threads of its tile
     int64_t row, col;  // of the first element, in the tensor (in each plane, if there are two)
@@ -142,13 +142,12 @@ inline __device__ float gelu_backward(float u, float d) {
 //                                plane
 
 // The distance, in elements, from a thread's first row to its row i of a tensor with `cols` columns. It has
-// 32 bits, so that a single instruction computes an address from that of the first row. (In coat.cu
-// write_values_kernel() calls element_index() for each row instead: there this takes fewer instructions.)
+// 32 bits, so that a single instruction computes an address from that of the first row.
 inline __device__ uint32_t row_offset(int i, int64_t cols) { return uint32_t(i) * uint32_t(cols); }
 
 // The producer of the LazyTensors whose op is OP, and whose input is read through a StoredView (device.cuh).
-// The input of a gated activation has two planes, any other input one. The activation's output, SiLU(gate) x
-// up, has one plane.
+// INPUT_PLANES is 2 where gate and up of the input are kept apart, else 1. The activation's output,
+// SiLU(gate) x up, has one plane.
 template <LazyOp OP, class StoredView, int INPUT_PLANES = 1> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,
                           ACTIVATION_BACKWARD = OP == LazyOp::ActivationBackward;

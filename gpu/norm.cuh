@@ -32,10 +32,9 @@ inline __device__ uint32_t first_column_of_chunk(int c) {
 // The sums of a team's warps pass through a buffer in shared memory. There are two, 0 and 1, and the caller
 // says which one to use. RMSNorm takes one sum over a row, and either will do. Two calls that follow each
 // other, as for the mean and the variance of LayerNorm, use different buffers, because some thread may still
-// be reading the buffer of the first call when another thread writes its part of the second. (This can wait:
-// gpu/norm_backward.cu calls the function in a loop over rows. The third call may use the buffer of the first
-// again: in the __syncthreads() of the second, all threads have finished reading it. Sums with COUNT 2 have
-// two buffers of their own.)
+// be reading the buffer of the first call when another thread writes its part of the second. A third call may
+// use the buffer of the first again: at the __syncthreads() of the second, all threads have read it. (Sums
+// with COUNT 2 have two buffers of their own.)
 constexpr int SUM_BUFFERS = 2;
 template <int COUNT> __device__ void sum_over_row(float (&x)[COUNT], int buffer) {
     __shared__ float buffers[SUM_BUFFERS][COUNT][MAX_WARPS_PER_TEAM];
@@ -80,6 +79,7 @@ inline __device__ RowStatistics compute_row_statistics(const ChunkValues (&x)[MA
     float squares = 0;
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++)
         for (int j = 0; j < CHUNK_SIZE; j++) {
+            // Past the end of a row x is 0, but x - mean is not (LayerNorm).
             const float deviation = first_column_of_chunk(c) < C ? __fsub_rn(x[c][j], mean) : 0.0f;
             squares = __fmaf_rn(deviation, deviation, squares);
         }
