@@ -24,24 +24,12 @@ __device__ float amax_of_norm(const Norm& norm, const ChunkValues (&x)[MAX_CHUNK
 
 // The kernel adds rows of two tensors, a and b. Row r of the sum is
 //   residual_add()   a[r] + b[r]: the residual stream and a branch
-//   embed()          a[tokens[r]] + b[r % T]: the embedding and the positions
+//   embed()          a[tokens[r]] + b[r % T]: the embedding and the positions (this can wait)
 struct Summands {
     TensorRef a, b;                   // b may be no tensor
     const int32_t* tokens = nullptr;  // null in residual_add()
     int64_t T = 1;
 };
-struct SummandRows {
-    int64_t of_a, of_b;
-};
-__device__ SummandRows find_summand_rows(const Summands& summands, int64_t row, int64_t rows) {
-    SummandRows summand_rows{.of_a = row, .of_b = row};
-    if (summands.tokens) {
-        if (row < rows) summand_rows.of_a = summands.tokens[row];
-        // In 32 bits a division has far fewer instructions than in 64. No GPU has memory for 2^32 rows.
-        summand_rows.of_b = uint32_t(row) % uint32_t(summands.T);
-    }
-    return summand_rows;
-}
 
 // The kernel of residual_add() and of embed(). gpu/norm.h says what it writes; norm_input is the view of
 // norm.input.
@@ -54,12 +42,17 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     const int64_t row = int64_t(blockIdx.x) * blockDim.y + threadIdx.y;
     const int64_t rows = norm.input.rows, C = norm.input.cols;
     auto is_live = [&](int c) { return row < rows && first_column_of_chunk(c) < C; };
-    const SummandRows summand_rows = find_summand_rows(summands, row, rows);
+    int64_t row_of_a = row, row_of_b = row;
+    if (summands.tokens) {  // embed()
+        if (row < rows) row_of_a = summands.tokens[row];
+        // In 32 bits a division has far fewer instructions than in 64. No GPU has memory for 2^32 rows.
+        row_of_b = uint32_t(row) % uint32_t(summands.T);
+    }
     StoredChunk loaded_a[MAX_CHUNKS_PER_THREAD] = {}, loaded_b[MAX_CHUNKS_PER_THREAD] = {};
     for (int c = 0; c < MAX_CHUNKS_PER_THREAD; c++) {
         if (!is_live(c)) continue;
-        loaded_a[c] = a.load(summand_rows.of_a * C + first_column_of_chunk(c));
-        if (b.data) loaded_b[c] = b.load(summand_rows.of_b * C + first_column_of_chunk(c));
+        loaded_a[c] = a.load(row_of_a * C + first_column_of_chunk(c));
+        if (b.data) loaded_b[c] = b.load(row_of_b * C + first_column_of_chunk(c));
     }
     ChunkValues sum[MAX_CHUNKS_PER_THREAD];
 #pragma unroll
