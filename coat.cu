@@ -125,7 +125,7 @@ void write_values(const LazyTensor& x, const TensorRef& out, cudaStream_t stream
 //   of the inputs of norms              residual_add() and embed() (gpu/norm.cu)
 //   of q, k, v and attention's output   quantize_to_groups_kernel(), only with --attention groups
 
-// The largest of `largest` and the magnitudes of the activation's output for one row of the thread's values.
+// Returns `largest`, raised to the largest magnitude of the activation's output in one row of the thread.
 template <int PLANES>
 static __device__ float amax_of_activation(float largest, const ChunkValues (&v)[PLANES]) {
     for (int j = 0; j < CHUNK_SIZE; j++) {
@@ -243,10 +243,11 @@ void quantize_operand(const LazyTensor& x, const Operand& out, QuantStats* quant
     const bool e5m2 = format.element_format == Format::E5M2;
     with_producer_of_bf16_or_groups(x, [&](auto producer) {
         using P = decltype(producer);
-        auto kernel = quantize_operand_kernel<P, Format::E4M3, /*TRANSPOSED=*/false>;
-        if (e5m2) kernel = quantize_operand_kernel<P, Format::E5M2, /*TRANSPOSED=*/false>;
-        if (out.transposed) kernel = quantize_operand_kernel<P, Format::E4M3, /*TRANSPOSED=*/true>;
-        if (out.transposed && e5m2) kernel = quantize_operand_kernel<P, Format::E5M2, /*TRANSPOSED=*/true>;
+        auto kernel = e5m2 ? quantize_operand_kernel<P, Format::E5M2, /*TRANSPOSED=*/false>
+                           : quantize_operand_kernel<P, Format::E4M3, /*TRANSPOSED=*/false>;
+        if (out.transposed)
+            kernel = e5m2 ? quantize_operand_kernel<P, Format::E5M2, /*TRANSPOSED=*/true>
+                          : quantize_operand_kernel<P, Format::E4M3, /*TRANSPOSED=*/true>;
         launch("quantize_operand", kernel, tile_grid(producer.rows, producer.plane_cols), TILE_THREADS,
                /*shared_bytes=*/0, stream, producer, out.tensor.tensor_scale,
                static_cast<uint8_t*>(out.tensor.data), static_cast<uint8_t*>(out.transposed));
