@@ -2,7 +2,7 @@
 // work is put on a stream. (gpu/handles.h makes streams, and has what else the host needs of CUDA.)
 //
 // A dry run finds out how much memory a training step takes. It runs the same code, but needs no GPU: its
-// stream is DRY_RUN, and enqueue(), through which nearly all work is put on a stream, then does nothing.
+// stream is DRY_RUN, and enqueue(), which puts work on a stream, then does nothing.
 #pragma once
 #include <cuda_runtime.h>
 
