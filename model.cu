@@ -212,7 +212,7 @@ public:
         if (targets) context_.wait_then_start_copy_to_gpu(memory_.targets, targets, bytes);
     }
 
-    // Adds the losses to memory_.outcome()->loss, and computes all gradients but those that follow in
+    // Adds the losses to StepOutcome::loss, and computes all gradients but those that follow in
     // add_embedding_gradients().
     void forward_and_backward() {
         forward();
@@ -467,10 +467,10 @@ public:
         return std::min(HEAD_SLICE_TOKENS, micro_batch_.N - first);
     }
 
-    // memory_.outcome()->loss += the sum of the losses * StepExchange::loss_weight.
+    // StepOutcome::loss += the sum of the losses * StepExchange::loss_weight.
     void add_losses_to_outcome() {
         add_loss_sum(memory_.losses, micro_batch_.N, &memory_.step_exchange->loss_weight,
-                     &memory_.outcome()->loss, stream_);
+                     &memory_.outcome_on_gpu()->loss, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -664,12 +664,12 @@ public:
         finish_bucket(bucket);
     }
 
-    // memory_.outcome()->loss_or_nan = the loss so far; or NaN, if an amax is not finite, because FP8 codes
+    // StepOutcome::loss_or_nan = the loss so far; or NaN, if an amax is not finite, because FP8 codes
     // hide infinity and NaN. A step whose loss_or_nan is NaN is skipped.
     void note_loss_or_nan() {
-        StepOutcome* const outcome = memory_.outcome();
-        write_loss_or_nan(scale_table_.entries(), scale_table_.entry_count(), &outcome->loss,
-                          &outcome->loss_or_nan, stream_);
+        StepOutcome* const outcome_on_gpu = memory_.outcome_on_gpu();
+        write_loss_or_nan(scale_table_.entries(), scale_table_.entry_count(), &outcome_on_gpu->loss,
+                          &outcome_on_gpu->loss_or_nan, stream_);
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -684,13 +684,13 @@ public:
     void update_buckets(const AdamWOptions& options, int64_t first_bucket, int64_t end_bucket) {
         const ParamsToUpdate params = parameter_tensors_.params_of_buckets(first_bucket, end_bucket);
         const Range units = parameter_tensors_.units_of_buckets(first_bucket, end_bucket);
-        StepOutcome* const outcome = memory_.outcome();
-        GradientState* const gradient_state = &outcome->gradient_state;
+        StepOutcome* const outcome_on_gpu = memory_.outcome_on_gpu();
+        GradientState* const gradient_state = &outcome_on_gpu->gradient_state;
         double* const loss_and_squares = memory_.loss_and_squares;
         const int64_t row_size = 1 + units.count;
         double* const own_row = loss_and_squares + settings_.rank * row_size;
 
-        compute_gradient_squares(params, units, &outcome->loss_or_nan, own_row, stream_);
+        compute_gradient_squares(params, units, &outcome_on_gpu->loss_or_nan, own_row, stream_);
         sharding_.all_gather(loss_and_squares, row_size * int64_t(sizeof(double)));
         update_gradient_state(loss_and_squares, units.count, settings_.ranks, options.clip, gradient_state,
                               stream_);
@@ -932,7 +932,7 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // Evaluations and prompts: what follows forward() where no gradients are wanted
 
-    // Adds the losses to memory_.outcome()->loss.
+    // Adds the losses to StepOutcome::loss.
     void loss_without_gradients() {
         const Arena::Scope scope(arena_);
         sharding_.gather_weights(sharding_.head_weight_set(), Direction::Forward);
@@ -1026,7 +1026,7 @@ public:
         const StepOutcome outcome = fetch_outcome();
         const bool skipped = outcome.gradient_state.skip != 0;
         first_step_done_ = true;
-        if (!skipped && outcome.empty_histories == 0) scale_table_.any_empty_history = false;
+        if (scale_table_.delayed() && !skipped) scale_table_.note_empty_histories(outcome.empty_histories);
         // This is not loss_or_nan, because `skipped` says whether an amax was not finite. (An evaluation has
         // no such field, so validation_loss() returns loss_or_nan.)
         return {.loss = sum_over_ranks(outcome.loss),
@@ -1052,7 +1052,7 @@ public:
         loss_weight_ = 1.0 / target_count;
         context_.wait_then_start_copy_to_gpu(&memory_.step_exchange->loss_weight, &loss_weight_,
                                              sizeof(double));
-        clear_async(memory_.outcome(), sizeof(StepOutcome), stream_);
+        clear_async(memory_.outcome_on_gpu(), sizeof(StepOutcome), stream_);
         context_.quant_report = report;
         context_.quant_stats = report ? memory_.step_exchange->quant_stats : nullptr;
         if (scale_table_.delayed()) begin_delayed_scaling();
@@ -1090,7 +1090,7 @@ public:
         if (settings_.keep_gradients)
             network_.update_buckets(options, /*first_bucket=*/0, /*end_bucket=*/bucket_count);
         after_weight_change();
-        if (scale_table_.delayed()) scale_table_.update_histories(memory_.outcome());
+        if (scale_table_.delayed()) scale_table_.update_histories(memory_.outcome_on_gpu());
     }
     // What was made of the old weights is not valid any more. Then ranks agree on the amaxes of the new
     // weights. (Llama: nothing was made, and there is one rank.)
@@ -1103,7 +1103,7 @@ public:
     // Waits until the step has run, and returns what it has found out.
     StepOutcome fetch_outcome() const {
         StepOutcome outcome{};
-        context_.copy_to_host(&outcome, memory_.outcome(), sizeof outcome);
+        context_.copy_to_host(&outcome, memory_.outcome_on_gpu(), sizeof outcome);
         return outcome;
     }
 

@@ -9,16 +9,16 @@ namespace coat::gpu {
 constexpr int THREADS = 256;  // threads of a block
 
 static __global__ void __launch_bounds__(THREADS)
-    write_loss_or_nan_kernel(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan) {
+    write_loss_or_nan_kernel(const TensorScale* entries, int64_t n, const double* loss, double* loss_or_nan) {
     bool finite = true;
-    for (int64_t i = threadIdx.x; i < n; i += THREADS) finite = finite && isfinite(amaxes[i].amax);
+    for (int64_t i = threadIdx.x; i < n; i += THREADS) finite = finite && isfinite(entries[i].amax);
     finite = __syncthreads_and(finite);
     if (threadIdx.x == 0) *loss_or_nan = finite && !isnan(*loss_or_nan) ? *loss : NAN;
 }
 
-void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
+void write_loss_or_nan(const TensorScale* entries, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream) {
-    launch("write_loss_or_nan", write_loss_or_nan_kernel, 1, THREADS, /*shared_bytes=*/0, stream, amaxes, n,
+    launch("write_loss_or_nan", write_loss_or_nan_kernel, 1, THREADS, /*shared_bytes=*/0, stream, entries, n,
            loss, loss_or_nan);
 }
 

@@ -11,7 +11,8 @@ namespace coat::gpu {
 // *loss_or_nan = *loss, or NaN if one of n amaxes is not finite: FP8 codes hide values that are not finite,
 // but the amax shows them. If *loss_or_nan is NaN, update_gradient_state() skips the step. Once it is NaN,
 // it stays NaN for the rest of the step.
-void write_loss_or_nan(const TensorScale* amaxes, int64_t n, const double* loss, double* loss_or_nan,
+//   entries   of the ScaleTable (gpu/scale_table.h), each with an amax
+void write_loss_or_nan(const TensorScale* entries, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream);
 
 // Computes the sums of squares of the gradients, one for each unit (gpu/memory_layout.h). The loss and
@@ -24,11 +25,9 @@ void compute_gradient_squares(const ParamsToUpdate& params, const Range& units, 
 // Completes the state: adds up the squares, and computes the norm, the factor that clips it, and whether the
 // step is skipped. A step makes one call, for all its gradients. (With --gradients none it makes a call for
 // each bucket, and state->norm is the norm of the buckets so far.) clip_limit is the largest norm that is
-// not clipped; 0 means that nothing is clipped. The step is skipped if
-//   - the loss is not finite, or write_loss_or_nan() has replaced it by NaN, or
-//   - the norm is not finite, or
-//   - the norm of the gradients of this call is 2^62 or more after clipping: their squares might be too
-//     large for a second moment.
+// not clipped; 0 means that nothing is clipped. The step is skipped for one of the first two reasons of
+// StepResult::skipped (common/step.h). (With --gradients none the second reason looks at the norm of the
+// gradients of this call.)
 //
 // loss_and_squares: (ranks, 1 + unit_count), with one GPU one row.
 //

@@ -45,11 +45,10 @@ static int64_t layers_alive(const ModelConfig& config, const Param& p) {
     return written_last ? 0 : config.L;
 }
 
-// The lowest offset at which no gradient is written over activations that are still needed. (The sums of
-// several micro-batches must also outlive the activations of the next one.)
 int64_t gradients_offset(const RunSettings& s) {
     const ModelConfig& config = s.config;
     const int64_t layer_bytes = saved_layer_bytes(s);
+    // The sums of several micro-batches must outlive the activations of the next one
     if (s.micro_batches_per_rank > 1) return config.L * layer_bytes;
     const std::vector<Param> params = parameters(config);
     const std::vector<ParamPlace> places = param_places(s);

@@ -10,8 +10,20 @@
 // Backward goes from the last bucket to the first one.
 //
 // A unit is UNIT_SIZE = 8192 elements of a parameter, or fewer at its end. The squares of gradients are first
-// summed by unit. (This can wait: with several GPUs each owns a part of every matrix. Matrices are cut
-// between units, so the sums are the same for any number of GPUs.)
+// summed by unit. (This can wait: with several GPUs matrices are cut between units, so the sums are the same
+// for any number of GPUs.)
+//
+// With several GPUs each of them is a rank, which owns a part of each matrix. What a rank owns has its own
+// names. With one GPU, which owns everything, there are two names for one thing. Read the left one as the one
+// beside it:
+//
+//   what a rank owns                     with one GPU                      where it is
+//   param_places[i].owned                all elements of parameter i       below
+//   param_places[i].memory_offset        params[i].flat_offset             below
+//   owned_weights                        all weights                       gpu/memory_map.h
+//   gradient_sums_by_bucket              gradients_by_bucket               gpu/memory_map.h
+//   owned_weight_data(i)                 weights[i].data                   gpu/parameter_tensors.h
+//   owned_gradient_sum(i)                gradients[i].data                 gpu/parameter_tensors.h
 #pragma once
 #include "../common/ranks.h"
 
@@ -85,11 +97,10 @@ inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
 // (This can wait: in a step of 8 x 2048 tokens on one GPU the answer is no.) Whether the slices of a
 // micro-batch add to the gradient of the head's weight in FP32, so that their sum is rounded once.
 //
-// The rule is that at most four gradients are added to a BF16 sum in a step. Each slice of each micro-batch
-// adds one. So does the embedding in each micro-batch, if the head is tied to it. For example, 8 x 2048
+// At most four gradients are added to a BF16 sum in a step. gradient_format() of common/model.h, which
+// chooses the format of all gradients, counts each micro-batch as one. Here each slice of each micro-batch
+// counts as one. So does the embedding in each micro-batch, if the head is tied to it. For example, 8 x 2048
 // tokens are 4 slices. A step of one such micro-batch sums in BF16, and a step of two in FP32.
-// (gradient_format() of common/model.h, which chooses the format of all gradients, counts the slices of a
-// micro-batch as one.)
 inline bool head_sum_in_fp32(const RunSettings& s) {
     const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS);
     const int64_t additions = micro_batches_of_step(s) * (slices + s.config.tied);

@@ -12,8 +12,9 @@ namespace coat::gpu {
 
 // What a step finds out, on the device. The host clears it before the step and fetches it at the end.
 struct StepOutcome {
-    double loss;                   // the sum of the losses so far, times loss_weight: see StepExchange
-    double loss_or_nan;            // `loss`; or NaN, if an amax was not finite. Then the step is skipped
+    double loss;  // the sum of the losses so far, times loss_weight: see StepExchange
+    // `loss`; or NaN, if an amax was not finite. This NaN is the flag that the step is to be skipped.
+    double loss_or_nan;
     GradientState gradient_state;  // the norm of the gradients, and whether the step is skipped
     uint32_t empty_histories;      // delayed scaling: how many operands have had no amax yet
 };
@@ -28,17 +29,16 @@ struct StepExchange {
     QuantStats quant_stats[int(MeasuredKind::Moment1)];
 };
 
-// The map: where everything is that lasts for the run. The members have the order of the memory. Behind them
-// lies the stack: what a step allocates where it uses it (Arena::Scope), such as the operands of one linear
-// layer, gradients of activations, and logits. (The FP8 codes of all weights lie in between, if a run caches
-// them.)
+// The map: where everything is that lasts for the run. All pointers are addresses on the GPU, which the host
+// passes on and never reads. The members have the order of the memory. Behind them lies the stack: what a
+// step allocates where it uses it (Arena::Scope), such as the operands of one linear layer, gradients of
+// activations, and logits. (The FP8 codes of all weights lie in between, if a run caches them.)
 //
 // Backward writes the gradients of weights where the update reads them. Usually they lie over the saved
 // activations, as in the drawing of gpu/memory_layout.h.
 struct MemoryMap {
     StepExchange* step_exchange;
-    StepOutcome* outcome() const { return &step_exchange->outcome; }  // on the device
-    void* gemm_scratch;                                               // CublasGemms::SCRATCH_BYTES
+    void* gemm_scratch;  // CublasGemms::SCRATCH_BYTES
     // What decides whether a step is skipped, (ranks, 1 + units). A row has loss_or_nan, and then sums
     // of squares of gradients, one for each unit. With one GPU there is one row.
     double* loss_and_squares;
@@ -68,6 +68,8 @@ struct MemoryMap {
     RowStatistics* row_statistics;   // (N) of the norm that ran last
     float* losses;                   // (N)
     float2* rope_table;              // (T, HS / 2) {cos, sin}, for the whole run; of models with RoPE
+
+    StepOutcome* outcome_on_gpu() const { return &step_exchange->outcome; }
 };
 
 // Allocates all members, in the order of the struct.

@@ -52,7 +52,6 @@ void ParameterTensors::list_weights_and_gradients() {
     }
 }
 
-// Fills memory_.adamw_params, AdamW's table of parameters.
 void ParameterTensors::upload_adamw_params() {
     std::vector<AdamWParam> table;
     int64_t bundles = 0;

@@ -44,7 +44,7 @@ public:
     Range units_of_buckets(int64_t first_bucket, int64_t end_bucket) const;
 
     // Where this rank's part of parameter i begins: its weights; and the sums of its gradients, which the
-    // update reads.
+    // update reads. (With one GPU: weights[i].data and gradients[i].data.)
     uint8_t* owned_weight_data(size_t i) const {
         return static_cast<uint8_t*>(memory_.owned_weights.values) +
                param_places[i].memory_offset * bytes_per_weight;
@@ -89,13 +89,6 @@ private:
 //
 // Each of them is a rank, which owns a part of each matrix. A matrix has no data in `weights` until it is
 // gathered. Then Sharding writes its address and its format there. Backward writes gradients to buffers, and
-// the update reads the sums of the step. With one GPU some names mean the same:
-//
-//   with several GPUs                          with one GPU
-//   param_places[i].owned                      all elements of parameter i
-//   param_places[i].memory_offset              params[i].flat_offset
-//   owned_weight_data(i)                       weights[i].data
-//   owned_gradient_sum(i)                      gradients[i].data
-//   gradient_sums_by_bucket in the MemoryMap   gradients_by_bucket in the MemoryMap
+// the update reads the sums of the step. So the names in the table at the top of gpu/memory_layout.h differ.
 
 }  // namespace coat::gpu

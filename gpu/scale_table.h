@@ -6,8 +6,9 @@
 namespace coat::gpu {
 
 // The table of scales, on the device. An entry, a TensorScale (gpu/tensors.h), has an amax and the scale that
-// follows from it. Each linear layer has three entries, one for each of its operands. The entries of all
-// weights come first:
+// follows from it. An entry is called after its scale, which GEMMs read. But what most kernels find, and what
+// is cleared, is its amax. Each linear layer has three entries, one for each of its operands. The entries of
+// all weights come first:
 //
 //   w of each linear layer | x of each linear layer | g of each linear layer
 //
@@ -43,6 +44,10 @@ public:
     // True at the start of a run with delayed scaling, until a step that was not skipped has found an amax
     // for every operand. While it is true, an operand whose history is empty is scaled just in time.
     bool any_empty_history = false;
+    // To be called after a step that was not skipped, with the number of histories that it found empty.
+    void note_empty_histories(uint32_t empty_histories) {
+        if (empty_histories == 0) any_empty_history = false;
+    }
     // To be called after the state has been initialized or written: histories may be empty now.
     void expect_empty_histories();
     // To be called after the update. Adds the amaxes of the step to the histories, computes the scales of the
