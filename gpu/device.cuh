@@ -145,17 +145,17 @@ template <Format FORMAT> __device__ float2 decode_two(uint32_t codes) {
 }
 // Eight codes of v * inverse_scale.
 template <Format FORMAT> __device__ uint2 encode(const ChunkValues& v, float inverse_scale) {
-    uint32_t pairs[4];  // of codes
+    uint32_t two_codes[4];
     for (int i = 0; i < 4; i++)
-        pairs[i] = encode_two<FORMAT>(v[2 * i] * inverse_scale, v[2 * i + 1] * inverse_scale);
-    return {pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16};
+        two_codes[i] = encode_two<FORMAT>(v[2 * i] * inverse_scale, v[2 * i + 1] * inverse_scale);
+    return {two_codes[0] | two_codes[1] << 16, two_codes[2] | two_codes[3] << 16};
 }
 // Eight values, code * scale.
 template <Format FORMAT> __device__ void decode(uint2 codes, float scale, ChunkValues& v) {
     for (int i = 0; i < 4; i++) {
-        const float2 pair = decode_two<FORMAT>(((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
-        v[2 * i] = pair.x * scale;
-        v[2 * i + 1] = pair.y * scale;
+        const float2 two = decode_two<FORMAT>(((i < 2 ? codes.x : codes.y) >> (16 * (i & 1))) & 0xFFFFu);
+        v[2 * i] = two.x * scale;
+        v[2 * i + 1] = two.y * scale;
     }
 }
 
@@ -220,11 +220,11 @@ inline __device__ float sigmoid(float x) { return one_over_1_plus_exp2(__fmul_rn
 //   store(i, v, live)             stores v rounded, but leaves v as it is
 
 inline __device__ uint32_t pack_bf16(float lo, float hi) {  // two BF16 in 32 bits
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(lo, hi);
-    return *reinterpret_cast<const uint32_t*>(&pair);
+    const __nv_bfloat162 two = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<const uint32_t*>(&two);
 }
-inline __device__ float2 unpack_bf16(uint32_t pair) {
-    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u)};
+inline __device__ float2 unpack_bf16(uint32_t two) {
+    return {__uint_as_float(two << 16), __uint_as_float(two & 0xFFFF0000u)};
 }
 
 // Stores a value of 4, 8 or 16 bytes with one instruction. (An assignment through a cast pointer may become
