@@ -66,6 +66,18 @@
 // thread takes, counts a loop as often as it runs, and divides by the elements of the thread. An *element* is
 // what the thread has of one parameter. The counts are those of nvcc 12.9; the measured program was built by
 // 13.0, whose count is known to be another in rung 1, and stands there, too.
+//
+// Words that README.md does not explain, because no other ladder uses them:
+//
+//   copysignf(a, b)                       the magnitude of a with the sign of b
+//   fabsf(a), rintf(a)                    the magnitude of a; the nearest integer
+//   fast_exp2, fast_reciprocal,           one instruction each for the special function unit, with errors of
+//   fast_sqrt, fast_log2_of_normal        about 2^-22. The last one takes a subnormal number (below 2^-126)
+//                                         as 0
+//   fast_log2                             is right for such a number, too: for this the compiler adds a
+//                                         comparison, a multiplication and an addition
+//   struct Table : Reciprocals            Table has all that Reciprocals has, but for what it defines itself
+//   explicit FieldOfLane(const State& s)  how a FieldOfLane is made from s: by FieldOfLane(s)
 #include "../../gpu/device.cuh"
 #include "adamw_data.h"
 #include "neighbours.h"
@@ -280,7 +292,7 @@ void launch_rung2(const State& s, const Constants& c) {
 //   expand     rung 2   FMAX * powf(fabsf(x) / s.max, s.k)
 //              rung 3   FMAX * power(fabsf(x) / s.max, s.k)
 //
-// fast_log2 and fast_exp2 are one instruction each, lg2.approx and ex2.approx. Their relative error is about
+// fast_log2 and fast_exp2 are the instructions lg2.approx and ex2.approx. Their relative error is about
 // 2^-22. A code has four significant bits, so it notices only if a value lies on the edge between two codes:
 // see the last column of the table that the program prints.
 //
