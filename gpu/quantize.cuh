@@ -50,19 +50,8 @@ inline __device__ void transpose_4x4(const uint32_t (&row)[4], uint32_t (&column
 //   slot = word ^ (2 * across) ^ (down & 1)
 //
 // So no two lanes of a warp need the same bank at once, neither to write nor to read: rung 7 of the ladder
-// says why. This is the tile, a line for the columns of each `across`: which word is in which slot. A piece
-// is what stands between two bars. When a warp with down 0 and 1 writes its upper words, its threads of down
-// 0 write the words in [ ], and those of down 1 the words in ( ):
-//
-//   slot          0    1    2    3  |  4    5    6    7  |  8    9   10   11  |  12   ...  31
-//   across 0     [0]   1    3   (2) |  4    5    7    6  |  8    9   11   10  |  12        30
-//   across 1      3   (2)  [0]   1  |  7    6    4    5  | 11   10    8    9  |  15        29
-//   across 2      4    5    7    6  | [0]   1    3   (2) | 12   13   15   14  |   8        26
-//   across 3      7    6    4    5  |  3   (2)  [0]   1  | 15   14   12   13  |  11        25
-//   ...
-//
-// Piece p is in the four slots from 4 * (p ^ (across / 2)) on. Its words are there in the order 0, 1, 3, 2 if
-// `across` is even, and in the order 3, 2, 0, 1 if it is odd.
+// says why, and draws the tile. Piece p is in the four slots from 4 * (p ^ (across / 2)) on. Its words are
+// there in the order 0, 1, 3, 2 if `across` is even, and in the order 3, 2, 0, 1 if it is odd.
 struct TransposeTile {
     static constexpr int WORDS = TILE_SIDE / 4;  // of a column
     static constexpr int PIECE_ROWS = 16;
