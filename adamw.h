@@ -60,8 +60,9 @@ struct AdamWParam {
     // The number of its first unit, in the flat order: squares of gradients are summed in units of UNIT_SIZE
     // = 8192 elements (common/ranks.h). (This can wait: gpu/gradient_norm.cu.)
     int64_t first_unit = 0;
-    // Elements before the parameter in the flat order, by which random bits are numbered. (So they do not
-    // depend on the number of ranks. With one GPU this is memory_offset.)
+    // Elements before the parameter in the flat order, by which random bits are numbered. (This can wait: for
+    // weights without masters. The random bits do not depend on the number of ranks. With one GPU this number
+    // is memory_offset.)
     int64_t flat_offset = 0;
 
     // Whether m and v are FP8 codes in moment groups. Then the kernel of adamw.cu updates the parameter, else
