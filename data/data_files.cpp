@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <deque>
 #include <iterator>
 #include <optional>
 #include <set>
@@ -44,34 +43,20 @@ static bool holds_model(const std::string& folder) {
 
 namespace {
 
-// Collects the files below a folder.
+// Collects the files below a folder. Links to files are followed. Links to folders are not, because they
+// could lead in a circle, or to everything above the data. (data/records.py has the same rule.)
 class Walk {
 public:
     Walk(const std::set<FileId>& written, std::vector<LeftOut>& left_out)
         : written_(written), left_out_(left_out) {}
 
-    // A link may lead to another folder of the data, or in a circle. So each folder is entered once, and
-    // links are followed last: a folder that also has a path without links is entered by that path. Links to
-    // folders above the data are not followed: they would bring in everything there.
     std::vector<std::string> files_below(const std::string& folder) {
-        std::error_code none;
-        for (fs::path above = fs::canonical(folder, none); above.has_relative_path();) {
-            above = above.parent_path();
-            if (const auto id = id_of(above.string())) above_.insert(*id);
-        }
         enter(folder);
-        while (!linked_folders_.empty()) {
-            const std::string linked = linked_folders_.front();
-            linked_folders_.pop_front();
-            enter(linked);
-        }
         return files_;
     }
 
 private:
     void enter(const std::string& folder) {
-        const std::optional<FileId> id = id_of(folder);
-        if (!id || !entered_.insert(*id).second) return;
         std::error_code failed;
         std::vector<std::string> names;
         for (const auto& entry : fs::directory_iterator(folder, failed))
@@ -85,15 +70,14 @@ private:
     void visit(const std::string& path) {
         std::error_code none;
         const std::optional<FileId> id = id_of(path);
-        const bool is_link = fs::is_symlink(path, none);
         if (!id) return leave_out(path, "is a link that leads nowhere");
         if (written_.count(*id)) return leave_out(path, "is written by this run");
         if (fs::is_regular_file(path, none)) return files_.push_back(path);
         if (!fs::is_directory(path, none)) return leave_out(path, "is neither a file nor a folder");
-        if (above_.count(*id)) return leave_out(path, "is a link to a folder above the data");
+        if (fs::is_symlink(path, none))
+            return leave_out(path, "is a link to a folder; give that folder, too");
         if (holds_model(path)) return leave_out(path, "is a model or a checkpoint");
-        if (!is_link) return enter(path);
-        linked_folders_.push_back(path);
+        enter(path);
     }
 
     void leave_out(const std::string& path, const std::string& reason) {
@@ -102,8 +86,6 @@ private:
 
     const std::set<FileId>& written_;
     std::vector<LeftOut>& left_out_;
-    std::set<FileId> above_, entered_;        // the folders above the data, and those that were entered
-    std::deque<std::string> linked_folders_;  // to which links lead; they are still to be entered
     std::vector<std::string> files_;
 };
 

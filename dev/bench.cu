@@ -24,7 +24,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 
-#include "../program/plan.h"
+#include "../gpu/gpu_model.h"
 #include "bench_operators.h"
 
 namespace {

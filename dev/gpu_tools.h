@@ -1,5 +1,4 @@
-// gpu_tools.h - what the bench and the ladders share: arrays in device memory (test/help/device_buffer.h),
-// and the clock.
+// gpu_tools.h - what the bench and the ladders share: arrays in device memory, and the clock.
 #pragma once
 #include <algorithm>
 #include <functional>
@@ -7,11 +6,11 @@
 
 #include "../coat.h"
 #include "../gpu/handles.h"
-#include "../test/help/device_buffer.h"
+#include "device_buffer.h"
 
 namespace coat::dev {
 
-template <class T> using Buffer = test::DeviceBuffer<T>;
+template <class T> using Buffer = DeviceBuffer<T>;
 
 // Fills the L2 cache with other data, of four times its size. They are only read, so the cache then contains
 // nothing that must be written back.

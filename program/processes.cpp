@@ -127,7 +127,7 @@ std::unique_ptr<ProcessGroup> ProcessGroup::start_others(int ranks) {
 // torchrun: the ranks run already, and find rank 0
 
 // What a rank says when it connects: a text of HELLO bytes, padded with zeros.
-constexpr size_t HELLO = 96;
+constexpr size_t HELLO = 96, LONGEST_TOKEN = 64;
 static std::string hello(int ranks, int rank) {
     std::string text = concat("COAT rank ", rank, " of ", ranks, ", ", std::getenv("COAT_TOKEN"));
     text.resize(HELLO);
@@ -202,7 +202,9 @@ static int connect_to_rank_0(const Launch& launch, double deadline) {
     Header answer;
     ::send(socket, hello(launch.ranks, launch.rank).data(), HELLO, MSG_NOSIGNAL);
     const bool accepted = ::recv(socket, &answer, sizeof answer, MSG_WAITALL) == sizeof answer;
-    return accepted ? socket : -1;
+    if (accepted) return socket;
+    if (socket >= 0) ::close(socket);
+    return -1;
 }
 
 // The text of a variable of the environment.
@@ -239,7 +241,8 @@ Launch find_launch(int64_t ranks_flag) {
     // torchrun itself listens at MASTER_PORT.
     if (std::getenv("COAT_PORT")) launch.port = integer_variable("COAT_PORT", 1, MOST_PORT);
     else launch.port = integer_variable("MASTER_PORT", 1, MOST_PORT - 1) + 1;
-    variable("COAT_TOKEN");
+    if (variable("COAT_TOKEN").size() > LONGEST_TOKEN)
+        throw Error("COAT_TOKEN is longer than ", LONGEST_TOKEN, " characters; choose a shorter secret.");
     return launch;
 }
 

@@ -127,8 +127,9 @@ TEST_CASE("find_launch: torchrun says which rank this is; else --ranks says how 
         CHECK((got.rank == want.rank && got.ranks == want.ranks && got.local_rank == want.local_rank));
         CHECK((got.address == want.address && got.port == want.port));
     }
-    for (const std::string wrong : {"RANK=8", "RANK=1x", "WORLD_SIZE=2000", "WORLD_SIZE=0",
-                                    "MASTER_PORT=65535", "MASTER_ADDR= ", "COAT_TOKEN= "}) {
+    for (const std::string wrong :
+         {"RANK=8", "RANK=1x", "WORLD_SIZE=2000", "WORLD_SIZE=0", "MASTER_PORT=65535", "MASTER_ADDR= ",
+          "COAT_TOKEN= ", "COAT_TOKEN=12345678901234567890123456789012345678901234567890123456789012345"}) {
         set(torchrun + wrong);
         check_error([] { find_launch(0); }, wrong.substr(0, wrong.find('=')) + " is ");
     }

@@ -1,4 +1,4 @@
-// comparisons.cu - the tests' own comparisons find what is wrong (../help/gpu.h, ../help/device_buffer.h).
+// comparisons.cu - the tests' own comparisons find what is wrong (../help/gpu.h, ../../dev/device_buffer.h).
 #include "../help/gpu.h"
 
 using namespace coat;
@@ -32,7 +32,7 @@ TEST_CASE("same_codes: another code is noticed but for another NaN") {
 }
 
 GPU_TEST_CASE("guard_is_unchanged: a byte that is written behind an array is noticed") {
-    DeviceBuffer<uint8_t> buffer(3);
+    dev::DeviceBuffer<uint8_t> buffer(3);
     buffer.write({1, 2, 3});
     CHECK(buffer.guard_is_unchanged());
     gpu::check(cudaMemset(buffer.get() + 3, 0, 1), "Writing failed");

@@ -24,7 +24,7 @@
 #include "../../gpu/initialize.h"
 #include "../../reference/operators.h"
 #include "../../reference/optimizer.h"
-#include "device_buffer.h"
+#include "../../dev/device_buffer.h"
 #include "random.h"
 
 namespace coat::test {
@@ -42,10 +42,10 @@ inline bool gpu_available() {
 #define GPU_TEST_CASE(name) TEST_CASE("gpu: " name* doctest::skip(!coat::test::gpu_available()))
 
 // An array in device memory. At its end a test checks that no kernel has written behind it.
-template <class T> class Buffer : public DeviceBuffer<T> {
+template <class T> class Buffer : public dev::DeviceBuffer<T> {
 public:
-    explicit Buffer(int64_t n) : DeviceBuffer<T>(size_t(n)) {}
-    explicit Buffer(const std::vector<T>& host) : DeviceBuffer<T>(host) {}
+    explicit Buffer(int64_t n) : dev::DeviceBuffer<T>(size_t(n)) {}
+    explicit Buffer(const std::vector<T>& host) : dev::DeviceBuffer<T>(host) {}
     ~Buffer() { CHECK(this->guard_is_unchanged()); }
     void zero() { this->fill(0); }
 };

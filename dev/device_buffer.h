@@ -3,9 +3,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "../../gpu/cuda.h"
+#include "../gpu/cuda.h"
 
-namespace coat::test {
+namespace coat::dev {
 
 // An array of n elements, and GUARD bytes after it. At first all bytes are 0xFF. So an element that no kernel
 // has written is NaN, in every format that is used here; and a kernel that writes too far changes the guard.
@@ -46,4 +46,4 @@ private:
     T* data_ = nullptr;
 };
 
-}  // namespace coat::test
+}  // namespace coat::dev
