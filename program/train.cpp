@@ -1,12 +1,4 @@
 // program/train.cpp - the training loop. Every rank goes through it, and all ranks take the same decisions.
-// Besides run.h it uses these things of other files:
-//   checkpoints.h        create_and_lock_output_folder(), save(), save_last(), note_checkpoint()
-//   clock.h              now(): the time in seconds. seconds_per_minute()
-//   report.h             what is printed: validate_and_report(), print_step(), ...
-//   train_step.h         train_step(), options_of_next_update()
-//   processes.h          signal_received: the signal that has come to this process, or 0
-//   data/checkpoint.h    find_checkpoint(). LoopState, the type of run.state
-//   common/text.h        printable(): text that a terminal can show
 #include "../data/files.h"
 #include "checkpoints.h"
 #include "clock.h"
