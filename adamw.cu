@@ -269,7 +269,7 @@ template <class WeightsKind> struct ElementsOfThread {
     const AdamWParam& param;
     const WeightsKind weights;  // all of the parameter
     MAndV<uint8_t*> codes;      // all of the parameter
-    uint32_t largest_bits = 0;  // of the largest magnitude of the new weights that were stored so far
+    uint32_t largest_bits = 0;  // of the new weights so far: store() raises it
 
     __device__ ElementsOfThread(const AdamWArguments& arguments, const AdamWParam& param)
         : arguments(arguments), param(param), weights(arguments.weights, param.memory_offset) {
@@ -290,12 +290,12 @@ template <class WeightsKind> struct ElementsOfThread {
                 .w = weights.load(i),
                 .g = arguments.gradients.load(param.memory_offset - arguments.elements.first + i)};
     }
-    // (The moments are decoded by a codec.)
+    // Unpacks weights and gradients. (A codec decodes the moments.)
     __device__ void unpack(const LoadedElements<WeightsKind>& loaded, ChunkValues& w, ChunkValues& g) const {
         weights.unpack(loaded.w, w);
         arguments.gradients.unpack(loaded.g, g);
     }
-    // Stores nothing for a span past the last one.
+    // Stores weights and codes, but nothing for a span past the last one.
     __device__ void store(int span, const ChunkValues& w, const MAndV<uint2>& new_codes) {
         const bool live = span < span_count(param);
         const int64_t i = position_in_param(span);
