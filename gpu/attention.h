@@ -47,10 +47,9 @@ struct AttentionBackward {
     const void* out;
     const float* lse;
     const void* dout;  // (B, T, NH HS), the gradient of out
-    // The gradient of qkv, in the same shape; every element is written. With a rope_table, RoPE is undone:
-    // it is the gradient of q, k and v as they were before RoPE. (It has the same bits as if it were computed
-    // without a rope_table and then given to rope() with `inverse`: dq and dk are rounded to `format`,
-    // rotated, and rounded again.)
+    // The gradient of qkv, in the same shape; every element is written. With a rope_table, dq and dk are the
+    // gradients of q and k before RoPE. attention_backward() then does what rope() with `inverse` would do
+    // with its results, with the same bits: dq and dk are rounded to `format`, rotated, and rounded again.
     void* dqkv;
     void* workspace;            // attention_workspace_bytes(shape) bytes of temporary memory
     const float2* rope_table;   // see Rope (gpu/layers.h); null if q and k were not rotated

@@ -67,9 +67,9 @@ __device__ void compute_xhat(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], Norm
             row.xhat[c][j] = (x[c][j] - row.statistics.mean) * row.statistics.rstd;
 }
 
-// The template parameter CHUNKS_PER_THREAD, below, serves speed alone: in a first reading take it as UNEVEN.
-// Then which chunks lie inside the row is known only at run time. With 3 or 4 all threads have so many chunks
-// of a row. So no chunk needs a condition, and the compiler can mix the instructions of all chunks. The
+// The template parameter CHUNKS_PER_THREAD, below, is 3 or 4 if every thread has exactly so many chunks of a
+// row. Then no chunk needs a condition, and the compiler can mix the instructions of all chunks. Otherwise it
+// is UNEVEN, and each thread asks at run time which chunks lie inside the row. This serves speed alone: the
 // numbers are the same.
 constexpr int UNEVEN = 0;
 
@@ -206,7 +206,9 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     }
     __syncthreads();
     float largest = 0;
-    int buffer = 0;  // of sum_over_row(): 0 and 1, in turns from row to row
+    // Of sum_over_row(): 0 and 1, in turns from row to row, because RMSNorm takes only one sum of each row.
+    // (LayerNorm could do without. Its statistics are two more sums.)
+    int buffer = 0;
     for (int64_t first_row = int64_t(blockIdx.x) * blockDim.y; first_row < rows;
          first_row += int64_t(gridDim.x) * blockDim.y) {
         const int64_t row = first_row + threadIdx.y;
@@ -226,7 +228,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
 constexpr int NORM_BLOCKS_PER_SM = 4;
 int max_norm_blocks() { return multiprocessors() * NORM_BLOCKS_PER_SM; }
 
-template <class StoredView, bool RMS, int CHUNKS_PER_THREAD>
+template <int CHUNKS_PER_THREAD, bool RMS, class StoredView>
 void launch_norm_backward(const Norm& n, StoredView input, const NormBackwardTensors& tensors,
                           float* workspace, unsigned blocks, cudaStream_t stream) {
     using Element = typename StoredView::ComputeElement;
@@ -242,19 +244,13 @@ void launch_norm_backward(const Norm& n, StoredView input, const NormBackwardTen
            shared_bytes, stream, row_backward, tensors.dresidual_amax_to_raise, workspace);
 }
 
-// At the usual widths a thread has 3 chunks (for example with 768 columns), or 4 (with multiples of 1024). A
-// round is one chunk for each thread of a team.
-template <class StoredView, bool RMS>
-void launch_for_width(const Norm& n, StoredView input, const NormBackwardTensors& tensors, float* workspace,
-                      unsigned blocks, cudaStream_t stream) {
-    const int64_t C = n.input.cols, columns_per_round = block_shape(C).x * CHUNK_SIZE;
-    if (C == 3 * columns_per_round)
-        launch_norm_backward<StoredView, RMS, /*CHUNKS_PER_THREAD=*/3>(n, input, tensors, workspace, blocks,
-                                                                       stream);
-    else if (C == 4 * columns_per_round)
-        launch_norm_backward<StoredView, RMS, /*CHUNKS_PER_THREAD=*/4>(n, input, tensors, workspace, blocks,
-                                                                       stream);
-    else launch_norm_backward<StoredView, RMS, UNEVEN>(n, input, tensors, workspace, blocks, stream);
+// Calls f with CHUNKS_PER_THREAD for rows of C elements. At the usual widths a thread has 3 chunks (for
+// example with 768 columns), or 4 (with multiples of 1024). A round is one chunk for each thread of a team.
+template <class F> void with_chunks_per_thread(int64_t C, F f) {
+    const int64_t columns_per_round = block_shape(C).x * CHUNK_SIZE;
+    if (C == 3 * columns_per_round) f(std::integral_constant<int, 3>{});
+    else if (C == 4 * columns_per_round) f(std::integral_constant<int, 4>{});
+    else f(std::integral_constant<int, UNEVEN>{});
 }
 
 }  // namespace
@@ -265,9 +261,15 @@ void norm_backward(const Norm& n, const NormBackwardTensors& tensors, float* wor
     const unsigned blocks =
         std::min(block_count(n.input.rows, block_shape(n.input.cols).y), unsigned(max_norm_blocks()));
     with_view(n.input, [&](auto input) {
-        if (n.rms)
-            launch_for_width<decltype(input), /*RMS=*/true>(n, input, tensors, workspace, blocks, stream);
-        else launch_for_width<decltype(input), /*RMS=*/false>(n, input, tensors, workspace, blocks, stream);
+        with_chunks_per_thread(n.input.cols, [&](auto chunks_per_thread) {
+            constexpr int CHUNKS_PER_THREAD = decltype(chunks_per_thread)::value;
+            if (n.rms)
+                launch_norm_backward<CHUNKS_PER_THREAD, /*RMS=*/true>(n, input, tensors, workspace, blocks,
+                                                                      stream);
+            else
+                launch_norm_backward<CHUNKS_PER_THREAD, /*RMS=*/false>(n, input, tensors, workspace, blocks,
+                                                                       stream);
+        });
     });
     reduce_partials(workspace, blocks, tensors.dweight, stream, n.rms ? TensorRef{} : tensors.dbias);
 }

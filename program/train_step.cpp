@@ -14,6 +14,39 @@
 
 namespace coat {
 
+int64_t warmup_steps(int64_t warmup, int64_t steps) {
+    // --steps 0 evaluates, and trains no step whose warm-up could be shortened.
+    return steps > 0 && warmup > steps ? steps / 10 : warmup;
+}
+
+// As in the paper's runs, the rate ends at a tenth of the peak. The rate of the first step is above 0, so no
+// step is lost.
+float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
+    constexpr double FLOOR = 0.1;
+    constexpr double PI = 3.14159265358979323846;
+    warmup = warmup_steps(warmup, steps);
+    if (step < warmup) return float(peak * (step + 1) / warmup);
+    // The n steps after the warm-up follow a cosine of length n, as in nanoGPT and torchtitan. The last of
+    // them lies at (n - 1) / n of the cosine. In a short run that is far from its end: with n = 3 the run
+    // would end at 0.33 of the peak. So for n < 100 the cosine is shorter: the last step lies at 0.99 of it,
+    // where the rate is at most 0.1002 of the peak.
+    const double n = double(steps - warmup);
+    const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
+    const double fraction = std::min(1.0, double(step - warmup) / length);  // of the cosine
+    return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(fraction * PI))));
+}
+
+AdamWOptions options_of_next_update(const Run& run) {
+    const Flags& flags = run.flags;
+    const LoopState& state = run.state;
+    return {.update_number = state.updates + 1,
+            .lr = learning_rate(flags.lr, flags.warmup, flags.steps, state.step),
+            .beta1 = float(flags.beta1),
+            .beta2 = float(flags.beta2),
+            .weight_decay = float(flags.weight_decay),
+            .clip = float(flags.clip)};
+}
+
 // Reads this rank's micro-batches of the next step. Ranks take micro-batches in turn. So a step has the same
 // micro-batches on one rank with a larger --accumulate as on several ranks.
 static void read_step(Run& run) {
@@ -40,9 +73,9 @@ static void count_step(Run& run, const StepResult& result) {
     } else if (result.target_count) {
         run.skipped_in_a_row++;
     }
-    // If the run ends early, because a signal comes or data cannot be read, this step may be saved. But a
-    // step that was skipped for its loss or gradients is not saved, because an earlier update may have made
-    // weights overflow. (If there is no earlier checkpoint, even such a step is saved.)
+    // If the run ends early, because a signal comes or data cannot be read, this step is saved in two cases:
+    // if it was not skipped for its loss or gradients, or if there is no earlier checkpoint to go back to.
+    // (If it was skipped so, an earlier update may have made weights overflow.)
     run.at_savable_step = run.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
@@ -53,39 +86,6 @@ StepResult train_step(Run& run, const AdamWOptions& options) {
     const StepResult result = run.model->step(run.tokens.data(), run.targets.data(), options);
     count_step(run, result);
     return result;
-}
-
-AdamWOptions options_of_next_update(const Run& run) {
-    const Flags& flags = run.flags;
-    const LoopState& state = run.state;
-    return {.update_number = state.updates + 1,
-            .lr = learning_rate(flags.lr, flags.warmup, flags.steps, state.step),
-            .beta1 = float(flags.beta1),
-            .beta2 = float(flags.beta2),
-            .weight_decay = float(flags.weight_decay),
-            .clip = float(flags.clip)};
-}
-
-int64_t warmup_steps(int64_t warmup, int64_t steps) {
-    // --steps 0 evaluates, and trains no step whose warm-up could be shortened.
-    return steps > 0 && warmup > steps ? steps / 10 : warmup;
-}
-
-// As in the paper's runs, the rate ends at a tenth of the peak. The rate of the first step is above 0, so no
-// step is lost.
-float learning_rate(double peak, int64_t warmup, int64_t steps, int64_t step) {
-    constexpr double FLOOR = 0.1;
-    constexpr double PI = 3.14159265358979323846;
-    warmup = warmup_steps(warmup, steps);
-    if (step < warmup) return float(peak * (step + 1) / warmup);
-    // The n steps after the warm-up follow a cosine of length n, as in nanoGPT and torchtitan. The last of
-    // them lies at (n - 1) / n of the cosine. In a short run that is far from its end: with n = 3 the run
-    // would end at 0.33 of the peak. So for n < 100 the cosine is shorter: the last step lies at 0.99 of it,
-    // where the rate is at most 0.1002 of the peak.
-    const double n = double(steps - warmup);
-    const double length = std::max(1.0, std::min(n, (n - 1) / 0.99));
-    const double fraction = std::min(1.0, double(step - warmup) / length);  // of the cosine
-    return float(peak * (FLOOR + (1 - FLOOR) * 0.5 * (1 + std::cos(fraction * PI))));
 }
 
 }  // namespace coat

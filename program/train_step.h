@@ -6,8 +6,8 @@
 namespace coat {
 
 // The steps of warm-up that a run makes. With a warm-up that is longer than the run, the learning rate would
-// never reach the peak. So such a warm-up is shortened to a tenth of the run: in a run of 100 steps,
-// --warmup 100 stays 100, and --warmup 101 becomes 10.
+// never reach the peak. So such a warm-up is shortened to a tenth of the run. For example, in a run of 100
+// steps --warmup 101 becomes 10. But --warmup 100 stays 100: the last step reaches the peak.
 int64_t warmup_steps(int64_t warmup, int64_t steps);
 // The learning rate of one step, counted from 0: linear warm-up to the peak, then half a cosine to a tenth of
 // the peak. If fewer than two steps follow the warm-up, the run ends at the peak.
