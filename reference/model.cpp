@@ -29,7 +29,7 @@ struct ReferenceModel : Model {
     };
     // The network has the gradients, and its own copy of the weights, in the compute format: forward and
     // backward read this copy.
-    Network<float> network_;
+    Network network_;
     const RunSettings& settings_ = network_.settings;
     const std::vector<Param>& params_ = network_.params;
     std::vector<ParamState> states_;  // by parameter
@@ -342,20 +342,6 @@ struct ReferenceModel : Model {
 };
 
 }  // namespace
-
-double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
-                      const std::vector<std::vector<double>>& param_values, const int32_t* tokens,
-                      const int32_t* targets, std::vector<std::vector<double>>* gradients) {
-    const Recipe& recipe = find_row(recipes(), "fp32", "--recipe");
-    const OptimizerFormats& optimizer = find_row(optimizers(), "fp32", "--optimizer");
-    Network<double> network({config, recipe, optimizer, B, T});
-    network.param_values = param_values;
-    const double loss_weight = 1.0 / divisor_of_mean(targets, B * T);
-    const double loss =
-        network.run_micro_batch(tokens, targets, loss_weight, gradients != nullptr) * loss_weight;
-    if (gradients) *gradients = network.gradients;
-    return loss;
-}
 
 }  // namespace coat::reference
 

@@ -29,7 +29,6 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "../common/model.h"
@@ -47,12 +46,9 @@ namespace coat::reference {
 //   the parts of a layer: saving for backward, attention, linear layers, norms, the activation function
 //   the embedding and the head
 //   what can wait: with coat, and in Llama, these functions change nothing
-template <class Real> class Network {
+class Network {
 public:
-    // Whether this network rounds values: true, and a reader can take it as true everywhere. (Tests also
-    // compute in double. Then nothing is rounded, and what is saved for backward is the tensor itself.)
-    static constexpr bool ROUNDS = std::is_same_v<Real, float>;
-    using Tensor = std::vector<Real>;
+    using Tensor = std::vector<float>;
 
     const RunSettings settings;
     const std::vector<Param> params = parameters(settings.config);
@@ -89,18 +85,18 @@ public:
     // gradients of the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
         begin_pass(settings.B, settings.T);
-        const Tensor x = embedding_and_layers_forward(tokens);    // (N, C)
-        const Tensor y = rounded(norm_forward("final_norm", x));  // (N, C)
+        const Tensor x = embedding_and_layers_forward(tokens);  // (N, C)
+        const Tensor y = rounded(apply_norm("final_norm", x));  // (N, C)
         // At first these are the logits. The loss function overwrites them with their gradients. (Evaluation
         // needs only the loss, but the gradients cost little.)
         Tensor dlogits = head_forward(y);  // (N, padded_V)
         const double loss = cross_entropy_forward_and_backward(N(), config_.V, config_.padded_V(),
-                                                               dlogits.data(), targets, Real(loss_weight));
+                                                               dlogits.data(), targets, float(loss_weight));
         all_finite = all_finite && std::isfinite(loss);
         if (!backward) return loss;
 
         const Tensor dy = head_backward(y, rounded(dlogits));
-        Tensor dresidual = rounded(norm_backward("final_norm", x, dy));
+        Tensor dresidual = rounded(apply_norm_backward("final_norm", x, dy));
         for (int64_t l = config_.L; l-- > 0;) dresidual = layer_backward(l, dresidual);
         embedding_backward(tokens, dresidual);
         return loss;
@@ -111,7 +107,7 @@ public:
         begin_pass(/*B=*/1, /*T=*/n);
         const Tensor x = embedding_and_layers_forward(tokens);
         const Tensor last(x.end() - config_.C, x.end());
-        return head_forward(rounded(norm_forward("final_norm", last)));
+        return head_forward(rounded(apply_norm("final_norm", last)));
     }
 
     // Where the errors of a kind of tensor are added; null: they are not measured.
@@ -128,8 +124,7 @@ private:
     // What a layer saves for backward (paper, table 2): by SavedKind, the tensors of saved_per_layer() in
     // common/architecture.h.
     using enum SavedKind;  // Norm1Input, Qkv, ...
-    using SavedActivation = std::conditional_t<ROUNDS, StoredMatrix, Tensor>;
-    using SavedLayer = std::array<SavedActivation, SAVED_KIND_COUNT>;
+    using SavedLayer = std::array<StoredMatrix, SAVED_KIND_COUNT>;
     const std::vector<SavedFormat> saved_formats_ = saved_per_layer(config_, recipe_);
 
     // Of the current pass: B sequences of T tokens, and what each layer has saved.
@@ -162,13 +157,12 @@ private:
 
     // To the compute format.
     Tensor rounded(Tensor x) const {
-        for (Real& v : x)
-            if constexpr (ROUNDS) v = round_to(recipe_.compute_format, v);
+        for (float& v : x) v = round_to(recipe_.compute_format, v);
         return x;
     }
 
     static Tensor add(Tensor x, const Tensor& y) {
-        add_scaled(int64_t(x.size()), Real(1), y.data(), x.data());
+        add_scaled(int64_t(x.size()), 1.0f, y.data(), x.data());
         return x;
     }
 
@@ -176,14 +170,12 @@ private:
     void add_gradient(const std::string& name, const Tensor& contribution) {
         Tensor& gradient = gradients[param_index_.at(name)];
         gradient = add(gradient, contribution);
-        if constexpr (ROUNDS) {
-            const Format format = gradient_format(settings);
-            for (Real& v : gradient) v = round_to(format, v);
-        }
+        const Format format = gradient_format(settings);
+        for (float& v : gradient) v = round_to(format, v);
     }
 
     // a (m, k) b (k, n) -> (m, n), in FP32
-    static Tensor multiply(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real> b) {
+    static Tensor multiply(int64_t m, int64_t n, int64_t k, MatrixView<float> a, MatrixView<float> b) {
         Tensor product(m * n);
         matmul(m, n, k, a, b, product.data());
         return product;
@@ -200,7 +192,7 @@ private:
     Tensor layer_forward(int64_t l, const Tensor& residual_sum) {
         const std::string prefix = prefix_of(l);
         const Tensor norm1_input = quantize_and_save(l, Norm1Input, residual_sum);  // saved: E4M3 1x16
-        const Tensor norm1_output = norm_forward(prefix + "norm1", norm1_input);
+        const Tensor norm1_output = apply_norm(prefix + "norm1", norm1_input);
         const Tensor qkv = linear_forward(prefix + "qkv", norm1_output);  // x, w: E4M3
         const Tensor attention_output = core_attention_forward(l, qkv);   // saved, like q, k and v: BF16
         const Tensor attention_branch =
@@ -208,10 +200,10 @@ private:
         const Tensor sum_after_attention = add(rounded(residual_sum), attention_branch);
 
         const Tensor norm2_input = quantize_and_save(l, Norm2Input, sum_after_attention);  // saved: E4M3 1x16
-        const Tensor norm2_output = norm_forward(prefix + "norm2", norm2_input);
+        const Tensor norm2_output = apply_norm(prefix + "norm2", norm2_input);
         const Tensor unsaved_gate_up = linear_forward(prefix + "gate_up", norm2_output);  // x, w: E4M3
         const Tensor gate_up = quantize_and_save(l, GateUp, unsaved_gate_up);             // saved: E4M3 1x16
-        const Tensor act = activation_forward(gate_up);
+        const Tensor act = apply_activation(gate_up);
         const Tensor mlp_branch = linear_forward(prefix + "down", act);  // x, w: E4M3
         return add(rounded(sum_after_attention), mlp_branch);
     }
@@ -223,14 +215,14 @@ private:
     Tensor layer_backward(int64_t l, Tensor dresidual) {
         const std::string prefix = prefix_of(l);
         const Tensor gate_up = load_saved(l, GateUp);
-        const Tensor act = activation_forward(gate_up);
+        const Tensor act = apply_activation(gate_up);
         const Tensor dact = linear_backward(prefix + "down", act, dresidual);  // x, w: E4M3; g: E5M2
-        const Tensor dgate_up = activation_backward(gate_up, dact);
+        const Tensor dgate_up = apply_activation_backward(gate_up, dact);
         const Tensor norm2_input = load_saved(l, Norm2Input);
-        const Tensor norm2_output = norm_forward(prefix + "norm2", norm2_input);
+        const Tensor norm2_output = apply_norm(prefix + "norm2", norm2_input);
         const Tensor dnorm2_output =
             linear_backward(prefix + "gate_up", norm2_output, dgate_up);  // x, w: E4M3; g: E5M2
-        const Tensor dnorm2_input = norm_backward(prefix + "norm2", norm2_input, dnorm2_output);
+        const Tensor dnorm2_input = apply_norm_backward(prefix + "norm2", norm2_input, dnorm2_output);
         dresidual = rounded(add(dresidual, dnorm2_input));
 
         const Tensor attention_output = load_saved(l, AttentionOutput);
@@ -238,10 +230,10 @@ private:
             linear_backward(prefix + "attention_out", attention_output, dresidual);  // x, w: E4M3; g: E5M2
         const Tensor dqkv = core_attention_backward(l, attention_output, dattention_output);
         const Tensor norm1_input = load_saved(l, Norm1Input);
-        const Tensor norm1_output = norm_forward(prefix + "norm1", norm1_input);
+        const Tensor norm1_output = apply_norm(prefix + "norm1", norm1_input);
         const Tensor dnorm1_output =
             linear_backward(prefix + "qkv", norm1_output, dqkv);  // x, w: E4M3; g: E5M2
-        const Tensor dnorm1_input = norm_backward(prefix + "norm1", norm1_input, dnorm1_output);
+        const Tensor dnorm1_input = apply_norm_backward(prefix + "norm1", norm1_input, dnorm1_output);
         return rounded(add(dresidual, dnorm1_input));
     }
 
@@ -249,20 +241,13 @@ private:
 
     // Saves x (N, cols) for backward, in the format of saved_per_layer().
     void save(int64_t l, SavedKind kind, const Tensor& x) {
-        SavedActivation& saved = saved_layers_[l][int(kind)];
-        if constexpr (!ROUNDS) saved = x;
-        else {
-            const SavedFormat& t = saved_formats_[int(kind)];
-            saved = quantize(x.data(), rows_of(x, t.cols), t.cols, t.format,
-                             {.stats = stats_of(measured_kind(kind))});
-            check_finite(saved.amax);
-        }
+        const SavedFormat& t = saved_formats_[int(kind)];
+        StoredMatrix& saved = saved_layers_[l][int(kind)];
+        saved = quantize(x.data(), rows_of(x, t.cols), t.cols, t.format,
+                         {.stats = stats_of(measured_kind(kind))});
+        check_finite(saved.amax);
     }
-    Tensor load_saved(int64_t l, SavedKind kind) const {
-        const SavedActivation& saved = saved_layers_[l][int(kind)];
-        if constexpr (!ROUNDS) return saved;
-        else return dequantize(saved);
-    }
+    Tensor load_saved(int64_t l, SavedKind kind) const { return dequantize(saved_layers_[l][int(kind)]); }
     // Quantizes x (N, cols) to the format in which it is saved, and saves it. Returns the values that
     // backward will load: forward goes on with them. (In FP32 and BF16 the values are only rounded.)
     Tensor quantize_and_save(int64_t l, SavedKind kind, const Tensor& x) {
@@ -364,54 +349,48 @@ private:
     // GEMM sums along rows or columns of the tensor. (In coat, with one scale for the whole tensor, this
     // makes no difference.)
     Tensor make_operand(OperandKind kind, const Linear& linear, const Tensor& tensor, SumAlong sum_along) {
-        if constexpr (!ROUNDS) return tensor;
-        else {
-            const int64_t cols = kind == OperandKind::G ? linear.out : linear.in;
-            const GemmOperand operand =
-                gemm_operand(tensor, rows_of(tensor, cols), cols, format_of(formats_, kind), sum_along,
-                             {.stats = stats_of(measured_kind(kind)),
-                              .scale = delayed_scale_if_any(kind, linear, tensor)});
-            check_finite(operand.amax);
-            return operand.values;
-        }
+        const int64_t cols = kind == OperandKind::G ? linear.out : linear.in;
+        const GemmOperand operand = gemm_operand(
+            tensor, rows_of(tensor, cols), cols, format_of(formats_, kind), sum_along,
+            {.stats = stats_of(measured_kind(kind)), .scale = delayed_scale_if_any(kind, linear, tensor)});
+        check_finite(operand.amax);
+        return operand.values;
     }
 
     // --- Norms and the activation function ---
 
     // x (rows, C) -> the norm's output (rows, C), in FP32.
-    Tensor norm_forward(const std::string& name, const Tensor& x) const {
+    Tensor apply_norm(const std::string& name, const Tensor& x) const {
         const int64_t C = config_.C;
-        const Real* bias = config_.arch.rms ? nullptr : parameter(name + ".bias").data();
+        const float* bias = config_.arch.rms ? nullptr : parameter(name + ".bias").data();
         Tensor y(x.size());
-        reference::norm_forward<Real>(config_.arch.rms, Real(config_.norm_eps), rows_of(x, C), C, x.data(),
-                                      parameter(name + ".weight").data(), bias, y.data());
+        norm_forward(config_.arch.rms, config_.norm_eps, rows_of(x, C), C, x.data(),
+                     parameter(name + ".weight").data(), bias, y.data());
         return y;
     }
 
     // x, dy (N, C) -> dx (N, C), in FP32. Adds to the gradients of the norm's weight and bias.
-    Tensor norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
+    Tensor apply_norm_backward(const std::string& name, const Tensor& x, const Tensor& dy) {
         const int64_t C = config_.C;
         Tensor dx(x.size()), dweight(C), dbias(C);
-        reference::norm_backward<Real>(config_.arch.rms, Real(config_.norm_eps), rows_of(x, C), C, x.data(),
-                                       parameter(name + ".weight").data(), dy.data(), dx.data(),
-                                       dweight.data(), dbias.data());
+        norm_backward(config_.arch.rms, config_.norm_eps, rows_of(x, C), C, x.data(),
+                      parameter(name + ".weight").data(), dy.data(), dx.data(), dweight.data(), dbias.data());
         add_gradient(name + ".weight", dweight);
         if (!config_.arch.rms) add_gradient(name + ".bias", dbias);
         return dx;
     }
 
     // gate_up (N, gate_up_cols) -> act (N, F), in FP32.
-    Tensor activation_forward(const Tensor& gate_up) const {
+    Tensor apply_activation(const Tensor& gate_up) const {
         Tensor act(N() * config_.F);
-        reference::activation_forward<Real>(config_.arch.gated, N(), config_.F, gate_up.data(), act.data());
+        activation_forward(config_.arch.gated, N(), config_.F, gate_up.data(), act.data());
         return act;
     }
 
     // gate_up (N, gate_up_cols), dact (N, F) -> dgate_up (N, gate_up_cols), in FP32.
-    Tensor activation_backward(const Tensor& gate_up, const Tensor& dact) const {
+    Tensor apply_activation_backward(const Tensor& gate_up, const Tensor& dact) const {
         Tensor dgate_up(gate_up.size());
-        reference::activation_backward<Real>(config_.arch.gated, N(), config_.F, gate_up.data(), dact.data(),
-                                             dgate_up.data());
+        activation_backward(config_.arch.gated, N(), config_.F, gate_up.data(), dact.data(), dgate_up.data());
         return dgate_up;
     }
 
@@ -426,7 +405,7 @@ private:
         for (int64_t n = 0; n < N(); n++) {
             std::copy_n(&parameter("embedding")[tokens[n] * C], C, &residual[n * C]);
             if (!config_.arch.rope)
-                add_scaled(C, Real(1), &parameter("positions")[n % T_ * C], &residual[n * C]);
+                add_scaled(C, 1.0f, &parameter("positions")[n % T_ * C], &residual[n * C]);
         }
         return residual;
     }
@@ -439,8 +418,8 @@ private:
         const bool positions = !config_.arch.rope;
         Tensor dembedding(config_.padded_V() * C), dpositions(positions ? config_.max_T * C : 0);
         for (int64_t n = 0; n < N(); n++) {
-            add_scaled(C, Real(1), &dresidual[n * C], &dembedding[tokens[n] * C]);
-            if (positions) add_scaled(C, Real(1), &dresidual[n * C], &dpositions[n % T_ * C]);
+            add_scaled(C, 1.0f, &dresidual[n * C], &dembedding[tokens[n] * C]);
+            if (positions) add_scaled(C, 1.0f, &dresidual[n * C], &dpositions[n % T_ * C]);
         }
         add_gradient("embedding", dembedding);
         if (positions) add_gradient("positions", dpositions);
@@ -507,7 +486,7 @@ private:
         if (!has_bias(linear)) return;
         const Tensor& bias = parameter(linear + ".bias");
         const int64_t out = int64_t(bias.size());
-        for (int64_t n = 0; n < rows_of(y, out); n++) add_scaled(out, Real(1), bias.data(), &y[n * out]);
+        for (int64_t n = 0; n < rows_of(y, out); n++) add_scaled(out, 1.0f, bias.data(), &y[n * out]);
     }
 
     // The gradient of a bias (out) is the sum of g (N, out) over the tokens. In FP8 recipes g itself is
@@ -518,8 +497,7 @@ private:
         const Tensor& to_sum = formats_.g.is_fp8() ? g : g_operand;
         const int64_t out = int64_t(parameter(linear + ".bias").size());
         Tensor dbias(out);
-        for (int64_t n = 0; n < rows_of(g, out); n++)
-            add_scaled(out, Real(1), &to_sum[n * out], dbias.data());
+        for (int64_t n = 0; n < rows_of(g, out); n++) add_scaled(out, 1.0f, &to_sum[n * out], dbias.data());
         add_gradient(linear + ".bias", dbias);
     }
 
@@ -563,12 +541,5 @@ private:
         }
     }
 };
-
-// For tests: forward and backward of the whole model in double (reference/model.cpp). The mean loss of one
-// micro-batch in the recipe fp32. If `gradients` is not null, it gets the gradients of this loss, by
-// parameter.
-double loss_in_double(const ModelConfig& config, int64_t B, int64_t T,
-                      const std::vector<std::vector<double>>& param_values, const int32_t* tokens,
-                      const int32_t* targets, std::vector<std::vector<double>>* gradients);
 
 }  // namespace coat::reference

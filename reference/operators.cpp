@@ -14,7 +14,7 @@ namespace coat::reference {
 // rstd is 1 / sqrt(mean(x^2) + eps).
 template <class Real> struct RowStatistics { Real mean, rstd; };
 template <class Real>
-static RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const Real* x) {
+static RowStatistics<Real> row_statistics(bool rms, double eps, int64_t C, const Real* x) {
     Real mean = 0, sum_of_squares = 0;
     if (!rms) {
 #pragma omp simd reduction(+ : mean)
@@ -23,14 +23,14 @@ static RowStatistics<Real> row_statistics(bool rms, Real eps, int64_t C, const R
     }
 #pragma omp simd reduction(+ : sum_of_squares)
     for (int64_t c = 0; c < C; c++) sum_of_squares += (x[c] - mean) * (x[c] - mean);
-    return {.mean = mean, .rstd = 1 / std::sqrt(sum_of_squares / Real(C) + eps)};
+    return {.mean = mean, .rstd = 1 / std::sqrt(sum_of_squares / Real(C) + Real(eps))};
 }
 
 // RMSNorm or LayerNorm of each row of x (N, C). RMSNorm has mean = 0 and no bias:
 //   xhat = (x - mean) * rstd
 //   y = xhat * weight + bias
 template <class Real>
-void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
+void norm_forward(bool rms, double eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                   const Real* bias, Real* y) {
 #pragma omp parallel for
     for (int64_t n = 0; n < N; n++) {
@@ -45,7 +45,7 @@ void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const
 //   dweight += sum(dy * xhat),  dbias += sum(dy)
 // mean() is over the C elements of a row; RMSNorm has no mean(d). sum() is over the N rows.
 template <class Real>
-void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
+void norm_backward(bool rms, double eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias) {
     std::vector<RowStatistics<Real>> statistics(N);  // of each row
 #pragma omp parallel for
@@ -83,10 +83,10 @@ void qk_norms_forward(const ModelConfig& config, int64_t N, const Real* weight, 
     for (int64_t n = 0; n < N; n++) {
         Real* const queries = qkv + n * config.qkv_cols();
         Real* const keys = queries + config.q_cols();
-        norm_forward<Real>(/*rms=*/true, Real(config.norm_eps), config.NH, config.HS(), queries, weight,
+        norm_forward<Real>(/*rms=*/true, config.norm_eps, config.NH, config.HS(), queries, weight,
                            /*bias=*/nullptr, queries);
-        norm_forward<Real>(/*rms=*/true, Real(config.norm_eps), config.NKV, config.HS(), keys,
-                           weight + config.HS(), /*bias=*/nullptr, keys);
+        norm_forward<Real>(/*rms=*/true, config.norm_eps, config.NKV, config.HS(), keys, weight + config.HS(),
+                           /*bias=*/nullptr, keys);
     }
 }
 
@@ -99,7 +99,7 @@ void qk_norms_backward(const ModelConfig& config, int64_t N, const Real* qkv, co
     auto backward_of_heads = [&](int64_t heads, int64_t heads_at, int64_t weight_at) {
         Real* const dx = dqkv + heads_at;
         const std::vector<Real> dy(dx, dx + heads * config.HS());
-        norm_backward<Real>(/*rms=*/true, Real(config.norm_eps), heads, config.HS(), qkv + heads_at,
+        norm_backward<Real>(/*rms=*/true, config.norm_eps, heads, config.HS(), qkv + heads_at,
                             weight + weight_at, dy.data(), dx, dweight + weight_at, /*dbias=*/nullptr);
     };
     for (int64_t n = 0; n < N; n++) {  // one after the other, so that every sum runs over the rows in order
@@ -337,20 +337,21 @@ double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t padded_V
 // The compiler generates the code of a template only where it is told to. Here it is told so for the callers
 // in other files.
 // clang-format off
-#define INSTANTIATE(Real)                                                                                   \
-    template void norm_forward(bool, Real, int64_t, int64_t, const Real*, const Real*, const Real*, Real*); \
-    template void norm_backward(bool, Real, int64_t, int64_t, const Real*, const Real*, const Real*, Real*, \
-                                Real*, Real*);                                                              \
+#define INSTANTIATE(Real)                                                                                    \
+    template void norm_forward(bool, double, int64_t, int64_t, const Real*, const Real*, const Real*,        \
+                               Real*);                                                                       \
+    template void norm_backward(bool, double, int64_t, int64_t, const Real*, const Real*, const Real*,       \
+                                Real*, Real*, Real*);                                                        \
     template void qk_norms_forward(const ModelConfig&, int64_t, const Real*, Real*);                         \
     template void qk_norms_backward(const ModelConfig&, int64_t, const Real*, const Real*, Real*, Real*);    \
-    template void activation_forward(bool, int64_t, int64_t, const Real*, Real*);                           \
-    template void activation_backward(bool, int64_t, int64_t, const Real*, const Real*, Real*);             \
-    template void rope(const ModelConfig&, int64_t, int64_t, Real*, bool);                                  \
-    template void attention_forward(const ModelConfig&, int64_t, int64_t, const Real*, Real*, Real*);       \
-    template void attention_backward(const ModelConfig&, int64_t, int64_t, const Real*, const Real*,        \
-                                     const Real*, const Real*, Real*);                                      \
-    template double cross_entropy_forward_and_backward(int64_t, int64_t, int64_t, Real*, const int32_t*,    \
-                                                       Real);                                               \
+    template void activation_forward(bool, int64_t, int64_t, const Real*, Real*);                            \
+    template void activation_backward(bool, int64_t, int64_t, const Real*, const Real*, Real*);              \
+    template void rope(const ModelConfig&, int64_t, int64_t, Real*, bool);                                   \
+    template void attention_forward(const ModelConfig&, int64_t, int64_t, const Real*, Real*, Real*);        \
+    template void attention_backward(const ModelConfig&, int64_t, int64_t, const Real*, const Real*,         \
+                                     const Real*, const Real*, Real*);                                       \
+    template double cross_entropy_forward_and_backward(int64_t, int64_t, int64_t, Real*, const int32_t*,     \
+                                                       Real);                                                \
     template void add_scaled(int64_t, Real, const Real*, Real*);
 // clang-format on
 INSTANTIATE(float)

@@ -3,7 +3,7 @@
 //
 // All pointers are to row-major arrays, with shapes such as (rows, cols). dX is the gradient of X. Backward
 // functions add to the gradients of parameters, and overwrite all other gradients. The template parameter
-// Real is float. It is double only where tests compare gradients with finite differences.
+// Real is float. (Only tests compute in double.)
 #pragma once
 #include <vector>
 
@@ -32,10 +32,10 @@ void matmul(int64_t m, int64_t n, int64_t k, MatrixView<Real> a, MatrixView<Real
 // RMSNorm if `rms`, else LayerNorm. x, y, dy, dx: (N, C). weight, bias, dweight, dbias: (C). RMSNorm has no
 // bias: `bias` is null, and dbias may be null.
 template <class Real>
-void norm_forward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
+void norm_forward(bool rms, double eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                   const Real* bias, Real* y);
 template <class Real>
-void norm_backward(bool rms, Real eps, int64_t N, int64_t C, const Real* x, const Real* weight,
+void norm_backward(bool rms, double eps, int64_t N, int64_t C, const Real* x, const Real* weight,
                    const Real* dy, Real* dx, Real* dweight, Real* dbias);
 
 // (These two can wait: only Qwen3 needs them.) RMSNorm of each head of q and of k in qkv (N, qkv_cols), in

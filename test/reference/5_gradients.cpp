@@ -1,7 +1,7 @@
 // 5_gradients.cpp - gradients of the whole model in reference/network.h: in double beside finite differences,
 // those of fp32 beside double, those of the other recipes beside fp32.
-#include "../../reference/network.h"
 #include "../help/model.h"
+#include "../help/network_in_double.h"
 #include "../help/oracle.h"
 
 using namespace coat;
