@@ -201,8 +201,8 @@ private:
 
         const Tensor norm2_input = quantize_and_save(l, Norm2Input, sum_after_attention);  // saved: E4M3 1x16
         const Tensor norm2_output = apply_norm(prefix + "norm2", norm2_input);
-        const Tensor unsaved_gate_up = linear_forward(prefix + "gate_up", norm2_output);  // x, w: E4M3
-        const Tensor gate_up = quantize_and_save(l, GateUp, unsaved_gate_up);             // saved: E4M3 1x16
+        const Tensor unquantized_gate_up = linear_forward(prefix + "gate_up", norm2_output);  // x, w: E4M3
+        const Tensor gate_up = quantize_and_save(l, GateUp, unquantized_gate_up);  // saved: E4M3 1x16
         const Tensor act = apply_activation(gate_up);
         const Tensor mlp_branch = linear_forward(prefix + "down", act);  // x, w: E4M3
         return add(rounded(sum_after_attention), mlp_branch);
@@ -260,36 +260,40 @@ private:
     void check_finite(float amax) { all_finite = all_finite && std::isfinite(amax); }
 
     // --- Core attention, and RoPE ---
-
-    // Whether RoPE comes before q, k and v are saved. In Llama it does. (Other models can wait: the end of
-    // this class.)
-    bool rotates_before_saving() const { return config_.arch.rope && !config_.arch.qk_norms; }
+    //
+    // In Llama RoPE comes before q, k and v are saved, and attention reads what is saved. (Other models can
+    // wait: the end of this class.)
 
     // qkv (N, qkv_cols), as the projection gives it -> attention's output (N, q_cols). Attention reads q, k
     // and v as backward will load them, because the log-sum-exp has to belong to the loaded values.
-    Tensor core_attention_forward(int64_t l, Tensor qkv) {
-        if (rotates_before_saving()) qkv = rotated(qkv);  // Llama: RoPE
-        const Tensor saved_qkv = quantize_and_save(l, Qkv, qkv);
-        const Tensor qkv_for_attention = make_attention_input(l, saved_qkv);  // Llama: saved_qkv
+    Tensor core_attention_forward(int64_t l, const Tensor& qkv) {
+        save(l, Qkv, rotates_before_saving() ? rotated(qkv) : qkv);
+        const Tensor attention_input = load_attention_input(l);
         Tensor output(N() * config_.q_cols()), log_sum_exp(N() * config_.NH);
-        attention_forward(config_, B_, T_, qkv_for_attention.data(), output.data(), log_sum_exp.data());
+        attention_forward(config_, B_, T_, attention_input.data(), output.data(), log_sum_exp.data());
         save(l, LogSumExp, log_sum_exp);
         return quantize_and_save(l, AttentionOutput, rounded(output));
     }
 
     // output (N, q_cols), attention's output as it was saved, and its gradient doutput -> dqkv (N, qkv_cols),
-    // the gradient of what the projection gives.
+    // the gradient of what the projection gives. (Without --attention groups rounding `output` changes
+    // nothing.)
     Tensor core_attention_backward(int64_t l, const Tensor& output, const Tensor& doutput) {
-        const Tensor saved_qkv = load_saved(l, Qkv);
-        const Tensor qkv_for_attention = make_attention_input(l, saved_qkv);  // Llama: saved_qkv
-        const Tensor rounded_output = rounded(output);  // without --attention groups: output
+        const Tensor attention_input = load_attention_input(l);
         const Tensor log_sum_exp = load_saved(l, LogSumExp);
-        Tensor dqkv(saved_qkv.size());
-        attention_backward(config_, B_, T_, qkv_for_attention.data(), rounded_output.data(),
+        Tensor dqkv(attention_input.size());
+        attention_backward(config_, B_, T_, attention_input.data(), rounded(output).data(),
                            log_sum_exp.data(), doutput.data(), dqkv.data());
         dqkv = rounded(dqkv);
         if (config_.arch.rope) dqkv = rotated(dqkv, /*inverse=*/true);
-        return qk_norms_backward_if_any(l, saved_qkv, dqkv);
+        if (config_.arch.qk_norms) dqkv = apply_qk_norms_backward(l, dqkv);  // not in Llama
+        return dqkv;
+    }
+
+    // q, k and v (N, qkv_cols) of a layer, as attention reads them. In Llama they are what was saved.
+    Tensor load_attention_input(int64_t l) const {
+        const Tensor qkv = rounded(load_saved(l, Qkv));  // (without --attention groups it is rounded already)
+        return config_.arch.qk_norms ? rotated(apply_qk_norms(l, qkv)) : qkv;
     }
 
     // RoPE. In backward it rotates the gradient the other way (inverse = true). qkv: (N, qkv_cols)
@@ -300,8 +304,8 @@ private:
 
     // --- Linear layers: the operands are quantized, the GEMM computes in FP32, its result is rounded ---
     //
-    // x_operand, w_operand and g_operand are what the GEMMs read: FP32 values. If the format of an operand is
-    // FP8, each of its values is a code times a scale.
+    // x_operand, w_operand, dgrad_g and wgrad_g are what the GEMMs read: FP32 values. If the format of an
+    // operand is FP8, each of its values is a code times a scale.
 
     // A linear layer, found by its name.
     struct Linear {
@@ -333,26 +337,25 @@ private:
         const int64_t in = linear.in, out = linear.out;
         const Tensor x_operand = make_operand(OperandKind::X, linear, x, SumAlong::Column);
         const Tensor w_operand = make_operand(OperandKind::W, linear, linear.w, SumAlong::Column);
-        const Tensor g_operand = make_operand(OperandKind::G, linear, g, SumAlong::Row);
+        const Tensor dgrad_g = make_operand(OperandKind::G, linear, g, SumAlong::Row);
+        const Tensor wgrad_g = make_wgrad_g(linear, g, dgrad_g);  // in coat: dgrad_g
         // dgrad: dx = g w
-        const Tensor dx = multiply(N(), in, out, matrix_view(g_operand, out), matrix_view(w_operand, in));
-        // wgrad: dw = g^T x. In coat it reads the same g_operand as dgrad.
-        const Tensor wgrad_g_operand = make_wgrad_g_operand(linear, g, g_operand);
-        const Tensor dw =
-            multiply(out, in, N(), transposed_view(wgrad_g_operand, out), matrix_view(x_operand, in));
+        const Tensor dx = multiply(N(), in, out, matrix_view(dgrad_g, out), matrix_view(w_operand, in));
+        // wgrad: dw = g^T x
+        const Tensor dw = multiply(out, in, N(), transposed_view(wgrad_g, out), matrix_view(x_operand, in));
         add_gradient(name, dw);
-        add_bias_gradient_if_any(name, g, g_operand);
+        add_bias_gradient_if_any(name, g);
         return rounded(dx);
     }
 
     // x, w or g of a linear layer, as a GEMM reads it: quantized and decoded again. sum_along: whether the
     // GEMM sums along rows or columns of the tensor. (In coat, with one scale for the whole tensor, this
-    // makes no difference.)
+    // makes no difference, and there are no options.)
     Tensor make_operand(OperandKind kind, const Linear& linear, const Tensor& tensor, SumAlong sum_along) {
         const int64_t cols = kind == OperandKind::G ? linear.out : linear.in;
-        const GemmOperand operand = gemm_operand(
-            tensor, rows_of(tensor, cols), cols, format_of(formats_, kind), sum_along,
-            {.stats = stats_of(measured_kind(kind)), .scale = delayed_scale_if_any(kind, linear, tensor)});
+        const GemmOperand operand =
+            gemm_operand(tensor, rows_of(tensor, cols), cols, format_of(formats_, kind), sum_along,
+                         operand_options(kind, linear, tensor));
         check_finite(operand.amax);
         return operand.values;
     }
@@ -452,26 +455,26 @@ private:
     //
     // The backward pass of a norm needs the norm's input, so Qwen3 saves q, k and v before the norms. The
     // backward pass of RoPE needs no values, so the other models save q and k as attention reads them.
+    //
+    // With --attention groups q, k, v and attention's output are saved as codes. A code times its scale is an
+    // FP32 value. Attention reads these values rounded to the compute format. The linear layer attention_out
+    // reads them as they are.
 
-    // q, k and v (N, qkv_cols) as they were saved -> as attention reads them. With --attention groups they
-    // are saved as codes, and a code times its scale is an FP32 value, which attention reads rounded. (The
-    // backward pass of attention reads the output rounded, too. The linear layer attention_out reads it as it
-    // is.) Without --attention groups rounding changes nothing.
-    Tensor make_attention_input(int64_t l, const Tensor& saved_qkv) const {
-        Tensor qkv = rounded(saved_qkv);
-        if (!config_.arch.qk_norms) return qkv;
+    bool rotates_before_saving() const { return config_.arch.rope && !config_.arch.qk_norms; }
+
+    // The norms of heads in Qwen3: q, k and v (N, qkv_cols) as they were saved -> the input of RoPE.
+    Tensor apply_qk_norms(int64_t l, Tensor qkv) const {
         qk_norms_forward(config_, N(), parameter(prefix_of(l) + "qk_norm.weight").data(), qkv.data());
-        return rotated(rounded(qkv));
+        return rounded(qkv);
     }
 
-    // dqkv (N, qkv_cols), the gradient of the output of Qwen3's norms -> of their input. Adds to the gradient
-    // of their weight. saved_qkv: the input.
-    Tensor qk_norms_backward_if_any(int64_t l, const Tensor& saved_qkv, Tensor dqkv) {
-        if (!config_.arch.qk_norms) return dqkv;
+    // dqkv (N, qkv_cols), the gradient of the output of these norms -> of their input. Adds to the gradient
+    // of their weight.
+    Tensor apply_qk_norms_backward(int64_t l, Tensor dqkv) {
         const std::string name = prefix_of(l) + "qk_norm.weight";
+        const Tensor qkv = rounded(load_saved(l, Qkv));
         Tensor dweight(2 * config_.HS());
-        qk_norms_backward(config_, N(), rounded(saved_qkv).data(), parameter(name).data(), dqkv.data(),
-                          dweight.data());
+        qk_norms_backward(config_, N(), qkv.data(), parameter(name).data(), dqkv.data(), dweight.data());
         add_gradient(name, dweight);
         return rounded(dqkv);
     }
@@ -489,12 +492,11 @@ private:
         for (int64_t n = 0; n < rows_of(y, out); n++) add_scaled(out, 1.0f, bias.data(), &y[n * out]);
     }
 
-    // The gradient of a bias (out) is the sum of g (N, out) over the tokens. In FP8 recipes g itself is
-    // summed, because the FP8 values of g_operand have larger errors. In other recipes g_operand is summed: g
-    // rounded to the compute format, as a GPU has it in memory.
-    void add_bias_gradient_if_any(const std::string& linear, const Tensor& g, const Tensor& g_operand) {
+    // The gradient of a bias (out) is the sum of g (N, out) over the tokens. A GPU has g in memory in the
+    // compute format, or in FP8. The FP8 values have larger errors, so FP8 recipes sum the FP32 values of g.
+    void add_bias_gradient_if_any(const std::string& linear, const Tensor& g) {
         if (!has_bias(linear)) return;
-        const Tensor& to_sum = formats_.g.is_fp8() ? g : g_operand;
+        const Tensor to_sum = formats_.g.is_fp8() ? g : rounded(g);
         const int64_t out = int64_t(parameter(linear + ".bias").size());
         Tensor dbias(out);
         for (int64_t n = 0; n < rows_of(g, out); n++) add_scaled(out, 1.0f, &to_sum[n * out], dbias.data());
@@ -515,15 +517,18 @@ private:
     //   g         dgrad          wgrad         once, if g^T has the same scale blocks as g; else for each
     //                                          GEMM
     //
-    // make_wgrad_g_operand() returns g (N, out) as wgrad reads it. g_operand: g as dgrad reads it. If g^T has
-    // the same scale blocks as g, this is g_operand. Else g is quantized once more, in scale blocks along the
-    // tokens.
-    Tensor make_wgrad_g_operand(const Linear& linear, const Tensor& g, const Tensor& g_operand) {
-        if (formats_.g.granularity.transpose_has_same_blocks()) return g_operand;
+    // make_wgrad_g() returns g (N, out) as wgrad reads it. dgrad_g: g as dgrad reads it. If g^T has the same
+    // scale blocks as g, both are the same. Else g is quantized once more, in scale blocks along the tokens.
+    Tensor make_wgrad_g(const Linear& linear, const Tensor& g, const Tensor& dgrad_g) {
+        if (formats_.g.granularity.transpose_has_same_blocks()) return dgrad_g;
         return make_operand(OperandKind::G, linear, g, SumAlong::Column);
     }
 
-    // --- Delayed scaling (the recipe te) ---
+    // --- The options of an operand: the measurement of errors, and delayed scaling (the recipe te) ---
+
+    QuantizeOptions operand_options(OperandKind kind, const Linear& linear, const Tensor& operand) {
+        return {.stats = stats_of(measured_kind(kind)), .scale = delayed_scale_if_any(kind, linear, operand)};
+    }
 
     // The scale of a GEMM operand, from earlier steps. Other recipes have none, so quantize() takes the scale
     // from the operand's amax.
