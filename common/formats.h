@@ -184,10 +184,8 @@ inline constexpr int64_t FP8_GEMM_MULTIPLE = 16;
 
 enum class SumAlong : uint8_t { Row, Column };
 
-// The operands of the three GEMMs: weight, input and gradient. (A table of scales on a GPU has this order:
-// gpu/scale_table.h.)
-enum class OperandKind : uint8_t { W, X, G };
-// In the order in which a checkpoint has their scales.
+// The operands of the three GEMMs: input, weight and gradient.
+enum class OperandKind : uint8_t { X, W, G };
 inline constexpr OperandKind LINEAR_OPERANDS[] = {OperandKind::X, OperandKind::W, OperandKind::G};
 inline constexpr int OPERAND_COUNT = int(std::size(LINEAR_OPERANDS));
 

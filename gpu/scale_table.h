@@ -62,9 +62,10 @@ private:
     const int64_t entry_count_;
     float* const histories_;
 
-    // The index of an operand in the table: OperandKind is W, X, G.
+    // The index of an operand in the table, which has w before x and g.
     int64_t index_of(OperandKind o, int64_t linear_layer) const {
-        return int64_t(o) * linear_layer_count + linear_layer;
+        const int64_t part = o == OperandKind::W ? 0 : o == OperandKind::X ? 1 : 2;
+        return part * linear_layer_count + linear_layer;
     }
     void clear_amaxes(int64_t first) const;  // of the entries from number `first` on
     void clear_histories();
