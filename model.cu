@@ -1012,9 +1012,9 @@ public:
 
     // Forward and backward of each micro-batch, then the update.
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
-        const int64_t target_count = sum_over_ranks(counted_targets(targets, tokens_of_rank()));
-        if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
-        begin_step_or_evaluation(double(target_count));
+        const int64_t scored_target_count = sum_over_ranks(count_scored_targets(targets, tokens_of_rank()));
+        if (scored_target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
+        begin_step_or_evaluation(double(scored_target_count));
         for (int64_t i = 0; i < settings_.micro_batches_per_rank; i++) {
             MicroBatch micro_batch{.B = settings_.B, .T = settings_.T, .is_first = i == 0};
             if (!settings_.keep_gradients) micro_batch.options_of_update_in_backward = options;
@@ -1032,7 +1032,7 @@ public:
         return {.loss = sum_over_ranks(outcome.loss),
                 .grad_norm = outcome.gradient_state.norm,
                 .skipped = skipped,
-                .target_count = target_count};
+                .scored_target_count = scored_target_count};
     }
 
     int64_t tokens_of_rank() const { return settings_.micro_batches_per_rank * settings_.B * settings_.T; }
@@ -1044,12 +1044,12 @@ public:
         return sum;
     }
 
-    // A step and each kind of evaluation call this before their first micro-batch. Copies 1 / target_count to
-    // the GPU, and clears the StepOutcome. (If weights are cached, also makes their FP8 codes.)
-    //   target_count   how many targets count
-    //   report         the quantization report that is to be filled; null if nothing is measured
-    void begin_step_or_evaluation(double target_count, QuantReport* report = nullptr) {
-        loss_weight_ = 1.0 / target_count;
+    // A step and each kind of evaluation call this before their first micro-batch. Copies 1 / divisor to the
+    // GPU, and clears the StepOutcome. (If weights are cached, also makes their FP8 codes.)
+    //   divisor   of the mean loss: the number of scored targets, at least 1
+    //   report    the quantization report that is to be filled; null if nothing is measured
+    void begin_step_or_evaluation(double divisor, QuantReport* report = nullptr) {
+        loss_weight_ = 1.0 / divisor;
         context_.wait_then_start_copy_to_gpu(&memory_.step_exchange->loss_weight, &loss_weight_,
                                              sizeof(double));
         clear_async(memory_.outcome_on_gpu(), sizeof(StepOutcome), stream_);

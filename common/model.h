@@ -87,7 +87,7 @@ public:
     // this rank. The result is that of all ranks.
     virtual StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) = 0;
     // The mean loss of one micro-batch (B, T) of this rank, in nats per token, without gradients. It is 0 if
-    // no target counts, and NaN if the loss or a tensor that was quantized to FP8 was not finite.
+    // no target is scored, and NaN if the loss or a tensor that was quantized to FP8 was not finite.
     virtual double validation_loss(const int32_t* tokens, const int32_t* targets) = 0;
     // The logits (V) of the token that follows the first n, 1 <= n <= T.
     virtual void next_logits(const int32_t* tokens, int64_t n, float* logits) = 0;

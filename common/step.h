@@ -8,18 +8,17 @@ namespace coat {
 // -----------------------------------------------------------------------------------------------------------
 // Targets of the loss
 
-// A target that does not count, for example a token of a user's question: its loss and its gradient are 0.
-// The loss of a step is the mean over the targets that count, in all micro-batches of all ranks. (The ranks
-// are the processes of a run.)
+// NO_TARGET stands where a target is not scored, for example a token of a user's question: its loss and its
+// gradient are 0. All other targets are scored. The loss of a step is the mean over the scored targets of all
+// micro-batches of all ranks. (The ranks are the processes of a run.)
 inline constexpr int32_t NO_TARGET = -1;
 
-// The number of targets that count.
-inline int64_t counted_targets(const int32_t* targets, int64_t n) {
+inline int64_t count_scored_targets(const int32_t* targets, int64_t n) {
     return n - std::count(targets, targets + n, NO_TARGET);
 }
-// The number by which the sum of the losses of n targets is divided to give their mean: at least 1.
+// The divisor of the mean loss of n targets: the number of scored ones, or 1 if there are none.
 inline double divisor_of_mean(const int32_t* targets, int64_t n) {
-    return double(std::max<int64_t>(1, counted_targets(targets, n)));
+    return double(std::max<int64_t>(1, count_scored_targets(targets, n)));
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -39,17 +38,17 @@ struct AdamWOptions {
 // The result of a step
 
 struct StepResult {
-    double loss;       // nats per token: the mean over all targets of the step that count
+    double loss;       // nats per token: the mean over all scored targets of the step
     double grad_norm;  // of all gradients, before clipping
     // Whether the step was abandoned, for one of these reasons:
     //   - the loss, a gradient or a tensor that was quantized to FP8 was not finite;
     //   - the norm after clipping was 2^62 or more, so that the square of a gradient might not fit into the
     //     formats of v;
-    //   - no target counts.
+    //   - no target is scored.
     // In all three cases nothing was updated. (With --gradients none a GPU may have updated a part of the
     // parameters before it noticed the reason.)
     bool skipped;
-    int64_t target_count = 0;  // targets that count, in all micro-batches of all ranks
+    int64_t scored_target_count = 0;  // in all micro-batches of all ranks
 };
 
 }  // namespace coat

@@ -21,7 +21,7 @@ struct StepOutcome {
 // The few numbers that the host and the GPU exchange in a step, on the device.
 struct StepExchange {
     StepOutcome outcome;
-    // From the host: 1 / the number of targets that count, because the loss of a step is a mean. Losses and
+    // From the host: 1 / the number of scored targets, because the loss of a step is a mean. Losses and
     // gradients are multiplied by it.
     double loss_weight;
     // The errors of quantization, while they are measured: one for each MeasuredKind but the two moments,

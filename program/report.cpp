@@ -149,7 +149,8 @@ void print_step(Run& run, const StepResult& result, float lr, double seconds, do
     const double tflops = flops_per_token(run.settings.config, run.settings.T) * rate * 1e-12;
     const char* note = "";
     if (result.skipped)
-        note = result.target_count ? " | skipped: not finite or too large" : " | skipped: no token counts";
+        note = result.scored_target_count ? " | skipped: not finite or too large"
+                                          : " | skipped: no token counts";
     std::printf(
         "step %*ld/%ld | loss %s | norm %s | lr %.3e | %.0f ms | %.0f tok/s | %.3g TFLOP/s | %s left%s\n",
         int(std::to_string(steps).size()), step, steps, finite_text(result.loss, 4).c_str(),

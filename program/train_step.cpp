@@ -70,7 +70,7 @@ static void count_step(Run& run, const StepResult& result) {
     if (!result.skipped) {
         run.state.updates++;
         run.skipped_in_a_row = 0;
-    } else if (result.target_count) {
+    } else if (result.scored_target_count) {
         run.skipped_in_a_row++;
     }
     // If the run ends early, because a signal comes or data cannot be read, this step is saved in two cases:

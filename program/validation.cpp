@@ -46,7 +46,7 @@ Validation measure_validation(Run& run) {
     } sum{0, 0};
     for (int64_t first = 0; first < batches; first += run.settings.ranks) {  // one micro-batch for each rank
         read_validation_batch(run, first + run.settings.rank);
-        const int64_t targets = counted_targets(run.targets.data(), run.micro_batch_tokens());
+        const int64_t targets = count_scored_targets(run.targets.data(), run.micro_batch_tokens());
         const double mean = run.model->validation_loss(run.tokens.data(), run.targets.data());
         const LossSum mine{.loss = mean * double(targets), .targets = targets};
         for (const LossSum& theirs : run.processes.all_gather(mine)) {

@@ -6,10 +6,10 @@
 namespace coat {
 
 struct Validation {
-    double loss;      // in nats: the mean over the targets that count, of the evaluated windows
-    int64_t targets;  // the number of targets that count
+    double loss;      // in nats: the mean over the scored targets of the evaluated windows
+    int64_t targets;  // the number of scored targets
 };
-Validation measure_validation(Run& run);  // Error if no target counts, or if the loss is not finite
+Validation measure_validation(Run& run);  // Error if no target is scored, or if the loss is not finite
 
 struct Sample {
     std::vector<int32_t> tokens;  // empty if no window of the text has room for a continuation

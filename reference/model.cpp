@@ -62,11 +62,12 @@ struct ReferenceModel : Model {
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
         network_.reset_finite_and_amaxes();
         const int64_t tokens_of_rank = settings_.micro_batches_per_rank * settings_.B * settings_.T;
-        // The targets that count, in the whole step.
-        const int64_t target_count = sum_over_ranks(counted_targets(targets, tokens_of_rank));
-        if (target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
+        // The number of scored targets in the whole step.
+        const int64_t scored_target_count = sum_over_ranks(count_scored_targets(targets, tokens_of_rank));
+        if (scored_target_count == 0) return {.loss = 0, .grad_norm = 0, .skipped = true};
 
-        const double loss = forward_and_backward(tokens, targets, target_count) / double(target_count);
+        const double loss =
+            forward_and_backward(tokens, targets, scored_target_count) / double(scored_target_count);
         const double grad_norm = gradient_norm();
         const bool finite = true_on_all_ranks(network_.all_finite);
         // If the norm after clipping is below 2^62, the square of each gradient fits every format of v. (If
@@ -75,15 +76,18 @@ struct ReferenceModel : Model {
         const float clip_factor = compute_clip_factor(options, grad_norm);
         const bool skipped = !finite || !(grad_norm * clip_factor < 0x1p62);
         if (!skipped) update_all(options, clip_factor);
-        return {.loss = loss, .grad_norm = grad_norm, .skipped = skipped, .target_count = target_count};
+        return {.loss = loss,
+                .grad_norm = grad_norm,
+                .skipped = skipped,
+                .scored_target_count = scored_target_count};
     }
 
     // Forward and backward of all micro-batches of the step. Afterwards the network has the gradients of the
-    // mean loss over the target_count targets that count. Returns the sum of the losses, of all ranks.
-    double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t target_count) {
+    // mean loss over all scored targets. Returns the sum of the losses, of all ranks.
+    double forward_and_backward(const int32_t* tokens, const int32_t* targets, int64_t scored_target_count) {
         const int64_t micro_batch_tokens = settings_.B * settings_.T;
         const int64_t micro_batches = settings_.micro_batches_per_rank;
-        const double loss_weight = 1.0 / double(target_count);
+        const double loss_weight = 1.0 / double(scored_target_count);
         std::vector<double> losses;  // by micro-batch
         clear_gradients();
         for (int64_t i = 0; i < micro_batches; i++) {

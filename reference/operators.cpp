@@ -304,7 +304,7 @@ void attention_backward(const ModelConfig& config, int64_t B, int64_t T, const R
 
 // The loss and its gradient, which replaces the logits:
 //   loss = log(sum_v exp(logit_v)) - logit_target,  dlogit_v = softmax(logits)_v - (v == target)
-// Loss and gradient are 0 if a target does not count. The gradient is multiplied by `loss_weight`.
+// Loss and gradient are 0 if a target is not scored (NO_TARGET). The gradient is multiplied by `loss_weight`.
 template <class Real>
 double cross_entropy_forward_and_backward(int64_t N, int64_t V, int64_t padded_V, Real* logits,
                                           const int32_t* targets, Real loss_weight) {

@@ -296,7 +296,8 @@ PROPERTY("backward hands on BF16 values; wgrad reads g quantized over tokens; bi
         }
 }
 
-PROPERTY("targets that do not count have loss and gradient 0 and are not in the mean; none changes nothing") {
+PROPERTY(
+    "targets that are not scored have loss and gradient 0 and are not in the mean; none changes nothing") {
     constexpr int64_t B = 3, T = 16, COUNTED = 5;  // targets 0 to 4 of the first sequence count
     for (const Recipe& recipe : recipes())
         for (const Architecture& arch : {LLAMA, GPT2}) {
@@ -318,7 +319,7 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
             CHECK(t.validation_loss() == doctest::Approx(sum / COUNTED).epsilon(1e-12));
             t.adamw.lr = 0;
             const StepResult r = t.again();
-            CHECK(r.target_count == COUNTED);
+            CHECK(r.scored_target_count == COUNTED);
             CHECK(r.loss == doctest::Approx(sum / COUNTED).epsilon(1e-12));
             const auto gradients = gradients_of(*t.model);
             for (int64_t token = 0; token < c.V; token++) {  // rows of the gradient of the embedding
@@ -335,7 +336,7 @@ PROPERTY("targets that do not count have loss and gradient 0 and are not in the 
             const Snapshot kept = snapshot(*t.model);
             const StepResult empty = t.again();
             CHECK(empty.skipped);
-            CHECK(empty.target_count == 0);
+            CHECK(empty.scored_target_count == 0);
             CHECK(empty.loss == 0);
             CHECK(empty.grad_norm == 0);
             CHECK((snapshot(*t.model) == kept));

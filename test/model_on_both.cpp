@@ -87,7 +87,7 @@ static void check_step(Random& rng, const RunSettings& s) {
                                                        : TWO_IMPLEMENTATIONS * own + 0x1p-9;
     };
     CHECK(!on_gpu.skipped);
-    CHECK(on_gpu.target_count == on_cpu.target_count);
+    CHECK(on_gpu.scored_target_count == on_cpu.scored_target_count);
     CHECK(std::fabs(on_gpu.loss - on_cpu.loss) <=
           on_cpu.loss * bound(std::fabs(on_cpu.loss - of_fp32.loss) / on_cpu.loss));
     for (const Param& p : parameters(s.config)) {

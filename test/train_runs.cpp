@@ -595,12 +595,12 @@ TEST_CASE("train: a run takes the steps of its model bit for bit and validates o
     const std::unique_ptr<Model> model = small_reference(1, 16, 2);
     const Corpus corpus = load_corpus((folder / "train.bin") + "," + (folder / "val.bin"));
     Tokens x(32), y(32);
-    auto validation = [&] {  // the mean over all targets that count, of 20 windows: 335 tokens at most
+    auto validation = [&] {  // the mean over all scored targets of 20 windows: 335 tokens at most
         const Loader loader(corpus.validation, 1, 16, 0);
         double loss = 0, targets = 0;
         for (int64_t i = 0; i < 20; i++) {
             loader.read(i, x.data(), y.data());
-            const double counted = double(counted_targets(y.data(), 16));
+            const double counted = double(count_scored_targets(y.data(), 16));
             loss += model->validation_loss(x.data(), y.data()) * counted;
             targets += counted;
         }

@@ -193,7 +193,7 @@ TEST_CASE("attention_forward: matches its definition and does not overflow") {
     for (size_t i = 0; i < out.size(); i++) CHECK(out[i] == 1e10f * float(i / 8));  // the last score wins
 }
 
-TEST_CASE("cross_entropy: loss and gradient over the live columns and none where no target counts") {
+TEST_CASE("cross_entropy: loss and gradient over the live columns and none where a target is not scored") {
     SEEDED_RANDOM(rng);
     const int64_t N = 6, V = 7, stride = 16;
     const int32_t targets[] = {0, 6, NO_TARGET, 3, 3, 1};
