@@ -81,8 +81,8 @@ public:
 
     // Forward and the loss; then, if `backward`, the backward pass. tokens, targets: (B, T). Returns the sum
     // of the losses. Backward adds the gradients of loss_weight * (sum of the losses) to `gradients`. With
-    // loss_weight = 1 / (number of scored targets of the step), all micro-batches of the step together give the
-    // gradients of the mean loss.
+    // loss_weight = 1 / (number of scored targets of the step), all micro-batches of the step together give
+    // the gradients of the mean loss.
     double run_micro_batch(const int32_t* tokens, const int32_t* targets, double loss_weight, bool backward) {
         begin_pass(settings.B, settings.T);
         const Tensor x = embedding_and_layers_forward(tokens);  // (N, C)
