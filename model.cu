@@ -626,18 +626,13 @@ public:
     //   dresidual_in   dresidual(); no tensor at the head, where the residual stream ends
     void residual_norm_backward(const ResidualNorm& residual_norm, const TensorRef& dnorm_output,
                                 const TensorRef& dresidual_in) {
-        const TensorRef dweight = gradient(residual_norm.weight_index);
-        TensorRef dbias{};
-        if (const std::optional<size_t> bias_index =
-                parameter_tensors_.bias_index(residual_norm.weight_index))
-            dbias = gradient(*bias_index);
         norm_backward(residual_norm.norm,
                       {.dnorm_output = dnorm_output,
                        .dresidual_in = dresidual_in,
                        .dresidual_out = dresidual(),
                        .dresidual_amax_to_raise = residual_norm.dresidual_amax_to_raise(),
-                       .dweight = dweight,
-                       .dbias = dbias},
+                       .dweight = gradient(residual_norm.weight_index),
+                       .dbias = bias_gradient_if_any(residual_norm.weight_index)},  // Llama: no tensor
                       memory_.norm_backward_workspace, stream_);
     }
 
@@ -705,6 +700,11 @@ public:
     // backward writes it.
     const TensorRef& weight(size_t i) const { return parameter_tensors_.weights[i]; }
     const TensorRef& gradient(size_t i) const { return parameter_tensors_.gradients[i]; }
+    // The gradient of the bias that belongs to this weight. Llama: no tensor, because there are no biases.
+    TensorRef bias_gradient_if_any(size_t weight_index) const {
+        const std::optional<size_t> bias_index = parameter_tensors_.bias_index(weight_index);
+        return bias_index ? gradient(*bias_index) : TensorRef{};
+    }
     // Whether GEMMs overwrite gradients: in the first micro-batch. In later ones they add to the gradients.
     // Llama: true. (With several ranks they always overwrite: backward writes to a buffer, from which the
     // gradients are sent, and the sums of the step lie elsewhere.)
@@ -1064,23 +1064,10 @@ public:
     void run_micro_batch(const MicroBatch& micro_batch, const int32_t* tokens, const int32_t* targets) {
         network_.begin_micro_batch(micro_batch, tokens, targets);
         CudaGraph& graph = micro_batch.is_first ? first_micro_batch_graph_ : later_micro_batch_graph_;
-        if (repeats_launches(micro_batch)) graph.run(stream_, [&] { network_.forward_and_backward(); });
+        if (repeats_launches(micro_batch))  // Llama: true from the second step on
+            graph.run(stream_, [&] { network_.forward_and_backward(); });
         else network_.forward_and_backward();
         network_.add_embedding_gradients(tokens);
-    }
-    // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
-    // can replay them. Llama: from the second step on.
-    bool repeats_launches(const MicroBatch& micro_batch) const {
-        // A dry run (gpu/cuda.h) has no stream that could be recorded
-        if (stream_ == DRY_RUN) return false;
-        // The first step loads kernels and chooses the algorithms of GEMMs
-        if (!first_step_done_) return false;
-        // Errors of quantizing are measured by other kernels
-        if (context_.quant_report) return false;
-        // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
-        if (sharding_->sends_gradients() || micro_batch.options_of_update_in_backward) return false;
-        // Delayed scaling: as long as a history may be empty, amaxes are computed that are not needed later
-        return !scale_table_.any_empty_history;
     }
 
     // Updates all parameters. (With --gradients none backward has updated them: Network::finish_bucket())
@@ -1108,7 +1095,22 @@ public:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // The rest of this class can wait. Weights in a cache, delayed scaling
+    // The rest of this class can wait. CUDA graphs, weights in a cache, delayed scaling
+
+    // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
+    // can replay them. Llama: true from the second step on.
+    bool repeats_launches(const MicroBatch& micro_batch) const {
+        // A dry run (gpu/cuda.h) has no stream that could be recorded
+        if (stream_ == DRY_RUN) return false;
+        // The first step loads kernels and chooses the algorithms of GEMMs
+        if (!first_step_done_) return false;
+        // Errors of quantizing are measured by other kernels
+        if (context_.quant_report) return false;
+        // Gradients of a bucket are sent to other GPUs, or its weights are updated, within backward
+        if (sharding_->sends_gradients() || micro_batch.options_of_update_in_backward) return false;
+        // Delayed scaling: as long as a history may be empty, amaxes are computed that are not needed later
+        return !scale_table_.any_empty_history;
+    }
 
     // Makes the FP8 codes of all weights, unless they are up to date. While quantization is measured, the
     // codes are made in any case, because making them measures their errors.
