@@ -213,8 +213,8 @@ struct Work {
     }
 };
 
-// Where a pass counts its items. Launches use the counters in turn, so that launches on several streams, which
-// may run at the same time, do not share one. The last block of a pass sets its counter back to 0.
+// Where a pass counts its items. Launches use the counters in turn, so that launches on several streams,
+// which may run at the same time, do not share one. The last block of a pass sets its counter back to 0.
 struct Counter {
     int next;  // the number of the next item
     int left;  // how many blocks have left the pass
