@@ -23,11 +23,9 @@ using Floats = std::vector<float>;
 // 448 (1 + 2^-8) = 449.75. Values there are 32 apart, so 448 is the nearest one: saturating gives the value
 // that rounding would give.
 //
-// If amax is not finite, the step must be skipped. Codes do not show it, because they saturate. So whoever
-// calls quantize() checks the amax of the tensor, StoredMatrix::amax. For a whole tensor this check is
-// enough, also on a GPU, so its scale does not matter: it is 1. But a group, row or block with an amax that
-// is not finite gets the scale NaN: a GPU quantizes such a tensor without the amax of the tensor, so there
-// the NaN has to reach the loss or a gradient.
+// If the amax of a whole tensor is not finite, the step will be skipped (check_finite() in network.h), so the
+// scale does not matter: it is 1. A group, row or block gets the scale NaN instead: there a GPU does not know
+// the amax of the tensor, and finds out by the NaN.
 float scale_of(const TensorFormat& format, float amax) {
     if (!std::isfinite(amax)) return format.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;
@@ -38,7 +36,7 @@ float scale_of(const TensorFormat& format, float amax) {
 
 // The amax of n neighbours; infinity if one is NaN. A maximum of floats could lose a NaN, so bits are
 // compared. The bits of |x| have the order of the magnitudes, with NaN above infinity.
-static float amax_of_neighbours(const float* x, int64_t n) {
+static float amax_of(const float* x, int64_t n) {
     uint32_t amax_bits = 0;
     for (int64_t i = 0; i < n; i++)
         amax_bits = std::max(amax_bits, std::bit_cast<uint32_t>(x[i]) & 0x7FFFFFFFu);
@@ -46,14 +44,16 @@ static float amax_of_neighbours(const float* x, int64_t n) {
 }
 
 // The amax of a whole tensor. The paper's group scaling (section 5.2) takes it in two stages: first the amax
-// of every 16 neighbours, then the largest of these amaxes. A GPU mostly needs no pass over the tensor for
-// the amax, because the kernel that computes the values has them in registers.
+// of every 16 neighbours, then the largest of these amaxes. Here amax_of() is the first stage, and the
+// maximum over its results is the second. A single loop over the tensor would give the same amax: the stages
+// matter on a GPU, where many threads share the work. (A GPU mostly needs no pass over the tensor for the
+// amax, because the kernel that computes the values has them in registers.)
 float compute_amax(const float* x, int64_t n) {
     float amax = 0;
 #pragma omp parallel for reduction(max : amax) if (n > MIN_PARALLEL_ELEMENTS)
     for (int64_t first = 0; first < n; first += PER_1x16.cols) {
         const int64_t count = std::min<int64_t>(PER_1x16.cols, n - first);
-        amax = std::max(amax, amax_of_neighbours(x + first, count));
+        amax = std::max(amax, amax_of(x + first, count));
     }
     return amax;
 }
@@ -94,7 +94,7 @@ static void compute_scales_of_blocks(const float* x, StoredMatrix& stored) {
         const int64_t width = std::min(stored.block_cols(), stored.cols - first_col);
         float amax = 0;
         for (int64_t row = first_row; row < end_row; row++)
-            amax = std::max(amax, amax_of_neighbours(x + row * stored.cols + first_col, width));
+            amax = std::max(amax, amax_of(x + row * stored.cols + first_col, width));
         write_element(format.scale_format, stored.scales.data(), block, scale_of(format, amax));
         amax_of_all = std::max(amax_of_all, amax);
     }
