@@ -60,7 +60,7 @@ struct ReferenceModel : Model {
     // --- A step ---
 
     StepResult step(const int32_t* tokens, const int32_t* targets, const AdamWOptions& options) override {
-        network_.reset_finite_and_amaxes();
+        network_.forget_earlier_tensors();
         const int64_t tokens_of_rank = settings_.micro_batches_per_rank * settings_.B * settings_.T;
         // The number of scored targets in the whole step.
         const int64_t scored_target_count = sum_over_ranks(count_scored_targets(targets, tokens_of_rank));
@@ -172,7 +172,7 @@ struct ReferenceModel : Model {
     // --- What else one asks of a model ---
 
     double validation_loss(const int32_t* tokens, const int32_t* targets) override {
-        network_.reset_finite_and_amaxes();
+        network_.forget_earlier_tensors();
         const double divisor = divisor_of_mean(targets, settings_.B * settings_.T);
         const double sum = network_.run_micro_batch(tokens, targets, 1.0 / divisor, /*backward=*/false);
         // (The sum is divided, as in step(). Equal losses then have the same bits.)
@@ -180,7 +180,7 @@ struct ReferenceModel : Model {
     }
 
     void next_logits(const int32_t* tokens, int64_t n, float* logits) override {
-        network_.reset_finite_and_amaxes();
+        network_.forget_earlier_tensors();
         const Floats padded = network_.next_logits(tokens, n);
         std::copy_n(padded.begin(), settings_.config.V, logits);
     }
@@ -193,7 +193,7 @@ struct ReferenceModel : Model {
     // --- The errors of quantization ---
 
     QuantReport measure_quantization(const int32_t* tokens, const int32_t* targets) override {
-        network_.reset_finite_and_amaxes();
+        network_.forget_earlier_tensors();
         clear_gradients();
         QuantReport report;
         network_.stats_by_kind = report.stats_by_kind;

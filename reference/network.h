@@ -72,8 +72,8 @@ public:
     // --- A whole pass ---
 
     // Forgets what was seen in earlier tensors: all_finite, and the amaxes of delayed scaling. It is called
-    // before a step, and before a forward pass on its own.
-    void reset_finite_and_amaxes() {
+    // before a step, and before a pass outside of a step.
+    void forget_earlier_tensors() {
         all_finite = true;
         for (auto& operands : delayed_scales)
             for (DelayedScale& d : operands) d.amax = 0;
@@ -255,8 +255,8 @@ private:
         return load_saved(l, kind);
     }
 
-    // FP8 codes hide an infinity. So this is called with the amax of every tensor that is quantized to FP8
-    // (scale_of() in quantize.cpp).
+    // FP8 codes saturate, so they hide an infinity. Therefore this is called with the amax of every tensor
+    // that is quantized to FP8.
     void check_finite(float amax) { all_finite = all_finite && std::isfinite(amax); }
 
     // --- Core attention, and RoPE ---
