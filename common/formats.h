@@ -18,7 +18,9 @@
 //   max, k          what a moment group stores besides its codes: max is its amax, and k is the exponent of
 //                   dynamic range expansion. Without expansion there is no k, and the scale is max / FMAX
 //   operand         an input of a GEMM. x, w and g, the operands of linear layers, are quantized
-//   compute format  the format of what is not quantized: BF16, or FP32 in the recipe fp32
+//   compute format  BF16, or FP32 in the recipe fp32: what linear layers return, and what attention and the
+//                   head compute with. (Residual sums are FP32, and so is what the norms and the activation
+//                   function of a layer return)
 //   residual stream what goes from layer to layer. Each half of a layer adds its output to it. The sum is
 //                   FP32, and its two readers round it: the next sum to the compute format, and a norm to the
 //                   format in which the norm's input is saved
@@ -164,8 +166,8 @@ inline constexpr TensorFormat E4M3_PER_128x128{.element_format = Format::E4M3, .
 //   wgrad  dw = g^T x   sums over tokens            along columns of g   along columns of x
 //
 // A Hopper GPU's FP8 GEMM wants the dimension that it sums over contiguous in memory. So where the sum goes
-// along columns, it reads codes that were stored transposed. All its dimensions are multiples of 16
-// (FP8_GEMM_MULTIPLE).
+// along columns, it reads codes that were stored transposed. All dimensions of an FP8 GEMM are multiples of
+// 16 (FP8_GEMM_MULTIPLE).
 //
 // A GEMM adds up products of codes, and multiplies the sum by the scales. So it has to stop wherever a scale
 // changes. With groups of 1x16 it would stop after every 16 products, and the tensor cores would mostly wait.
@@ -173,10 +175,10 @@ inline constexpr TensorFormat E4M3_PER_128x128{.element_format = Format::E4M3, .
 // elements, so the sum stops rarely. The recipes have blocks of 128, whole rows, and the whole tensor (as in
 // coat).
 //
-// (This can wait: with one scale for the whole tensor, as in coat, the direction makes no difference.) The
-// granularity of an operand is stated for GEMMs that sum along its rows. If a GEMM sums along the columns of
-// an operand, it reads the transpose, and the granularity is that of the transpose. For example, x with the
-// granularity 1x128 has these scale blocks:
+// (The rest of this comment can wait: with one scale for the whole tensor, as in coat, the direction makes no
+// difference.) The granularity of an operand is stated for GEMMs that sum along its rows. If a GEMM sums
+// along the columns of an operand, it reads the transpose, and the granularity is that of the transpose. For
+// example, x with the granularity 1x128 has these scale blocks:
 //   in fprop, which sums along the rows of x (N, in):       128 features of one token
 //   in wgrad, which sums along the rows of x^T (in, N):     128 tokens of one feature
 

@@ -1,6 +1,6 @@
 // common/model.h - a training run: its settings, and the interface Model, which program/train.cpp drives.
 // reference/model.cpp implements it on the CPU and model.cu on the GPU, independently, so that each checks
-// the other. (One report of the GPU, on the errors of moments, calls the reference: gpu/quant_report.h.)
+// the other.
 #pragma once
 #include <memory>
 
@@ -23,6 +23,8 @@ struct RunSettings {
     int64_t B, T;                        // a micro-batch has B sequences of T tokens
     int64_t micro_batches_per_rank = 1;  // micro-batches of a step on each rank
     uint64_t seed = 1;
+    // (The other members can wait.)
+    //
     // Whether weights have FP32 masters. If not (--master none), the BF16 weights are rounded stochastically.
     bool keep_masters = true;
     // Whether the gradients of a whole step exist at the same time. If not (--gradients none), a GPU updates

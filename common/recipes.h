@@ -14,7 +14,7 @@ namespace coat {
 
 // Where the scale of a whole tensor comes from.
 //   JustInTime   from the tensor's own amax
-//   Delayed      (This can wait: only the recipe te needs it.) From the largest amax of the last
+//   Delayed      (All of this can wait: only the recipe te needs it.) From the largest amax of the last
 //                Recipe::history_steps steps. In the first step there is no history, so each micro-batch uses
 //                the largest amax of the step so far, its own included
 enum class ScaleSource : uint8_t { JustInTime, Delayed };
@@ -84,8 +84,9 @@ inline const std::vector<Recipe>& recipes() {
     return table;
 }
 
-// The formats of the operands of a linear layer's GEMMs. The dimensions of an FP8 GEMM are multiples of 16.
-// If the number of tokens N is not, all linear layers of the run fall back to the compute format.
+// The formats of the operands of a linear layer's GEMMs. (The fallback can wait: the dimensions of an FP8
+// GEMM are multiples of 16. If the number of tokens N is not, all linear layers of the run fall back to the
+// compute format.)
 struct LinearFormats {
     TensorFormat x, w, g;
     bool fallback;
@@ -118,8 +119,8 @@ struct OptimizerFormats {
     // The format f of a moment is m_format or v_format; or FP32, for the weights of norms and for biases
     // (Param::moment_format()).
     bool uses_expansion(Format f) const { return expansion && is_fp8(f); }
-    // Whether the m and v of a matrix are FP8 codes in moment groups. (In every row of the table either both
-    // are, or neither is.)
+    // (This function can wait: only the GPU calls it.) Whether the m and v of a matrix are FP8 codes in
+    // moment groups. In every row of the table either both are, or neither is.
     bool has_fp8_moment_groups() const { return is_fp8(m_format) && is_fp8(v_format); }
 };
 

@@ -122,8 +122,8 @@ void Moment::store_expanded(int64_t first, const float* x, float max_magnitude) 
         write_element(format, elements.data(), i, expand(format, x[i], max_magnitude, k));
 }
 
-// The codes of a moment group without expansion. A positive second moment gets at least the smallest positive
-// code, that of FMIN.
+// (This can wait: only the optimizer `fp8` needs it.) The codes of a moment group without expansion. A
+// positive second moment gets at least the smallest positive code, that of FMIN.
 void Moment::store_with_scale(int64_t first, const float* x, float max_magnitude) {
     const float reciprocal = 1.0f / moment_scale(format, max_magnitude);
     for (int64_t i = first; i < end_of_moment_group(first); i++) {

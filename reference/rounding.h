@@ -105,9 +105,10 @@ inline float join_master(uint16_t weight, int16_t remainder) {
     return std::bit_cast<float>((uint32_t(weight) << 16) + uint32_t(int32_t(remainder)));  // with its sign
 }
 
-// x rounded to BF16, up or down at random. A random integer of 16 bits is added to the bits of x, and the
-// upper half of the sum is the result. If the lower half of x is r, then r of the 65536 integers make the
-// sum carry into the upper half. So x is rounded up in magnitude with probability r / 65536.
+// (This can wait: only weights without masters need it.) x rounded to BF16, up or down at random. A random
+// integer of 16 bits is added to the bits of x, and the upper half of the sum is the result. If the lower
+// half of x is r, then r of the 65536 integers make the sum carry into the upper half. So x is rounded up in
+// magnitude with probability r / 65536.
 //
 // i: the place of the element in the flat order (Param::flat_offset in common/architecture.h). One call of
 // rounding_bits() gives 64 bits, for four neighbours.
