@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""COAT (arXiv 2410.19313) in 390 lines of NumPy: FP8 training, to be read from top to bottom.
+"""COAT (arXiv 2410.19313) in 400 lines of NumPy: FP8 training, to be read from top to bottom.
 
     python3 dev/coat.py        trains a small model in FP32 and in COAT, and compares the two
 

@@ -45,7 +45,7 @@ namespace coat::reference {
 //   one transformer layer
 //   the parts of a layer: saving for backward, attention, linear layers, norms, the activation function
 //   the embedding and the head
-//   what can wait: with coat, and in Llama, these functions change nothing
+//   what can wait: functions for other models, recipes and flags
 class Network {
 public:
     using Tensor = std::vector<float>;
@@ -261,8 +261,8 @@ private:
 
     // --- Core attention, and RoPE ---
     //
-    // In Llama RoPE comes before q, k and v are saved, and attention reads what is saved. (Other models can
-    // wait: the end of this class.)
+    // In Llama RoPE comes before q, k and v are saved: rotates_before_saving() is true. Attention reads what
+    // is saved. (Other models can wait: the end of this class.)
 
     // qkv (N, qkv_cols), as the projection gives it -> attention's output (N, q_cols). Attention reads q, k
     // and v as backward will load them, because the log-sum-exp has to belong to the loaded values.
@@ -445,7 +445,7 @@ private:
     }
 
     // =======================================================================================================
-    // What can wait: with coat, and in Llama, these functions change nothing
+    // What can wait: functions for other models, recipes and flags
     //
     // --- Attention in other models, and with --attention groups ---
     //

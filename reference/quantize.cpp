@@ -23,9 +23,9 @@ using Floats = std::vector<float>;
 // 448 (1 + 2^-8) = 449.75. Values there are 32 apart, so 448 is the nearest one: saturating gives the value
 // that rounding would give.
 //
-// If the amax of a whole tensor is not finite, the step will be skipped (check_finite() in network.h), so the
-// scale does not matter: it is 1. A group, row or block gets the scale NaN instead: there a GPU does not know
-// the amax of the tensor, and finds out by the NaN.
+// If amax is not finite, the step will be skipped. With one scale for the tensor its amax shows this, so the
+// scale does not matter: it is 1. With smaller scale blocks a GPU does not know the amax of the tensor. There
+// the scale is NaN, so what is read back is NaN, and reaches the loss or a gradient.
 float scale_of(const TensorFormat& format, float amax) {
     if (!std::isfinite(amax)) return format.granularity == PER_TENSOR ? 1.0f : NAN;
     if (amax == 0) return 1.0f;

@@ -71,7 +71,7 @@ inline uint16_t to_bf16(float x) {
     return uint16_t((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
 }
 inline float from_bf16(uint16_t bits) { return std::bit_cast<float>(uint32_t(bits) << 16); }
-// x rounded to BF16; in FP32 x stays as it is. (FP8 needs a scale: other functions round to it.)
+// x rounded to BF16; in FP32 x stays as it is. (Not for FP8, which needs a scale: quantize().)
 inline float round_to(Format f, float x) {
     if (f == Format::BF16) return from_bf16(to_bf16(x));
     assert(f == Format::FP32);
