@@ -22,8 +22,8 @@
 //           mlp_half_backward()           the gradients of mlp_half_forward(), in opposite order
 //           attention_half_backward()     the gradients of attention_half_forward(), in opposite order
 //       add_embedding_gradients()         from the gradient of the residual stream
-//     Network::note_loss_or_nan()         after each micro-batch: the loss; or NaN, if FP8 codes hide
-//                                         infinity or NaN
+//     Network::note_loss_or_nan()         after each micro-batch: the loss; or NaN, if an amax shows infinity
+//                                         or NaN
 //     update_parameters()
 //       Network::update_buckets()
 //         compute_gradient_squares()      of all gradients, for their norm
@@ -69,8 +69,9 @@
 // Each class begins with its data. Its functions follow in the order of the list above: first what a step
 // calls, then the parts of it. (The section on buckets stands before the head, whose backward pass is the
 // first that needs it.) Behind these functions stand small ones that they use, such as weight() and
-// saved_tensor(). What can wait is at the end of the class: what other models and recipes need, evaluations
-// and prompts. The step itself is in the second class: GpuModel::step(), which can be read first.
+// saved_tensor(). Where no blank line is between two functions, they belong together: mostly the second is a
+// part of the first. What can wait is at the end of the class: what other models and recipes need,
+// evaluations and prompts. The step itself is in the second class: GpuModel::step(), which can be read first.
 //
 // Most conditions are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one GPU, no further
 // flags. In a first reading follow that run. A comment "Llama: ..." says what a name or a line gives in that
@@ -488,6 +489,9 @@ public:
     //   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
     //   qkv_proj.g            dqkv                       attention_backward()
     //
+    // Why dgate_up takes an extra pass: it is computed from dact, which a GEMM of cuBLASLt writes, and it
+    // exists only as an operand. So no kernel has its values before its codes are made.
+    //
     // (Qwen3: qk_norms_backward() changes dqkv after attention_backward(). So the amax of dqkv takes an extra
     // pass.)
 
@@ -659,8 +663,7 @@ public:
         finish_bucket(bucket);
     }
 
-    // StepOutcome::loss_or_nan = the loss so far; or NaN, if an amax is not finite, because FP8 codes
-    // hide infinity and NaN. A step whose loss_or_nan is NaN is skipped.
+    // Writes StepOutcome::loss_or_nan (gpu/memory_map.h says what it is for).
     void note_loss_or_nan() {
         StepOutcome* const outcome_on_gpu = memory_.outcome_on_gpu();
         write_loss_or_nan(scale_table_.entries(), scale_table_.entry_count(), &outcome_on_gpu->loss,
@@ -803,7 +806,9 @@ public:
     }
 
     // Layer l: the indices of its parameters, its linear layers, and the places of what it saves. The tables
-    // of amaxes, before forward() and mlp_half_backward(), show where a linear layer makes an extra pass.
+    // of amaxes, before forward() and mlp_half_backward(), show where a linear layer makes an extra pass. In
+    // coat that is gate_up_proj: its g is computed from what a GEMM has written, and exists only as an
+    // operand.
     Layer make_layer(int64_t l) {
         const int64_t N = settings_.B * settings_.T;
         auto index = [&](const char* param) {
@@ -866,6 +871,7 @@ public:
         if (!overwrites_gradients()) write_values(lazy_load(dweight), fp32_sum, stream_);
         return fp32_sum;
     }
+
     // -------------------------------------------------------------------------------------------------------
     // q, k, v and the output of attention: --attention groups, and Qwen3
 

@@ -13,6 +13,9 @@ inline constexpr int64_t DRY_RUN_BYTES = 0;
 //   const Arena::Scope scope(arena);
 //   float* const sums = arena.allocate<float>(n);   // lives as long as `scope`
 //
+// The host gives memory back while kernels that use it may not have run yet. That is safe: all kernels are
+// put on one stream, so those that are given the memory next run after them.
+//
 // Equal micro-batches allocate the same sizes in the same order, so they get the same addresses, and a CUDA
 // graph can record them. A dry run, whose addresses are never used, finds out how much memory a run needs.
 class Arena {

@@ -8,9 +8,8 @@
 
 namespace coat::gpu {
 
-// *loss_or_nan = *loss, or NaN if one of n amaxes is not finite: FP8 codes hide values that are not finite,
-// but the amax shows them. If *loss_or_nan is NaN, update_gradient_state() skips the step. Once it is NaN,
-// it stays NaN for the rest of the step.
+// *loss_or_nan = *loss, or NaN if one of n amaxes is not finite. If *loss_or_nan is infinite or NaN,
+// update_gradient_state() skips the step. Once it is NaN, it stays NaN for the rest of the step.
 //   entries   of the ScaleTable (gpu/scale_table.h), each with an amax
 void write_loss_or_nan(const TensorScale* entries, int64_t n, const double* loss, double* loss_or_nan,
                        cudaStream_t stream);

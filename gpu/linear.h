@@ -8,8 +8,8 @@
 //
 // When each operand is made:
 //
-//   x_operand   in forward for fprop, and again in backward for wgrad. In between, the tensors are saved from
-//               which x is computed, and the amax of x is in the ScaleTable
+//   x_operand   in forward for fprop, and again in backward for wgrad. In between, what x is computed from is
+//               saved, and the amax of x stays in the ScaleTable
 //   w_operand   in forward for fprop, and again in backward for dgrad
 //   g_operand   once in backward, for dgrad and wgrad. The caller makes it, and decides when its memory is
 //               given back
@@ -17,9 +17,9 @@
 // (This can wait: if weights are cached, w_operand is made once per step. With several GPUs, the weight is
 // gathered first: gpu/sharding.h.)
 //
-// Of an operand, a function whose name begins with allocate_ takes the memory from the Arena, one with write_
-// writes the elements, and one with make_ does both. (Without FP8 it may return the stored tensor itself.) An
-// operand lives as long as the Arena::Scope in which its memory was taken.
+// Names of functions: allocate_..._operand() takes the memory of an operand from the Arena,
+// write_..._operand() writes its elements, and make_..._operand() does both. (Without FP8 it may return the
+// stored tensor itself.) An operand lives as long as the Arena::Scope in which its memory was taken.
 #pragma once
 #include <optional>
 

@@ -78,9 +78,9 @@ int64_t saved_layer_bytes(const RunSettings& s);  // the bytes of all that a lay
 //                                                                       the gradients of layer 31 begin
 //
 // The gradients begin as far left as possible. There are these conditions:
-//   - The gradients of layer l begin after the activations of the layers 0 to l, or later. Backward still
-//     needs these activations when it writes the gradients.
-//   - The gradients of the final norm and of the head begin after all activations, or later.
+//   - The gradients of layer l begin no earlier than where the activations of layer l end. Backward still
+//     needs the activations of the layers 0 to l when it writes these gradients.
+//   - The gradients of the final norm and of the head begin no earlier than where all activations end.
 //   - The gradient of the embedding may begin anywhere, because backward writes it last.
 // In the drawing layer 31 decides. Its gradients cannot begin before the end of all activations, and the
 // gradients of all earlier layers lie before its own.

@@ -13,7 +13,8 @@ namespace coat::gpu {
 // What a step finds out, on the device. The host clears it before the step and fetches it at the end.
 struct StepOutcome {
     double loss;  // the sum of the losses so far, times loss_weight: see StepExchange
-    // `loss`; or NaN, if an amax was not finite. This NaN is the flag that the step is to be skipped.
+    // `loss`; or NaN, if an amax was not finite: FP8 codes hide infinity and NaN, but the amax shows them. If
+    // loss_or_nan is infinite or NaN, the step is skipped.
     double loss_or_nan;
     GradientState gradient_state;  // the norm of the gradients, and whether the step is skipped
     uint32_t empty_histories;      // delayed scaling: how many operands have had no amax yet

@@ -30,11 +30,11 @@ inline __device__ uint32_t first_column_of_chunk(int c) {
 // (COUNT is 1, or 2 where two sums are taken at once.)
 //
 // The sums of a team's warps pass through a buffer in shared memory. There are two, 0 and 1, and the caller
-// says which one to use. RMSNorm takes one sum over a row, and either will do. Two calls that follow each
-// other, as for the mean and the variance of LayerNorm, use different buffers, because some thread may still
-// be reading the buffer of the first call when another thread writes its part of the second. A third call may
-// use the buffer of the first again: at the __syncthreads() of the second, all threads have read it. (Sums
-// with COUNT 2 have two buffers of their own.)
+// says which one to use. If a kernel takes one sum, as for RMSNorm in forward, either will do. Two calls that
+// follow each other, as for the mean and the variance of LayerNorm, use different buffers, because some
+// thread may still be reading the buffer of the first call when another thread writes its part of the second.
+// A third call may use the buffer of the first again: at the __syncthreads() of the second, all threads have
+// read it. (Sums with COUNT 2 have two buffers of their own.)
 constexpr int SUM_BUFFERS = 2;
 template <int COUNT> __device__ void sum_over_row(float (&x)[COUNT], int buffer) {
     __shared__ float buffers[SUM_BUFFERS][COUNT][MAX_WARPS_PER_TEAM];

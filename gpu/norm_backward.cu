@@ -206,8 +206,8 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
     }
     __syncthreads();
     float largest = 0;
-    // Of sum_over_row(): 0 and 1, in turns from row to row, because RMSNorm takes only one sum of each row.
-    // (LayerNorm could do without. Its statistics are two more sums.)
+    // Two calls of sum_over_row() that follow each other need different buffers. RMSNorm makes one call for a
+    // row, so the rows take turns. (LayerNorm makes two other calls in between, and could do without.)
     int buffer = 0;
     for (int64_t first_row = int64_t(blockIdx.x) * blockDim.y; first_row < rows;
          first_row += int64_t(gridDim.x) * blockDim.y) {

@@ -51,8 +51,9 @@ public:
     }
     uint8_t* owned_gradient_sum(size_t i) const;
 
-    // Where the update leaves the amax of the weight that is parameter i. Null for what is no weight of a
-    // linear layer, and with delayed scaling: there a weight's amax is found when its operand is made.
+    // Where the update leaves the amax of the weight that is parameter i. Null unless parameter i is the
+    // weight of a linear layer; and null with delayed scaling, where a weight's amax is found when its
+    // operand is made.
     // (Recipes that need no amaxes for scales have this amax, too, because write_loss_or_nan() looks at the
     // amaxes of all weights.)
     float* weight_amax(size_t i) const;
@@ -62,7 +63,7 @@ public:
     // What this rank owns of the weight of a linear layer, as a tensor: with one rank the weight itself.
     // (With several ranks a part may end within a row of the weight. So its shape is made up: rows of 256
     // elements. A linear layer has multiples of 16 inputs and outputs, so the part has a multiple of 256
-    // elements. A grid is large enough for two billion of them.)
+    // elements. A grid is large enough for two billion elements.)
     TensorRef owned_weight(size_t i) const;
 
     // --- The quantization report

@@ -6,8 +6,8 @@
 namespace coat::gpu {
 
 // The table of scales, on the device. An entry, a TensorScale (gpu/tensors.h), has an amax and the scale that
-// follows from it. An entry is called after its scale, which GEMMs read. But what most kernels find, and what
-// is cleared, is its amax. Each linear layer has three entries, one for each of its operands. The entries of
+// follows from it. The struct is named TensorScale for the scale, which GEMMs read. Most kernels use
+// its other field, amax. Each linear layer has three entries, one for each of its operands. The entries of
 // all weights come first:
 //
 //   w of each linear layer | x of each linear layer | g of each linear layer

@@ -73,9 +73,10 @@ static void count_step(Run& run, const StepResult& result) {
     } else if (result.scored_target_count) {
         run.skipped_in_a_row++;
     }
-    // If the run ends early, because a signal comes or data cannot be read, this step is saved in two cases:
-    // if it was not skipped for its loss or gradients, or if there is no earlier checkpoint to go back to.
-    // (If it was skipped so, an earlier update may have made weights overflow.)
+    // When steps are skipped for their loss or gradients, an earlier update may have made weights overflow.
+    // So if the run ends early, because a signal comes or data cannot be read, this step is saved in two
+    // cases: if no step since the last update was skipped for these reasons, or if there is no earlier
+    // checkpoint to go back to.
     run.at_savable_step = run.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
