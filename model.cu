@@ -243,14 +243,12 @@ public:
     // The embedding and all layers, up to the input of the final norm.
     void forward() {
         const Arena::Scope scope(arena_);
-        ResidualStream residual{};
-        if (saves_inputs_in_groups_) residual.buffer = allocate_tensor(micro_batch_.N, config_.C);
         // Each micro-batch has its own amaxes. (With delayed scaling begin_delayed_scaling() clears them)
         if (!scale_table_.delayed()) scale_table_.clear_x_and_g_amaxes();
-        embed_and_save(residual, norm1_of(0));
+        TensorRef residual = embed_and_save(norm1_of(0));
         for (int64_t l = 0; l < config_.L; l++) {
-            attention_half_forward(l, residual);
-            mlp_half_forward(l, residual);
+            residual = attention_half_forward(l, residual);
+            residual = mlp_half_forward(l, residual);
         }
     }
 
@@ -275,37 +273,26 @@ public:
         }
     };
 
-    // The residual stream (N, C) in forward. Each residual sum is stored as the input of the norm that reads
-    // the stream next. If that input is in groups, the sum is also stored in BF16, in a buffer, for the next
-    // sum.
-    struct ResidualStream {
-        TensorRef buffer;   // no tensor in recipes that save no groups
-        TensorRef current;  // the last sum, in the compute format: the buffer, or the input of the next norm
+    // The residual stream is (N, C). Each sum in it is saved as the input of the norm that reads the stream
+    // next. If that input is in groups, the sum is also stored in BF16, for the next sum. The two functions
+    // that make a sum, embed_and_save() and add_branch_and_save(), return it in the compute format.
 
-        // Where a residual sum is also stored in BF16, if `next` is the norm that reads the stream next.
-        TensorRef place_of_plain_sum(const ResidualNorm& next) const {
-            return next.saves_groups() ? buffer : TensorRef{};
-        }
-        // To be called after that sum.
-        void advance_to(const ResidualNorm& next) {
-            current = next.saves_groups() ? buffer : next.norm.input;
-        }
-    };
-
-    // The embedding: a row of the weight for each token, and in GPT-2 a row for its position. The sum is
-    // saved as the input of the first norm 1.
-    void embed_and_save(ResidualStream& residual, const ResidualNorm& first_norm) {
+    // The embedding: a row of the weight for each token, and in GPT-2 a row for its position. The memory of
+    // the BF16 sum is given back at the end of the caller's Scope.
+    TensorRef embed_and_save(const ResidualNorm& first_norm) {
         sharding_.gather_weights(Sharding::EMBEDDING_WEIGHT_SET, Direction::Forward);
         const TensorRef positions =
             rotary_ ? TensorRef{} : weight(parameter_tensors_.param_index("positions"));
-        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T, first_norm.norm,
-              residual.place_of_plain_sum(first_norm), first_norm.output_amax_to_raise(), stream_);
-        residual.advance_to(first_norm);
-        if (context_.quant_stats) measure_norm_input_errors(residual, first_norm);
+        const TensorRef plain_sum =
+            first_norm.saves_groups() ? allocate_tensor(micro_batch_.N, config_.C) : TensorRef{};
+        embed(weight(embedding_index_), positions, memory_.tokens, micro_batch_.T, first_norm.norm, plain_sum,
+              first_norm.output_amax_to_raise(), stream_);
+        if (context_.quant_stats) measure_norm_input_errors(plain_sum, first_norm);
+        return first_norm.saves_groups() ? plain_sum : first_norm.norm.input;
     }
 
-    // The first half of layer l.
-    void attention_half_forward(int64_t l, ResidualStream& residual) {
+    // The first half of layer l. Takes the residual stream, and returns the new one.
+    TensorRef attention_half_forward(int64_t l, const TensorRef& residual) {
         const Arena::Scope scope(arena_);
         Layer& layer = layers_[l];
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). lazy_norm() computes nothing yet:
@@ -320,7 +307,7 @@ public:
         const TensorRef attention_output = saved_tensor(layer, SavedKind::AttentionOutput);
         layer.attention_out_proj.fprop(lazy_load(attention_output), branch);
         // residual sum, which saves the input of norm 2
-        add_branch_and_save(residual, branch, norm2_of(l));
+        return add_branch_and_save(residual, branch, norm2_of(l));
     }
     // Causal attention within each sequence of T tokens. Its output (N, q_cols) is saved.
     //
@@ -338,8 +325,9 @@ public:
         save_groups_if_any(layer, SavedKind::AttentionOutput, output);  // Llama: does nothing
     }
 
-    // The second half of layer l (table of its operators: at the top of this file).
-    void mlp_half_forward(int64_t l, ResidualStream& residual) {
+    // The second half of layer l (table of its operators: at the top of this file). Takes the residual
+    // stream, and returns the new one.
+    TensorRef mlp_half_forward(int64_t l, const TensorRef& residual) {
         const Arena::Scope scope(arena_);
         Layer& layer = layers_[l];
         const TensorRef saved_gate_up = saved_tensor(layer, SavedKind::GateUp);
@@ -362,16 +350,17 @@ public:
         const TensorRef branch = allocate_tensor(micro_batch_.N, config_.C);
         layer.down_proj.fprop(lazy_activation(gated_, saved_gate_up), branch);
         // residual sum, which saves the input of the next norm
-        add_branch_and_save(residual, branch, norm_after_layer(l));
+        return add_branch_and_save(residual, branch, norm_after_layer(l));
     }
 
-    // The residual sum at the end of half a layer: adds `branch` to the residual stream, and saves the sum as
-    // the input of the norm `next`.
-    void add_branch_and_save(ResidualStream& residual, const TensorRef& branch, const ResidualNorm& next) {
-        residual_add(residual.current, branch, next.norm, residual.place_of_plain_sum(next),
-                     next.output_amax_to_raise(), stream_);
-        residual.advance_to(next);
-        if (context_.quant_stats) measure_norm_input_errors(residual, next);
+    // The residual sum at the end of half a layer: adds `branch` to the residual stream, saves the sum as the
+    // input of the norm `next`, and returns it. The sum in BF16, if there is one, replaces `residual`.
+    TensorRef add_branch_and_save(const TensorRef& residual, const TensorRef& branch,
+                                  const ResidualNorm& next) {
+        const TensorRef plain_sum = next.saves_groups() ? residual : TensorRef{};
+        residual_add(residual, branch, next.norm, plain_sum, next.output_amax_to_raise(), stream_);
+        if (context_.quant_stats) measure_norm_input_errors(plain_sum, next);
+        return next.saves_groups() ? plain_sum : next.norm.input;
     }
 
     // -------------------------------------------------------------------------------------------------------
@@ -928,10 +917,10 @@ public:
     // The quantization report
 
     // The groups of a norm's input were made of the sum in FP32. Their error is measured against the sum in
-    // BF16, which is in the buffer.
-    void measure_norm_input_errors(const ResidualStream& residual, const ResidualNorm& next) {
+    // BF16.
+    void measure_norm_input_errors(const TensorRef& plain_sum, const ResidualNorm& next) {
         if (next.saves_groups())
-            measure_quant_errors(lazy_load(residual.current), Operand{.tensor = next.norm.input},
+            measure_quant_errors(lazy_load(plain_sum), Operand{.tensor = next.norm.input},
                                  context_.quant_stats_of(MeasuredKind::NormInput), stream_);
     }
 

@@ -19,7 +19,7 @@ struct Rope {
 void fill_rope_table(const ModelConfig& config, int64_t positions, float2* table, cudaStream_t stream);
 // Rotates qkv (B*T, qkv_cols) in place. (In backward gpu/attention.cu calls rope() with `inverse`: qkv is
 // then the gradient, which is rotated by the opposite angles. The amax is that of all columns, those of v
-// included. On Hopper nobody makes this call: a kernel of gpu/attention_sm90.cu rotates the gradient.)
+// included. gpu/attention_sm90.cu makes no such call: its own kernel rotates the gradient.)
 void rope(const Rope& r, const TensorRef& qkv, bool inverse, float* qkv_amax_to_raise, cudaStream_t stream);
 
 // ===========================================================================================================
