@@ -194,6 +194,9 @@ class Network {
     const bool saves_inputs_in_groups_ = recipe_.saved_inputs.is_fp8();
     // Whether q, k, v and the output of attention are, too (--attention groups). Llama: false.
     const bool saves_attention_in_groups_ = recipe_.saved_attention.is_fp8();
+    // Whether attention reads q, k, v as they are saved, and its output is saved as attention writes it.
+    // Llama: true.
+    const bool saves_what_attention_reads_ = !qk_norms_ && !saves_attention_in_groups_;
     // Whether the slices of the head add to its gradient in FP32 (gpu/memory_layout.h). Llama: false.
     const bool head_sum_in_fp32_ = head_sum_in_fp32(settings_);
 
@@ -309,20 +312,19 @@ public:
         // residual sum, which saves the input of norm 2
         return add_branch_and_save(residual, branch, norm2_of(l));
     }
-    // Causal attention within each sequence of T tokens. Its output (N, q_cols) is saved.
-    //
-    // qkv is what the projection has written: a saved tensor, in which q and k are rotated in place. What is
-    // allocated here is given back at the end of the caller's Scope.
+    // Causal attention within each sequence of T tokens. Its output (N, q_cols) is saved. qkv is what the
+    // projection has written: the saved tensor, in which q and k are rotated in place.
     void core_attention_forward(const Layer& layer, const TensorRef& qkv) {
-        if (rotates_before_saving())  // Llama: true
+        if (!saves_what_attention_reads_) return core_attention_forward_of_other_runs(layer, qkv);
+        rotate_in_place(qkv);
+        const TensorRef output = saved_tensor(layer, SavedKind::AttentionOutput);
+        attention_forward(attention_shape_of_micro_batch(), qkv.data, output.data, saved_log_sum_exp(layer),
+                          layer.attention_out_proj.x_amax_to_raise(), stream_);
+    }
+    // RoPE of q and k. (GPT-2 has learned positions instead.)
+    void rotate_in_place(const TensorRef& qkv) {
+        if (rotary_)
             rope(rope_of_micro_batch(), qkv, /*inverse=*/false, /*qkv_amax_to_raise=*/nullptr, stream_);
-        save_groups_if_any(layer, SavedKind::Qkv, qkv);  // Llama: does nothing
-        // Llama: the saved tensor, and qkv itself
-        const TensorRef output = saved_tensor_or_buffer(layer, SavedKind::AttentionOutput);
-        const TensorRef qkv_for_attention = make_attention_input(layer, qkv);
-        attention_forward(attention_shape_of_micro_batch(), qkv_for_attention.data, output.data,
-                          saved_log_sum_exp(layer), layer.attention_out_proj.x_amax_to_raise(), stream_);
-        save_groups_if_any(layer, SavedKind::AttentionOutput, output);  // Llama: does nothing
     }
 
     // The second half of layer l (table of its operators: at the top of this file). Takes the residual
@@ -585,21 +587,17 @@ public:
     // dattention_output -> dqkv, the gradient of what the q, k, v projection has written.
     void core_attention_backward(Layer& layer, const TensorRef& dattention_output, const TensorRef& dqkv) {
         const Arena::Scope scope(arena_);
-        const TensorRef qkv = load_saved(layer, SavedKind::Qkv);                 // Llama: the saved tensor
-        const TensorRef output = load_saved(layer, SavedKind::AttentionOutput);  // Llama: the saved tensor
-        void* const workspace = arena_.allocate(attention_workspace_bytes(attention_shape_of_micro_batch()));
-        const TensorRef qkv_for_attention = make_attention_input(layer, qkv);  // Llama: qkv
-        attention_backward(attention_shape_of_micro_batch(),
-                           {.qkv = qkv_for_attention.data,
-                            .out = output.data,
-                            .lse = saved_log_sum_exp(layer),
-                            .dout = dattention_output.data,
-                            .dqkv = dqkv.data,
-                            .workspace = workspace,
-                            .rope_table = rotary_ ? memory_.rope_table : nullptr,
-                            .dqkv_amax_to_raise = layer.qkv_proj.g_amax_to_raise()},
-                           stream_);
-        qk_norms_backward_if_any(layer, qkv, dqkv);  // Llama: does nothing
+        const AttentionShape shape = attention_shape_of_micro_batch();
+        const AttentionBackward tensors{.qkv = saved_tensor(layer, SavedKind::Qkv).data,
+                                        .out = saved_tensor(layer, SavedKind::AttentionOutput).data,
+                                        .lse = saved_log_sum_exp(layer),
+                                        .dout = dattention_output.data,
+                                        .dqkv = dqkv.data,
+                                        .workspace = arena_.allocate(attention_workspace_bytes(shape)),
+                                        .rope_table = rotary_ ? memory_.rope_table : nullptr,
+                                        .dqkv_amax_to_raise = layer.qkv_proj.g_amax_to_raise()};
+        if (saves_what_attention_reads_) attention_backward(shape, tensors, stream_);
+        else core_attention_backward_of_other_runs(layer, tensors, dqkv);
     }
 
     // The backward pass of a norm, and of the linear layer that reads the norm's output. dgrad computes the
@@ -862,7 +860,30 @@ public:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // q, k, v and the output of attention: --attention groups, and Qwen3
+    // q, k, v and the output of attention: --attention groups, and Qwen3. What these functions allocate is
+    // given back at the end of the caller's Scope.
+
+    // Qwen3 has qk_norms before RoPE: norms of the heads of q and k. Their backward pass needs their inputs.
+    // So q, k, v are saved as the projection writes them. In other models RoPE comes before they are saved.
+    void core_attention_forward_of_other_runs(const Layer& layer, const TensorRef& qkv) {
+        if (!qk_norms_) rotate_in_place(qkv);
+        save_groups_if_any(layer, SavedKind::Qkv, qkv);
+        const TensorRef output = saved_tensor_or_buffer(layer, SavedKind::AttentionOutput);
+        const TensorRef qkv_for_attention = make_attention_input(layer, qkv);
+        attention_forward(attention_shape_of_micro_batch(), qkv_for_attention.data, output.data,
+                          saved_log_sum_exp(layer), layer.attention_out_proj.x_amax_to_raise(), stream_);
+        save_groups_if_any(layer, SavedKind::AttentionOutput, output);
+    }
+    // tensors: what attention_backward() is given, except for the inputs that are made here.
+    void core_attention_backward_of_other_runs(const Layer& layer, AttentionBackward tensors,
+                                               const TensorRef& dqkv) {
+        const TensorRef qkv = load_saved(layer, SavedKind::Qkv);
+        const TensorRef output = load_saved(layer, SavedKind::AttentionOutput);
+        tensors.qkv = make_attention_input(layer, qkv).data;
+        tensors.out = output.data;
+        attention_backward(attention_shape_of_micro_batch(), tensors, stream_);
+        if (qk_norms_) qk_norms_backward_in_place(layer, qkv, dqkv);
+    }
 
     // Where forward writes a tensor that the layer is to save. Llama: the saved tensor itself. With
     // --attention groups: a buffer in the compute format, which save_groups_if_any() saves in groups.
@@ -870,27 +891,23 @@ public:
         const TensorRef saved = saved_tensor(layer, kind);
         return saves_attention_in_groups_ ? allocate_tensor(saved.rows, saved.cols) : saved;
     }
-    // Llama: does nothing. With --attention groups: saves the buffer in groups, and then writes to it what
-    // the groups hold. So forward reads what backward will read, and the saved log-sum-exp fits both.
+    // With --attention groups: saves the buffer in groups, and then writes to it what the groups hold. So
+    // forward reads what backward will read, and the saved log-sum-exp fits both.
     void save_groups_if_any(const Layer& layer, SavedKind kind, const TensorRef& buffer) {
         if (saves_attention_in_groups_)
             quantize_to_groups(buffer, saved_tensor(layer, kind), /*write_back=*/true,
                                context_.quant_stats_of(MeasuredKind::QkvAndOutput), stream_);
     }
-    // Where backward reads what the layer has saved. Llama: the saved tensor itself. With --attention groups:
-    // a buffer, to which the values of the groups are written.
+    // Where backward reads what the layer has saved: the saved tensor itself. With --attention groups: a
+    // buffer, to which the values of the groups are written.
     TensorRef load_saved(const Layer& layer, SavedKind kind) {
         const TensorRef loaded = saved_tensor_or_buffer(layer, kind);
         if (saves_attention_in_groups_) write_values(lazy_load(saved_tensor(layer, kind)), loaded, stream_);
         return loaded;
     }
 
-    // Whether RoPE comes before q, k and v are saved. Llama: true. GPT-2 has no RoPE. Qwen3 has qk_norms
-    // before RoPE: norms of the heads of q and k. Their backward pass needs their inputs. So q, k, v are
-    // saved as the projection writes them.
-    bool rotates_before_saving() const { return rotary_ && !qk_norms_; }
-    // What attention reads. Llama: qkv. Qwen3: a copy, normed and rotated, which is made in forward and again
-    // in backward.
+    // What attention reads: qkv. Qwen3: a copy, normed and rotated, which is made in forward and again in
+    // backward.
     TensorRef make_attention_input(const Layer& layer, const TensorRef& qkv) {
         if (!qk_norms_) return qkv;
         const TensorRef normed_and_rotated = allocate_tensor(micro_batch_.N, qkv.cols);
@@ -904,10 +921,8 @@ public:
                 .q_cols = config_.q_cols(),
                 .k_cols = config_.kv_cols()};
     }
-    // Llama: does nothing. Qwen3: dqkv, on entry the gradient of the outputs of qk_norms, becomes that of
-    // their inputs.
-    void qk_norms_backward_if_any(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
-        if (!qk_norms_) return;
+    // dqkv, on entry the gradient of the outputs of qk_norms, becomes that of their inputs.
+    void qk_norms_backward_in_place(const Layer& layer, const TensorRef& qkv, const TensorRef& dqkv) {
         const QkNorms norms = qk_norms_of(layer);
         float* const partials = arena_.allocate<float>(COLUMN_PARTIALS * (norms.q_cols + norms.k_cols));
         qk_norms_backward(norms, qkv, dqkv, gradient(*layer.qk_norms_weight_index), partials, stream_);
