@@ -228,20 +228,7 @@ public:
     }
 
     // -------------------------------------------------------------------------------------------------------
-    // Forward. Linear layers need the amaxes of their operands before they make the codes (gpu/linear.h). In
-    // coat these kernels find the amaxes:
-    //
-    //   operand               what it is                 which kernel finds its amax
-    //   qkv_proj.x            output of norm 1           residual_add() at the end of the layer before; in
-    //                                                    the first layer, embed()
-    //   attention_out_proj.x  output of attention        attention_forward()
-    //   gate_up_proj.x        output of norm 2           residual_add() at the end of the attention half
-    //   down_proj.x           output of the activation   quantize_activation_input()
-    //   each w                the weight                 adamw() in the step before; for the first step, the
-    //                                                    initialization
-    //
-    // (In other runs fprop() makes an extra pass for down_proj.x, if gate and up are not saved in groups; and
-    // for attention_out_proj.x with --attention groups, because this x is then what the groups hold.)
+    // Forward. (A table in gpu/linear.h says which of these functions finds the amax of which operand.)
 
     // The embedding and all layers, up to the input of the final norm.
     void forward() {
@@ -269,10 +256,10 @@ public:
         // Llama: true; of the final norm false.
         bool saves_groups() const { return norm.input.format.is_fp8(); }
         float* output_amax_to_raise() const {
-            return linear_after ? linear_after->x_amax_to_raise() : nullptr;
+            return linear_after ? linear_after->amax_to_raise(OperandKind::X) : nullptr;
         }
         float* dresidual_amax_to_raise() const {
-            return linear_before ? linear_before->g_amax_to_raise() : nullptr;
+            return linear_before ? linear_before->amax_to_raise(OperandKind::G) : nullptr;
         }
     };
 
@@ -319,7 +306,7 @@ public:
         rotate_in_place(qkv);
         const TensorRef output = saved_tensor(layer, SavedKind::AttentionOutput);
         attention_forward(attention_shape_of_micro_batch(), qkv.data, output.data, saved_log_sum_exp(layer),
-                          layer.attention_out_proj.x_amax_to_raise(), stream_);
+                          layer.attention_out_proj.amax_to_raise(OperandKind::X), stream_);
     }
     // RoPE of q and k. (GPT-2 has learned positions instead.)
     void rotate_in_place(const TensorRef& qkv) {
@@ -342,7 +329,8 @@ public:
             const Arena::Scope until_saved_gate_up(arena_);
             const TensorRef gate_up_bf16 = allocate_tensor(micro_batch_.N, saved_gate_up.cols);
             layer.gate_up_proj.fprop(x, gate_up_bf16);
-            quantize_activation_input(gated_, gate_up_bf16, saved_gate_up, layer.down_proj.x_amax_to_raise(),
+            quantize_activation_input(gated_, gate_up_bf16, saved_gate_up,
+                                      layer.down_proj.amax_to_raise(OperandKind::X),
                                       context_.quant_stats_of(MeasuredKind::ActivationInput), stream_);
         } else {
             // Recipes that save no groups: the projection's output is saved as it is
@@ -470,21 +458,6 @@ public:
     // the GEMMs of this linear layer read in place of g.
     //
     // The gradient of the residual stream, dresidual(), stays in one place: each norm adds its part there.
-    //
-    // In coat these kernels find the amaxes of the operands:
-    //
-    //   operand               what it is                 which kernel finds its amax
-    //   down_proj.g           dresidual() after layer l  norm_backward() of norm 1 of layer l + 1; in the
-    //                                                    last layer, norm_backward() of the final norm
-    //   gate_up_proj.g        dgate_up                   compute_amax(), an extra pass in write_g_operand()
-    //   attention_out_proj.g  dresidual() before norm 2  norm_backward() of norm 2
-    //   qkv_proj.g            dqkv                       attention_backward()
-    //
-    // Why dgate_up takes an extra pass: it is computed from dact, which a GEMM of cuBLASLt writes, and it
-    // exists only as an operand. So no kernel has its values before its codes are made.
-    //
-    // (Qwen3: qk_norms_backward() changes dqkv after attention_backward(). So the amax of dqkv takes an extra
-    // pass.)
 
     // From the gradient of the residual stream after layer l to that before norm 2 of this layer. This is
     // what is on the stack, from one kernel to the next. In brackets is what a linear layer allocates for one
@@ -595,7 +568,7 @@ public:
                                         .dqkv = dqkv.data,
                                         .workspace = arena_.allocate(attention_workspace_bytes(shape)),
                                         .rope_table = rotary_ ? memory_.rope_table : nullptr,
-                                        .dqkv_amax_to_raise = layer.qkv_proj.g_amax_to_raise()};
+                                        .dqkv_amax_to_raise = layer.qkv_proj.amax_to_raise(OperandKind::G)};
         if (saves_what_attention_reads_) attention_backward(shape, tensors, stream_);
         else core_attention_backward_of_other_runs(layer, tensors, dqkv);
     }
@@ -792,10 +765,12 @@ public:
         if (rotary_) fill_rope_table(config_, settings_.T, memory_.rope_table, stream_);
     }
 
-    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves. The tables
-    // of amaxes, before forward() and mlp_half_backward(), show where a linear layer makes an extra pass. In
-    // coat that is gate_up_proj: its g is computed from what a GEMM has written, and exists only as an
-    // operand.
+    // Layer l: the indices of its parameters, its linear layers, and the places of what it saves.
+    //
+    // gate_up_proj finds the amax of its g by an extra pass (gpu/linear.h says why). Other runs have further
+    // extra passes: down_proj, if gate and up are not saved in groups; attention_out_proj with --attention
+    // groups, because its x is then what the groups hold; and qkv_proj in Qwen3, where qk_norms_backward()
+    // changes dqkv after attention_backward().
     Layer make_layer(int64_t l) {
         const int64_t N = settings_.B * settings_.T;
         auto index = [&](const char* param) {
@@ -871,7 +846,8 @@ public:
         const TensorRef output = saved_tensor_or_buffer(layer, SavedKind::AttentionOutput);
         const TensorRef qkv_for_attention = make_attention_input(layer, qkv);
         attention_forward(attention_shape_of_micro_batch(), qkv_for_attention.data, output.data,
-                          saved_log_sum_exp(layer), layer.attention_out_proj.x_amax_to_raise(), stream_);
+                          saved_log_sum_exp(layer), layer.attention_out_proj.amax_to_raise(OperandKind::X),
+                          stream_);
         save_groups_if_any(layer, SavedKind::AttentionOutput, output);
     }
     // tensors: what attention_backward() is given, except for the inputs that are made here.

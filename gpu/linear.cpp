@@ -17,10 +17,7 @@ LinearLayer::LinearLayer(LinearLayerContext& shared, size_t weight_index, ExtraA
       out_(shared_.parameter_tensors.params[weight_index].rows),
       in_(shared_.parameter_tensors.params[weight_index].cols),
       linear_layer_index_(shared_.parameter_tensors.linear_layer_index(weight_index)),
-      extra_amax_passes_(extra_amax_passes),
-      x_tensor_scale_(shared_.scale_table.of_operand(OperandKind::X, linear_layer_index_)),
-      w_tensor_scale_(shared_.scale_table.of_operand(OperandKind::W, linear_layer_index_)),
-      g_tensor_scale_(shared_.scale_table.of_operand(OperandKind::G, linear_layer_index_)) {
+      extra_amax_passes_(extra_amax_passes) {
     // The cache is allocated outside of any Arena::Scope, so it lasts for the run.
     if (shared_.caches_weights) cached_w_operand_ = allocate_operand(OperandKind::W, out_, Form::Both);
 }
@@ -37,7 +34,7 @@ static int64_t rows_of_gemm(const TensorFormat& format, int64_t rows) {
 
 void LinearLayer::fprop(const LazyTensor& x, const TensorRef& y) {
     const Arena::Scope scope(arena());
-    if (extra_amax_passes_.over_x) compute_amax_if_needed(x, x_tensor_scale_);
+    run_extra_amax_pass_if_any(OperandKind::X, x);
     const Operand x_operand = make_operand(OperandKind::X, x, GemmKind::Fprop);
     const Operand w_operand = make_w_operand(GemmKind::Fprop);
     const void* const bias = bias_index_ ? shared_.parameter_tensors.weights[*bias_index_].data : nullptr;
@@ -91,7 +88,7 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
                            .rows = rows,
                            .cols = cols,
                            .format = format,
-                           .tensor_scale = shared_.scale_table.of_operand(kind, linear_layer_index_)};
+                           .tensor_scale = tensor_scale(kind)};
     // Both forms share the one scale of the tensor. (BF16 and FP32 count as PER_TENSOR. They have no scale,
     // and no transposed form.)
     if (format.granularity == PER_TENSOR)
@@ -116,11 +113,10 @@ Operand LinearLayer::make_w_operand(GemmKind gemm) const {
     shared_.sharding.gather_weights(Sharding::weight_set_of(linear_layer_index_),
                                     gemm == GemmKind::Fprop ? Direction::Forward : Direction::Backward);
     const TensorRef& w = shared_.parameter_tensors.weights[weight_index_];
-    // These three conditions are false in coat on one GPU, with one micro-batch in a step. (Delayed scaling:
-    // the update leaves no amax of w. So it is computed here, as long as some history of amaxes is empty)
+    // These two conditions are false in coat on one GPU, with one micro-batch in a step
     if (shared_.caches_weights) return cached_w_operand_;
     if (w.format.is_fp8()) return make_w_operand_of_codes(w, gemm);
-    if (shared_.scale_table.delayed()) compute_amax_if_needed(lazy_load(w), w_tensor_scale_);
+    run_extra_amax_pass_if_any(OperandKind::W, lazy_load(w));
     return make_operand(OperandKind::W, lazy_load(w), gemm);
 }
 
@@ -141,12 +137,28 @@ Operand LinearLayer::allocate_g_operand(int64_t N, void* row_major) const {
 
 void LinearLayer::write_g_operand(const LazyTensor& g, const Operand& g_operand) {
     if (bias_index_) return write_g_operand_and_add_dbias(g, g_operand);  // this can wait
-    if (extra_amax_passes_.over_g) compute_amax_if_needed(g, g_tensor_scale_);
+    run_extra_amax_pass_if_any(OperandKind::G, g);
     write_operand(g, g_operand, quant_stats_of(OperandKind::G), stream());
 }
 
-void LinearLayer::compute_amax_if_needed(const LazyTensor& source, TensorScale* tensor_scale) const {
-    if (float* const amax = amax_if_needed(tensor_scale)) compute_amax(source, amax, stream());
+// -----------------------------------------------------------------------------------------------------------
+// Amaxes
+
+AmaxFoundBy LinearLayer::amax_found_by(OperandKind kind) const {
+    const TensorFormat& format = format_of(shared_.formats, kind);
+    if (!format.is_fp8() || format.granularity != PER_TENSOR) return AmaxFoundBy::Nobody;
+    // With delayed scaling an amax is needed before codes are made only as long as some history is empty
+    const bool delayed = shared_.scale_table.delayed();
+    if (delayed && !shared_.scale_table.any_empty_history) return AmaxFoundBy::Nobody;
+    bool extra_pass = delayed;  // of w: then the update leaves no amax
+    if (kind == OperandKind::X) extra_pass = extra_amax_passes_.over_x;
+    if (kind == OperandKind::G) extra_pass = extra_amax_passes_.over_g;
+    return extra_pass ? AmaxFoundBy::LinearLayer : AmaxFoundBy::EarlierKernel;
+}
+
+void LinearLayer::run_extra_amax_pass_if_any(OperandKind kind, const LazyTensor& source) const {
+    if (amax_found_by(kind) == AmaxFoundBy::LinearLayer)
+        compute_amax(source, &tensor_scale(kind)->amax, stream());
 }
 
 // -----------------------------------------------------------------------------------------------------------
@@ -165,13 +177,13 @@ void LinearLayer::compute_amax_if_needed(const LazyTensor& source, TensorScale* 
 //                           second one (write_operand_and_add_column_sums() in gpu/column_sums.cu)
 //   in BF16                 first the operand, then dbias, as the sum of the values that were stored
 void LinearLayer::write_g_operand_and_add_dbias(const LazyTensor& g, const Operand& g_operand) {
-    float* const amax_to_compute = extra_amax_passes_.over_g ? amax_if_needed(g_tensor_scale_) : nullptr;
+    const bool finds_amax = amax_found_by(OperandKind::G) == AmaxFoundBy::LinearLayer;
     QuantStats* const quant_stats = quant_stats_of(OperandKind::G);
     if (!shared_.formats.g.is_fp8()) {
         write_operand(g, g_operand, quant_stats, stream());
         add_dbias(lazy_load(g_operand.tensor), /*amax_to_compute=*/nullptr);
-    } else if (amax_to_compute) {
-        add_dbias(g, amax_to_compute);
+    } else if (finds_amax) {
+        add_dbias(g, &tensor_scale(OperandKind::G)->amax);
         write_operand(g, g_operand, quant_stats, stream());
     } else {
         const Arena::Scope scope(arena());
@@ -207,7 +219,7 @@ static Operand with_block_scales(const TensorRef& tensor, void* transposed) {
 
 void LinearLayer::write_cached_w_operand() {
     const LazyTensor w = lazy_load(shared_.parameter_tensors.weights[weight_index_]);
-    if (shared_.scale_table.delayed()) compute_amax_if_needed(w, w_tensor_scale_);
+    run_extra_amax_pass_if_any(OperandKind::W, w);
     write_operand(w, cached_w_operand_, quant_stats_of(OperandKind::W), stream());
 }
 

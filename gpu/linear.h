@@ -39,19 +39,35 @@ struct LinearLayerContext {
     // several micro-batches and there is enough memory.
     const bool caches_weights;
     const LinearFormats formats = linear_formats(gpu_context.settings);
-
-    // Whether the amaxes of x, w and g must be known before codes are made: if operands are in FP8 and have
-    // one scale for the tensor, as in coat. (This can wait: with delayed scaling the answer is yes only as
-    // long as some history of amaxes is empty.)
-    bool needs_amax_before_codes() const {
-        const bool per_tensor = formats.x.is_fp8() && formats.x.granularity == PER_TENSOR;
-        return per_tensor && (!scale_table.delayed() || scale_table.any_empty_history);
-    }
 };
 
-// If a linear layer needs an amax, and no earlier kernel finds it, the linear layer computes it by an extra
-// pass over the tensor, just before it makes the codes. This says for which operands. In Llama in coat only
-// gate_up_proj makes such a pass, over g. (Two tables in model.cu say which kernel finds which amax.)
+// Who finds the amax of an operand. It must be known before the codes are made, because their scale follows
+// from it. For Llama in coat:
+//
+//   operand               what it is                       who finds its amax
+//   qkv_proj.x            output of norm 1                 residual_add() at the end of the layer before; in
+//                                                          the first layer, embed()
+//   attention_out_proj.x  output of attention              attention_forward()
+//   gate_up_proj.x        output of norm 2                 residual_add() at the end of the attention half
+//   down_proj.x           output of the activation         quantize_activation_input()
+//   each w                the weight                       adamw() in the step before; for the first step,
+//                                                          the initialization
+//   down_proj.g           gradient of the residual stream  norm_backward() of norm 1 of the layer after; in
+//                         after the layer                  the last layer, that of the final norm
+//   gate_up_proj.g        gradient of gate and up          the linear layer: compute_amax(), an extra pass
+//   attention_out_proj.g  gradient of the residual stream  norm_backward() of norm 2
+//                         before norm 2
+//   qkv_proj.g            gradient of q, k, v              attention_backward()
+//
+// Why the gradient of gate and up takes an extra pass: it is computed from the gradient of the activation's
+// output, which a GEMM of cuBLASLt writes, and it exists only as an operand. So no kernel has its values
+// before its codes are made.
+enum class AmaxFoundBy : uint8_t {
+    Nobody,         // it need not be known: no FP8, or scales of rows or blocks
+    EarlierKernel,  // the kernel that writes the operand's tensor, or the tensor from which it is computed
+    LinearLayer     // by an extra pass over the tensor, just before the codes are made
+};
+// For which operands a linear layer makes an extra pass, if their amaxes are needed.
 struct ExtraAmaxPasses {
     bool over_x = false;  // in fprop()
     bool over_g = false;  // in write_g_operand()
@@ -81,13 +97,10 @@ public:
     void write_g_operand(const LazyTensor& g, const Operand& g_operand);
 
     // --- Amaxes
-    // The amax of x, or of g, for the earlier kernel that finds it. Null if there is no such kernel, because
-    // the amax is not needed or an extra pass finds it.
-    float* x_amax_to_raise() const {
-        return extra_amax_passes_.over_x ? nullptr : amax_if_needed(x_tensor_scale_);
-    }
-    float* g_amax_to_raise() const {
-        return extra_amax_passes_.over_g ? nullptr : amax_if_needed(g_tensor_scale_);
+    AmaxFoundBy amax_found_by(OperandKind kind) const;
+    // The amax of x or of g, for the earlier kernel that finds it. Null if no earlier kernel does.
+    float* amax_to_raise(OperandKind kind) const {
+        return amax_found_by(kind) == AmaxFoundBy::EarlierKernel ? &tensor_scale(kind)->amax : nullptr;
     }
 
     // The bucket (gpu/memory_layout.h) to which the gradients of w and of the bias belong.
@@ -106,26 +119,23 @@ private:
     const int64_t out_, in_;
     const int64_t linear_layer_index_;  // the number of this layer in the order of forward
     const ExtraAmaxPasses extra_amax_passes_;
-    // The amax of each operand, and its one scale. (If rows or blocks have scales, these lie elsewhere. The
-    // amax, which gpu/other_scaling.cu then writes, serves only to notice infinity and NaN.)
-    TensorScale* const x_tensor_scale_;
-    TensorScale* const w_tensor_scale_;
-    TensorScale* const g_tensor_scale_;
     Operand cached_w_operand_{};  // null data if weights are not cached
 
     Arena& arena() const { return shared_.gpu_context.arena; }
     cudaStream_t stream() const { return shared_.gpu_context.stream; }
 
+    // The amax of an operand, and its one scale. (If rows or blocks have scales, these lie elsewhere. The
+    // amax, which gpu/other_scaling.cu then writes, serves only to notice infinity and NaN.)
+    TensorScale* tensor_scale(OperandKind kind) const {
+        return shared_.scale_table.of_operand(kind, linear_layer_index_);
+    }
+    // Computes the amax of `source`, if it is this linear layer that finds it.
+    void run_extra_amax_pass_if_any(OperandKind kind, const LazyTensor& source) const;
+
     // Where the errors of quantizing an operand are added up; null if they are not measured.
     QuantStats* quant_stats_of(OperandKind kind) const {
         return shared_.gpu_context.quant_stats_of(measured_kind(kind));
     }
-
-    // An amax in the ScaleTable; null if it need not be known before codes are made.
-    float* amax_if_needed(TensorScale* tensor_scale) const {
-        return shared_.needs_amax_before_codes() ? &tensor_scale->amax : nullptr;
-    }
-    void compute_amax_if_needed(const LazyTensor& source, TensorScale* tensor_scale) const;
 
     // Whether GEMMs read the stored tensor `source` itself: in recipes without FP8, if it is stored in the
     // compute format.
