@@ -84,11 +84,8 @@ Operand LinearLayer::allocate_operand(OperandKind kind, int64_t needed_rows, For
     void* transposed = nullptr;
     if (form != Form::RowMajor) transposed = arena().allocate(operand_bytes(format, cols, rows));
 
-    const TensorRef tensor{.data = row_major,
-                           .rows = rows,
-                           .cols = cols,
-                           .format = format,
-                           .tensor_scale = tensor_scale(kind)};
+    const TensorRef tensor{
+        .data = row_major, .rows = rows, .cols = cols, .format = format, .tensor_scale = tensor_scale(kind)};
     // Both forms share the one scale of the tensor. (BF16 and FP32 count as PER_TENSOR. They have no scale,
     // and no transposed form.)
     if (format.granularity == PER_TENSOR)
