@@ -74,9 +74,7 @@
 // evaluations and prompts. The step itself is in the second class: GpuModel::step(), which can be read first.
 //
 // Most conditions are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one GPU, no further
-// flags. In a first reading follow that run. A comment "Llama: ..." says what a name or a line gives in that
-// run. Where that run calls a function that can wait, such a comment says that the call does nothing, or what
-// it returns. These names are declared in other files:
+// flags. In a first reading follow that run. It gives these names the same value throughout:
 //
 //   name                             where it is          value in that run
 //   keep_gradients                   RunSettings          true
@@ -87,6 +85,24 @@
 //   bias_index()                     ParameterTensors     nothing, for all weights
 //   delayed(), any_empty_history     ScaleTable           false
 //   sends_gradients()                Sharding             false
+//   is_first                         MicroBatch           true, because a step has one micro-batch
+//   options_of_update_in_backward    MicroBatch           nothing
+//   rotary_                          Network              true: RoPE
+//   gated_                           Network              true: the activation is SiLU(gate) x up
+//   qk_norms_                        Network              false
+//   saves_inputs_in_groups_          Network              true
+//   saves_groups()                   ResidualNorm         true; of the final norm false
+//   saves_attention_in_groups_       Network              false
+//   saves_what_attention_reads_      Network              true
+//   saved_tensor_or_buffer()         Network              the saved tensor
+//   head_sum_in_fp32_                Network              false
+//   overwrites_gradients()           Network              true
+//   bias_gradient_if_any()           Network              no tensor
+//   dgate_up_replaces_gate_up(),     Network              true
+//     dqkv_replaces_gate_up()
+//   finish_bucket()                  Network              does nothing
+//   caches_weights()                 Network              false
+//   repeats_launches()               GpuModel             true from the second step on
 //
 // The other functions of Sharding do nothing with one GPU: gather_weights(), wait_for_gradient_buffer(), ...
 #include "coat.h"
@@ -150,8 +166,8 @@ struct MicroBatch {
     int64_t N = B * T;  // tokens
 
     // The rest is for backward.
-    bool is_first = true;  // of the step, on this rank. Llama: true, because a step has one micro-batch
-    // The settings of the update, if finish_bucket() does it (--gradients none). Llama: nothing.
+    bool is_first = true;  // of the step, on this rank
+    // The settings of the update, if finish_bucket() does it (--gradients none).
     std::optional<AdamWOptions> options_of_update_in_backward = std::nullopt;
 };
 
@@ -187,17 +203,16 @@ class Network {
     const size_t head_index_ = parameter_tensors_.param_index(config_.tied ? "embedding" : "head");
 
     // What kind of model it is.
-    const bool rotary_ = config_.arch.rope;        // Llama: true, RoPE; GPT-2 has learned positions
-    const bool gated_ = config_.arch.gated;        // Llama: true, SiLU(gate) x up; GPT-2 has GELU
-    const bool qk_norms_ = config_.arch.qk_norms;  // Llama: false; Qwen3 has norms of the heads of q and k
-    // Whether the inputs of norms and of activation functions are saved in FP8 groups. Llama: true.
+    const bool rotary_ = config_.arch.rope;        // RoPE; GPT-2 has learned positions
+    const bool gated_ = config_.arch.gated;        // SiLU(gate) x up; GPT-2 has GELU
+    const bool qk_norms_ = config_.arch.qk_norms;  // Qwen3 has norms of the heads of q and k
+    // Whether the inputs of norms and of activation functions are saved in FP8 groups.
     const bool saves_inputs_in_groups_ = recipe_.saved_inputs.is_fp8();
-    // Whether q, k, v and the output of attention are, too (--attention groups). Llama: false.
+    // Whether q, k, v and the output of attention are, too (--attention groups).
     const bool saves_attention_in_groups_ = recipe_.saved_attention.is_fp8();
     // Whether attention reads q, k, v as they are saved, and its output is saved as attention writes it.
-    // Llama: true.
     const bool saves_what_attention_reads_ = !qk_norms_ && !saves_attention_in_groups_;
-    // Whether the slices of the head add to its gradient in FP32 (gpu/memory_layout.h). Llama: false.
+    // Whether the slices of the head add to its gradient in FP32 (gpu/memory_layout.h).
     const bool head_sum_in_fp32_ = head_sum_in_fp32(settings_);
 
     // What add_embedding_gradients() copies to the GPU. It must stay until the host waits for the GPU again.
@@ -253,7 +268,7 @@ public:
         // The linear layer that reads the output. Null for the final norm: the head reads it, unquantized.
         LinearLayer* linear_after;
 
-        // Llama: true; of the final norm false.
+        // Whether the input is saved in groups. That of the final norm never is.
         bool saves_groups() const { return norm.input.format.is_fp8(); }
         float* output_amax_to_raise() const {
             return linear_after ? linear_after->amax_to_raise(OperandKind::X) : nullptr;
@@ -288,7 +303,7 @@ public:
         // norm 1; q, k, v projection: (N, C) -> (N, q_cols + 2 kv_cols). lazy_norm() computes nothing yet:
         // fprop() computes x while it makes the codes of x
         const LazyTensor x = lazy_norm(norm1_of(l).norm);
-        const TensorRef qkv = saved_tensor_or_buffer(layer, SavedKind::Qkv);  // Llama: the saved tensor
+        const TensorRef qkv = saved_tensor_or_buffer(layer, SavedKind::Qkv);
         layer.qkv_proj.fprop(x, qkv);
         // attention with rotary positions -> (N, q_cols)
         core_attention_forward(layer, qkv);
@@ -324,8 +339,8 @@ public:
         const LazyTensor x = lazy_norm(norm2_of(l).norm);
         // Each branch of the `if` saves gate and up
         if (saves_inputs_in_groups_) {
-            // Llama: the projection's output is the widest tensor of a layer. It exists only until its groups
-            // are saved
+            // The projection's output is the widest tensor of a layer. It exists only until its groups are
+            // saved
             const Arena::Scope until_saved_gate_up(arena_);
             const TensorRef gate_up_bf16 = allocate_tensor(micro_batch_.N, saved_gate_up.cols);
             layer.gate_up_proj.fprop(x, gate_up_bf16);
@@ -359,8 +374,8 @@ public:
     // GEMMs of the head write its gradient before its bucket begins. (A tied head is in the bucket of the
     // embedding, which begins at the end of backward.)
     //
-    // Llama: finish_bucket() does nothing, because the gradients are where the update reads them. So it can
-    // wait.
+    // (With one GPU and no further flags finish_bucket() has nothing to do, because the gradients are where
+    // the update reads them.)
     //
     // How gradients begin in a step, in its first micro-batch:
     //
@@ -482,7 +497,7 @@ public:
         const TensorRef saved_gate_up = saved_tensor(layer, SavedKind::GateUp);
         // dgate_up (N, 2F), the gradient of gate and up, exists only as an operand. It is computed from dact
         // and outlives dact, so its memory is allocated first. Its row-major elements need no memory if they
-        // replace gate and up. (Llama: they do)
+        // replace gate and up
         const Operand dgate_up_operand = layer.gate_up_proj.allocate_g_operand(
             micro_batch_.N, dgate_up_replaces_gate_up() ? saved_gate_up.data : nullptr);
         Arena::Scope until_dgate_up(arena_);  // for the down projection's g_operand, and dact
@@ -505,9 +520,9 @@ public:
         finish_bucket(layer.gate_up_proj.bucket());
     }
     // Whether the row-major elements of dgate_up take the place of the saved gate and up (rule 3 above).
-    // Llama: true. An element must have as many bytes as one of gate and up, so that the kernel may write
-    // over its input. In coat both are FP8 codes. (There must be one scale for the tensor, because there is
-    // no room for scales of rows or blocks.)
+    // An element must have as many bytes as one of gate and up, so that the kernel may write over its input.
+    // In coat both are FP8 codes. (There must be one scale for the tensor, because there is no room for
+    // scales of rows or blocks.)
     bool dgate_up_replaces_gate_up() const {
         const TensorFormat& g = linear_layer_context_.formats.g;
         const bool same_bytes =
@@ -520,8 +535,7 @@ public:
         const Arena::Scope scope(arena_);
         Layer& layer = layers_[l];
         void* const place_of_gate_up = saved_tensor(layer, SavedKind::GateUp).data;
-        // dqkv replaces the layer's gate and up, which are not needed any more, if it fits there. (Llama: it
-        // does)
+        // dqkv replaces the layer's gate and up, which are not needed any more, if it fits there
         const TensorRef dqkv = dqkv_replaces_gate_up()
                                    ? tensor_at(place_of_gate_up, micro_batch_.N, config_.qkv_cols())
                                    : allocate_tensor(micro_batch_.N, config_.qkv_cols());
@@ -541,7 +555,7 @@ public:
         linear_and_norm_backward(norm1_of(l), g_operand);
         finish_bucket(layer.qkv_proj.bucket());
     }
-    // Whether dqkv takes the place of the saved gate and up (rule 3 above). Llama: true. A row of dqkv must
+    // Whether dqkv takes the place of the saved gate and up (rule 3 above). A row of dqkv must
     // fit into the bytes of a row of gate and up, codes and scales together. (In Llama-2-7B a row of dqkv has
     // 24,576 bytes. A row of gate and up has 22,016 bytes of codes and 2,752 bytes of scales.)
     bool dqkv_replaces_gate_up() const {
@@ -596,7 +610,7 @@ public:
                        .dresidual_out = dresidual(),
                        .dresidual_amax_to_raise = residual_norm.dresidual_amax_to_raise(),
                        .dweight = gradient(residual_norm.weight_index),
-                       .dbias = bias_gradient_if_any(residual_norm.weight_index)},  // Llama: no tensor
+                       .dbias = bias_gradient_if_any(residual_norm.weight_index)},
                       memory_.norm_backward_workspace, stream_);
     }
 
@@ -663,13 +677,13 @@ public:
     // backward writes it.
     const TensorRef& weight(size_t i) const { return parameter_tensors_.weights[i]; }
     const TensorRef& gradient(size_t i) const { return parameter_tensors_.gradients[i]; }
-    // The gradient of the bias that belongs to this weight. Llama: no tensor, because there are no biases.
+    // The gradient of the bias that belongs to this weight; no tensor if there is no bias.
     TensorRef bias_gradient_if_any(size_t weight_index) const {
         const std::optional<size_t> bias_index = parameter_tensors_.bias_index(weight_index);
         return bias_index ? gradient(*bias_index) : TensorRef{};
     }
     // Whether GEMMs overwrite gradients: in the first micro-batch. In later ones they add to the gradients.
-    // Llama: true. (With several ranks they always overwrite: backward writes to a buffer, from which the
+    // (With several ranks they always overwrite: backward writes to a buffer, from which the
     // gradients are sent, and the sums of the step lie elsewhere.)
     bool overwrites_gradients() const { return micro_batch_.is_first || sharding_.sends_gradients(); }
 
@@ -698,7 +712,7 @@ public:
     }
     TensorRef dresidual() const { return final_norm_input(); }
 
-    // A norm with this weight and this input, as kernels are given it. (Llama: norms have no bias.)
+    // A norm with this weight and this input, as kernels are given it.
     Norm norm_of(size_t weight_index, const TensorRef& input) const {
         const std::optional<size_t> bias_index = parameter_tensors_.bias_index(weight_index);
         return {.input = input,
@@ -861,8 +875,8 @@ public:
         if (qk_norms_) qk_norms_backward_in_place(layer, qkv, dqkv);
     }
 
-    // Where forward writes a tensor that the layer is to save. Llama: the saved tensor itself. With
-    // --attention groups: a buffer in the compute format, which save_groups_if_any() saves in groups.
+    // Where forward writes a tensor that the layer is to save: the saved tensor itself. With --attention
+    // groups: a buffer in the compute format, which save_groups_if_any() saves in groups.
     TensorRef saved_tensor_or_buffer(const Layer& layer, SavedKind kind) {
         const TensorRef saved = saved_tensor(layer, kind);
         return saves_attention_in_groups_ ? allocate_tensor(saved.rows, saved.cols) : saved;
@@ -945,7 +959,7 @@ public:
     // -------------------------------------------------------------------------------------------------------
     // Weights in a cache
 
-    // Whether the FP8 codes of all weights are made once per step. Llama: false.
+    // Whether the FP8 codes of all weights are made once per step.
     bool caches_weights() const { return linear_layer_context_.caches_weights; }
     // Makes the FP8 codes of all weights.
     void write_cached_w_operands() {
@@ -1042,7 +1056,7 @@ public:
         context_.quant_report = report;
         context_.quant_stats = report ? memory_.step_exchange->quant_stats : nullptr;
         if (scale_table_.delayed()) begin_delayed_scaling();
-        if (network_.caches_weights()) update_cached_weights();  // Llama: false
+        if (network_.caches_weights()) update_cached_weights();
     }
 
     // Forward and backward of one micro-batch. The gradient of the embedding is outside of what a CUDA graph
@@ -1050,8 +1064,7 @@ public:
     void run_micro_batch(const MicroBatch& micro_batch, const int32_t* tokens, const int32_t* targets) {
         network_.begin_micro_batch(micro_batch, tokens, targets);
         CudaGraph& graph = micro_batch.is_first ? first_micro_batch_graph_ : later_micro_batch_graph_;
-        if (repeats_launches(micro_batch))  // Llama: true from the second step on
-            graph.run(stream_, [&] { network_.forward_and_backward(); });
+        if (repeats_launches(micro_batch)) graph.run(stream_, [&] { network_.forward_and_backward(); });
         else network_.forward_and_backward();
         network_.add_embedding_gradients(tokens);
     }
@@ -1066,7 +1079,7 @@ public:
         if (scale_table_.delayed()) scale_table_.update_histories(memory_.outcome_on_gpu());
     }
     // What was made of the old weights is not valid any more. Then ranks agree on the amaxes of the new
-    // weights. (Llama: nothing was made, and there is one rank.)
+    // weights. (With one rank, and without a cache of weights, nothing is to be done.)
     void after_weight_change() {
         cached_weights_are_valid_ = false;
         sharding_->forget_gathered_weights();
@@ -1084,7 +1097,7 @@ public:
     // The rest of this class can wait. CUDA graphs, weights in a cache, delayed scaling
 
     // Whether all launches are the same as in the last step, with the same arguments, so that a CUDA graph
-    // can replay them. Llama: true from the second step on.
+    // can replay them.
     bool repeats_launches(const MicroBatch& micro_batch) const {
         // A dry run (gpu/cuda.h) has no stream that could be recorded
         if (stream_ == DRY_RUN) return false;
