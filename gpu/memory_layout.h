@@ -14,16 +14,12 @@
 // for any number of GPUs.)
 //
 // With several GPUs each of them is a rank, which owns a part of each matrix. What a rank owns has its own
-// names. With one GPU, which owns everything, there are two names for one thing. Read the left one as the one
-// beside it:
+// names, of which the first two stand in ParamPlace, below. With one GPU, which owns everything, each of them
+// says the same as another name:
 //
-//   what a rank owns                     with one GPU                      where it is
-//   param_places[i].owned                all elements of parameter i       below
-//   param_places[i].memory_offset        params[i].flat_offset             below
-//   owned_weights                        all weights                       gpu/memory_map.h
-//   gradient_sums_by_bucket              gradients_by_bucket               gpu/memory_map.h
-//   owned_weight_data(i)                 weights[i].data                   gpu/parameter_tensors.h
-//   owned_gradient_sum(i)                gradients[i].data                 gpu/parameter_tensors.h
+//   what a rank owns      with one GPU
+//   owned                 all elements of the parameter
+//   memory_offset         Param::flat_offset
 #pragma once
 #include "../common/ranks.h"
 

@@ -1,5 +1,15 @@
 // gpu/parameter_tensors.h - what one GPU keeps of each parameter: weights, gradients and moments. model.cu
 // updates them (Network::update_buckets()). How a checkpoint reads and writes them is in gpu/named_memory.h.
+//
+// What a rank owns has its own names (gpu/memory_layout.h). With one GPU they are second names. Read the left
+// one as the one beside it:
+//
+//   what a rank owns            with one GPU             where it is
+//   owned_weights               all weights              gpu/memory_map.h
+//   gradient_sums_by_bucket     gradients_by_bucket      gpu/memory_map.h
+//   owned_weight_data(i)        weights[i].data          here
+//   owned_gradient_sum(i)       gradients[i].data        here
+//
 // What several GPUs change is said at the end of this file.
 #pragma once
 #include <map>
@@ -44,7 +54,7 @@ public:
     Range units_of_buckets(int64_t first_bucket, int64_t end_bucket) const;
 
     // Where this rank's part of parameter i begins: its weights; and the sums of its gradients, which the
-    // update reads. (With one GPU: weights[i].data and gradients[i].data.)
+    // update reads.
     uint8_t* owned_weight_data(size_t i) const {
         return static_cast<uint8_t*>(memory_.owned_weights.values) +
                param_places[i].memory_offset * bytes_per_weight;
@@ -90,6 +100,6 @@ private:
 //
 // Each of them is a rank, which owns a part of each matrix. A matrix has no data in `weights` until it is
 // gathered. Then Sharding writes its address and its format there. Backward writes gradients to buffers, and
-// the update reads the sums of the step. So the names in the table at the top of gpu/memory_layout.h differ.
+// the update reads the sums of the step. So the names in the table at the top of this file differ.
 
 }  // namespace coat::gpu
