@@ -193,7 +193,7 @@ class Network {
     ParameterTensors& parameter_tensors_;
     Sharding& sharding_;  // the other GPUs
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
-    LinearLayerContext linear_layer_context_;
+    SharedByLinearLayers shared_by_linear_layers_;
     std::vector<Layer> layers_;
     MicroBatch micro_batch_{.B = 0, .T = 0};  // what is computed now: see begin_micro_batch()
 
@@ -524,7 +524,7 @@ public:
     // In coat both are FP8 codes. (There must be one scale for the tensor, because there is no room for
     // scales of rows or blocks.)
     bool dgate_up_replaces_gate_up() const {
-        const TensorFormat& g = linear_layer_context_.formats.g;
+        const TensorFormat& g = shared_by_linear_layers_.formats.g;
         const bool same_bytes =
             format_info(g.element_format).bytes == format_info(recipe_.saved_inputs.element_format).bytes;
         return same_bytes && g.granularity == PER_TENSOR;
@@ -768,12 +768,12 @@ public:
             ParameterTensors& parameter_tensors, Sharding& sharding, bool cache_weights)
         : context_(context), memory_(memory), scale_table_(scale_table),
           parameter_tensors_(parameter_tensors),
-          sharding_(sharding), linear_layer_context_{.gpu_context = context,
-                                                     .parameter_tensors = parameter_tensors,
-                                                     .scale_table = scale_table,
-                                                     .sharding = sharding,
-                                                     .gemms = gemms_,
-                                                     .caches_weights = cache_weights} {
+          sharding_(sharding), shared_by_linear_layers_{.gpu_context = context,
+                                                        .parameter_tensors = parameter_tensors,
+                                                        .scale_table = scale_table,
+                                                        .sharding = sharding,
+                                                        .gemms = gemms_,
+                                                        .caches_weights = cache_weights} {
         layers_.reserve(size_t(config_.L));
         for (int64_t l = 0; l < config_.L; l++) layers_.push_back(make_layer(l));
         if (rotary_) fill_rope_table(config_, settings_.T, memory_.rope_table, stream_);
@@ -791,7 +791,7 @@ public:
             return parameter_tensors_.param_index(concat("layers.", l, ".", param));
         };
         auto linear = [&](const char* weight, ExtraAmaxPasses extra_amax_passes) {
-            return LinearLayer(linear_layer_context_, index(weight), extra_amax_passes);
+            return LinearLayer(shared_by_linear_layers_, index(weight), extra_amax_passes);
         };
         Layer layer{.norm1_weight_index = index("norm1.weight"),
                     .norm2_weight_index = index("norm2.weight"),
@@ -960,7 +960,7 @@ public:
     // Weights in a cache
 
     // Whether the FP8 codes of all weights are made once per step.
-    bool caches_weights() const { return linear_layer_context_.caches_weights; }
+    bool caches_weights() const { return shared_by_linear_layers_.caches_weights; }
     // Makes the FP8 codes of all weights.
     void write_cached_w_operands() {
         for (Layer& layer : layers_)

@@ -11,7 +11,7 @@ namespace coat::gpu {
 // This serves the recipes rowwise and deepseek. It stands at the end of this file, and can wait.
 static Operand with_block_scales(const TensorRef& tensor, void* transposed);
 
-LinearLayer::LinearLayer(LinearLayerContext& shared, size_t weight_index, ExtraAmaxPasses extra_amax_passes)
+LinearLayer::LinearLayer(SharedByLinearLayers& shared, size_t weight_index, ExtraAmaxPasses extra_amax_passes)
     : shared_(shared), weight_index_(weight_index),
       bias_index_(shared_.parameter_tensors.bias_index(weight_index)),
       out_(shared_.parameter_tensors.params[weight_index].rows),

@@ -29,7 +29,7 @@
 namespace coat::gpu {
 
 // What the linear layers of a model share.
-struct LinearLayerContext {
+struct SharedByLinearLayers {
     GpuContext& gpu_context;
     const ParameterTensors& parameter_tensors;
     const ScaleTable& scale_table;
@@ -76,7 +76,7 @@ struct ExtraAmaxPasses {
 class LinearLayer {
 public:
     // weight_index: the index of w in ParameterTensors::params.
-    LinearLayer(LinearLayerContext& shared, size_t weight_index, ExtraAmaxPasses extra_amax_passes);
+    LinearLayer(SharedByLinearLayers& shared, size_t weight_index, ExtraAmaxPasses extra_amax_passes);
 
     // --- The three GEMMs
     // y = x w^T + bias. An FP8 GEMM writes a multiple of 16 rows: y must have memory for these.
@@ -113,7 +113,7 @@ private:
     // Which forms of an operand are made (Operand in gpu/tensors.h).
     enum class Form : uint8_t { RowMajor, Transposed, Both };
 
-    LinearLayerContext& shared_;              // what all linear layers share
+    SharedByLinearLayers& shared_;            // what all linear layers share
     const size_t weight_index_;               // the index of w (out, in) in ParameterTensors::params
     const std::optional<size_t> bias_index_;  // the index of the bias (out), if there is one
     const int64_t out_, in_;
@@ -127,7 +127,7 @@ private:
     // The amax of an operand, and its one scale. (If rows or blocks have scales, these lie elsewhere. The
     // amax, which gpu/other_scaling.cu then writes, serves only to notice infinity and NaN.)
     TensorScale* tensor_scale(OperandKind kind) const {
-        return shared_.scale_table.of_operand(kind, linear_layer_index_);
+        return shared_.scale_table.entry(kind, linear_layer_index_);
     }
     // Computes the amax of `source`, if it is this linear layer that finds it.
     void run_extra_amax_pass_if_any(OperandKind kind, const LazyTensor& source) const;

@@ -17,9 +17,9 @@ static void allocate_moments(MemoryMap& map, GpuContext& context, const std::vec
     Arena& arena = context.arena;
     const OptimizerFormats& o = context.settings.optimizer;
     map.moments_begin = arena.allocate(0);  // the place of the next allocation
-    auto allocate = [&](Format f, const Range& owned) {
-        const int64_t moment_groups = moment_group_count(f, owned.count);
-        MomentRef moment{.data = arena.allocate(padded_count(owned) * format_info(f).bytes),
+    auto allocate = [&](Format f, const Range& elements) {
+        const int64_t moment_groups = moment_group_count(f, elements.count);
+        MomentRef moment{.data = arena.allocate(padded_count(elements) * format_info(f).bytes),
                          .max = nullptr,
                          .k = nullptr,
                          .format = f};

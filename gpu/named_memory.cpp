@@ -23,7 +23,7 @@ void NamedMemory::list_tensors() {
     const bool fp32_masters = parameter_tensors_.format_of_weights.element_format == Format::FP32;
     for (size_t i = 0; i < parameter_tensors_.params.size(); i++) {
         const Param& p = parameter_tensors_.params[i];
-        const ParamPlace& place = parameter_tensors_.param_places[i];
+        const ParamPlace& place = parameter_tensors_.places[i];
         const int64_t count = place.owned.count;
         int16_t* const remainder = memory_.owned_weights.remainders
                                        ? memory_.owned_weights.remainders + place.memory_offset
@@ -55,7 +55,7 @@ void NamedMemory::list_delayed_scales(size_t i) {
         const std::string of = parameter_tensors_.params[i].name + suffix_of(o);
         const int64_t history_bytes = context_.settings.recipe.history_steps * FLOAT_BYTES;
         entries_[of + ".history"] = {i, scale_table_.history(o, layer), history_bytes};
-        entries_[of + ".scale"] = {i, &scale_table_.of_operand(o, layer)->delayed_scale, FLOAT_BYTES};
+        entries_[of + ".scale"] = {i, &scale_table_.entry(o, layer)->delayed_scale, FLOAT_BYTES};
     }
 }
 
@@ -72,7 +72,7 @@ void NamedMemory::initialize() {
         most_moment_groups = std::max(most_moment_groups, p.padded_size() / MOMENT_GROUP_SIZE);
     const std::vector<float> ones(most_moment_groups, 1.0f);
     for (size_t i = 0; i < params.size(); i++) {
-        const ParamPlace& place = parameter_tensors_.param_places[i];
+        const ParamPlace& place = parameter_tensors_.places[i];
         const InitializeArguments arguments{.owned = place.owned,
                                             .param_index = i,
                                             .used = used_elements(context_.settings.config, params[i]),
@@ -126,7 +126,7 @@ void NamedMemory::write(const std::string& name, const void* in) {
 
 // The bits of this rank's part of the masters of parameter i.
 std::vector<uint32_t> NamedMemory::read_masters(size_t i) const {
-    const int64_t count = parameter_tensors_.param_places[i].owned.count;
+    const int64_t count = parameter_tensors_.places[i].owned.count;
     std::vector<uint32_t> bits(count);
     context_.copy_to_host(bits.data(), parameter_tensors_.owned_weight_data(i), count * FLOAT_BYTES);
     return bits;
@@ -156,7 +156,7 @@ void NamedMemory::write_half_of_masters(const Entry& entry, const uint16_t* in) 
 
 // Reads the gradients of this rank's part as FP32. A BF16 value is the upper half of an FP32 one.
 void NamedMemory::read_gradient(size_t i, float* out) const {
-    const int64_t count = parameter_tensors_.param_places[i].owned.count,
+    const int64_t count = parameter_tensors_.places[i].owned.count,
                   bytes = parameter_tensors_.bytes_per_gradient;
     std::vector<uint8_t> raw(count * bytes);
     context_.copy_to_host(raw.data(), parameter_tensors_.owned_gradient_sum(i), count * bytes);

@@ -35,8 +35,8 @@ __device__ void add_chunk_to_sums(float4* sums, uint32_t C, uint32_t col, const 
 __device__ void write_partials(const float4* sums_of_teams, int C, float* partials) {
     for (int i = threadIdx.y * blockDim.x + threadIdx.x; i < C / 4; i += blockDim.x * blockDim.y) {
         float4 total{};
-        for (int y = 0; y < blockDim.y; y++) {
-            const float4 one = sums_of_teams[y * (C / 4) + i];
+        for (int team = 0; team < blockDim.y; team++) {
+            const float4 one = sums_of_teams[team * (C / 4) + i];
             total = {total.x + one.x, total.y + one.y, total.z + one.z, total.w + one.w};
         }
         // Entry i has four columns: half a chunk. `col` is the first of them.
@@ -73,8 +73,9 @@ __device__ void compute_xhat(const ChunkValues (&x)[MAX_CHUNKS_PER_THREAD], Norm
 // numbers are the same.
 constexpr int UNEVEN = 0;
 
-// What happens to a row of a norm: load(), then normalize(), then write_gradients(). `input` is the view of
-// norm.input. The other views are of the tensors of NormBackwardTensors; dresidual_in may be no tensor.
+// What happens to a row of a norm: load(), then compute_xhat_and_means(), then write_gradients(). `input` is
+// the view of norm.input. The other views are of the tensors of NormBackwardTensors; dresidual_in may be no
+// tensor.
 template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward {
     using Element = typename StoredView::ComputeElement;
     Norm norm;
@@ -102,8 +103,8 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
         return loaded;
     }
 
-    // Gives dy and d = dy weight of a chunk. normalize() and write_gradients() both call it: to keep dy and d
-    // in between would take many registers. The weight is read each time, from the cache.
+    // Gives dy and d = dy weight of a chunk. compute_xhat_and_means() and write_gradients() both call it: to
+    // keep dy and d in between would take many registers. The weight is read each time, from the cache.
     __device__ void get_dy_and_d(const LoadedNormRow<StoredView>& loaded, int c, ChunkValues& dy,
                                  ChunkValues& d) const {
         ChunkValues weight;
@@ -114,7 +115,7 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
 
     // Computes xhat and the means over the row. All threads of the block must call it, because it calls
     // sum_over_row(), to which `buffer` is passed on.
-    __device__ NormedRow normalize(const LoadedNormRow<StoredView>& loaded, int buffer) const {
+    __device__ NormedRow compute_xhat_and_means(const LoadedNormRow<StoredView>& loaded, int buffer) const {
         const int64_t C = norm.input.cols;
         const float inverse_C = __fdiv_rn(1.0f, float(C));
         ChunkValues x[MAX_CHUNKS_PER_THREAD], dy, d;
@@ -170,6 +171,7 @@ template <class StoredView, bool RMS, int CHUNKS_PER_THREAD> struct RowBackward 
             ChunkValues dy, d, dresidual, dweight_of_row;
             get_dy_and_d(loaded, c, dy, d);
             dresidual_in.unpack(loaded.dresidual[c], dresidual);
+            // dresidual is what dresidual_in holds, and becomes what dresidual_out is to hold
             for (int j = 0; j < CHUNK_SIZE; j++) {
                 dresidual[j] +=
                     normed.statistics.rstd * (d[j] - normed.mean_d - xhat[j] * normed.mean_d_xhat);
@@ -213,7 +215,7 @@ __global__ void __launch_bounds__(32 * MAX_WARPS_PER_TEAM)
          first_row += int64_t(gridDim.x) * blockDim.y) {
         const int64_t row = first_row + threadIdx.y;
         const LoadedNormRow<StoredView> loaded = row_backward.load(row);
-        const NormedRow normed = row_backward.normalize(loaded, buffer);
+        const NormedRow normed = row_backward.compute_xhat_and_means(loaded, buffer);
         if (row < rows && threadIdx.x == 0) row_backward.norm.row_statistics[row] = normed.statistics;
         row_backward.write_gradients(row, loaded, normed, dweight, dbias, largest);
         buffer = 1 - buffer;

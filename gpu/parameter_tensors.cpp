@@ -9,7 +9,7 @@ namespace coat::gpu {
 ParameterTensors::ParameterTensors(const GpuContext& context, const MemoryMap& memory,
                                    const ScaleTable& scale_table)
     : settings(context.settings), params(context.params), buckets(bucket_ranges(params)),
-      param_places(coat::param_places(settings)), format_of_weights{settings.recipe.compute_format},
+      places(param_places(settings)), format_of_weights{settings.recipe.compute_format},
       format_of_gradients(TensorFormat{gradient_format(settings)}),
       bytes_per_weight(format_info(format_of_weights.element_format).bytes),
       bytes_per_gradient(format_info(format_of_gradients.element_format).bytes), context_(context),
@@ -57,7 +57,7 @@ void ParameterTensors::upload_adamw_params() {
     int64_t bundles = 0;
     for (size_t i = 0; i < params.size(); i++) {
         const Param& p = params[i];
-        const ParamPlace& place = param_places[i];
+        const ParamPlace& place = places[i];
         table.push_back({.memory_offset = place.memory_offset,
                          .size = place.owned.count,
                          .m = memory_.first_moments[i],
@@ -76,30 +76,28 @@ void ParameterTensors::upload_adamw_params() {
 
 float* ParameterTensors::weight_amax(size_t i) const {
     if (!params[i].is_linear_weight() || scale_table_.delayed()) return nullptr;
-    return &scale_table_.of_operand(OperandKind::W, linear_layer_index(i))->amax;
+    return &scale_table_.entry(OperandKind::W, linear_layer_index(i))->amax;
 }
 
 TensorRef ParameterTensors::owned_weight(size_t i) const {
     if (settings.ranks == 1) return weights[i];
     constexpr int64_t COLS = 256;
     return {.data = owned_weight_data(i),
-            .rows = param_places[i].owned.count / COLS,
+            .rows = places[i].owned.count / COLS,
             .cols = COLS,
             .format = format_of_weights};
 }
 
 uint8_t* ParameterTensors::owned_gradient_sum(size_t i) const {
     const int64_t bucket = params[i].bucket;
-    const int64_t in_bucket =
-        param_places[i].memory_offset - param_places[buckets[bucket].first_param].memory_offset;
+    const int64_t in_bucket = places[i].memory_offset - places[buckets[bucket].first_param].memory_offset;
     return memory_.gradient_sums_by_bucket[bucket] + in_bucket * bytes_per_gradient;
 }
 
 ParamsToUpdate ParameterTensors::params_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
     const size_t first_param = buckets[first_bucket].first_param;
     const size_t end_param = buckets[end_bucket - 1].end_param;
-    const int64_t begin = param_places[first_param].memory_offset,
-                  end = param_places[end_param].memory_offset;
+    const int64_t begin = places[first_param].memory_offset, end = places[end_param].memory_offset;
     return {.table = memory_.adamw_params + first_param,
             .count = int(end_param - first_param),
             .elements = {.first = begin, .count = end - begin},
@@ -107,8 +105,8 @@ ParamsToUpdate ParameterTensors::params_of_buckets(int64_t first_bucket, int64_t
             .gradient_format = format_of_gradients.element_format};
 }
 Range ParameterTensors::units_of_buckets(int64_t first_bucket, int64_t end_bucket) const {
-    const int64_t begin = param_places[buckets[first_bucket].first_param].units_before;
-    const int64_t end = param_places[buckets[end_bucket - 1].end_param].units_before;
+    const int64_t begin = places[buckets[first_bucket].first_param].units_before;
+    const int64_t end = places[buckets[end_bucket - 1].end_param].units_before;
     return {.first = begin, .count = end - begin};
 }
 
@@ -120,7 +118,7 @@ Range ParameterTensors::units_of_buckets(int64_t first_bucket, int64_t end_bucke
 void ParameterTensors::measure_moment_errors_of(int64_t bucket, QuantReport& report) const {
     context_.wait();
     for (size_t i = buckets[bucket].first_param; i < buckets[bucket].end_param; i++) {
-        const Range& owned = param_places[i].owned;
+        const Range& owned = places[i].owned;
         const uint8_t* const gradient = static_cast<const uint8_t*>(gradients[i].data);
         measure_moment_errors(settings.optimizer, memory_.first_moments[i], memory_.second_moments[i],
                               gradient + owned.first * bytes_per_gradient, format_of_gradients.element_format,
@@ -134,7 +132,7 @@ std::vector<float> ParameterTensors::expansion_exponents(const std::vector<Momen
         const float* const k = moments[i].k;
         if (!k) continue;
         const size_t before = all.size();
-        const int64_t moment_groups = moment_group_count(moments[i].format, param_places[i].owned.count);
+        const int64_t moment_groups = moment_group_count(moments[i].format, places[i].owned.count);
         all.resize(before + size_t(moment_groups));
         context_.copy_to_host(all.data() + before, k, moment_groups * int64_t(sizeof(float)));
     }

@@ -32,7 +32,7 @@ public:
     const std::vector<Param>& params;
     const std::vector<BucketRange> buckets;  // by bucket (gpu/memory_layout.h): its parameters
     // By parameter: where it is. One more entry says where the last parameter ends.
-    const std::vector<ParamPlace> param_places;
+    const std::vector<ParamPlace> places;
     const TensorFormat format_of_weights, format_of_gradients;
     const int64_t bytes_per_weight, bytes_per_gradient;  // the bytes of one element
 
@@ -57,7 +57,7 @@ public:
     // update reads.
     uint8_t* owned_weight_data(size_t i) const {
         return static_cast<uint8_t*>(memory_.owned_weights.values) +
-               param_places[i].memory_offset * bytes_per_weight;
+               places[i].memory_offset * bytes_per_weight;
     }
     uint8_t* owned_gradient_sum(size_t i) const;
 

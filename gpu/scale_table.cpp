@@ -39,7 +39,7 @@ void ScaleTable::expect_empty_histories() {
 void ScaleTable::update_histories(StepOutcome* outcome) const {
     if (!linear_formats(settings_).x.is_fp8()) return;
     for (OperandKind o : LINEAR_OPERANDS)
-        update_delayed_scales({.scales = of_operand(o, 0),
+        update_delayed_scales({.scales = entry(o, 0),
                                .histories = history(o, 0),
                                .n = linear_layer_count,
                                .length = settings_.recipe.history_steps,

@@ -24,7 +24,7 @@ public:
 
     int64_t entry_count() const { return entry_count_; }
     TensorScale* entries() const { return entries_; }
-    TensorScale* of_operand(OperandKind o, int64_t linear_layer) const {
+    TensorScale* entry(OperandKind o, int64_t linear_layer) const {
         return entries_ + index_of(o, linear_layer);
     }
 

@@ -222,8 +222,7 @@ private:
         const bool codes = sends_codes() && p.is_linear_weight();
         const TensorFormat format = codes ? settings_.recipe.w : parameter_tensors_.format_of_weights;
         TensorScale* const scale =
-            codes ? scale_table_.of_operand(OperandKind::W, parameter_tensors_.linear_layer_index(i))
-                  : nullptr;
+            codes ? scale_table_.entry(OperandKind::W, parameter_tensors_.linear_layer_index(i)) : nullptr;
         const int64_t element_bytes = format_info(format.element_format).bytes;
         const auto part_of = [&](int64_t rank) {
             const Range elements = owned_by(i, rank);
