@@ -74,7 +74,8 @@
 // evaluations and prompts. The step itself is in the second class: GpuModel::step(), which can be read first.
 //
 // Most conditions are for other runs than this one: Llama-2-7B in coat, 8 x 2048 tokens, one GPU, no further
-// flags. In a first reading follow that run. It gives these names the same value throughout:
+// flags. In a first reading follow that run. These names have the following values in it, so most of the
+// conditions can be skipped:
 //
 //   name                             where it is          value in that run
 //   keep_gradients                   RunSettings          true
