@@ -410,12 +410,12 @@ AttentionKernels any_gpu_attention(const AttentionShape& s) {
 
 void attention_forward(const AttentionShape& s, const void* qkv, void* out, float* lse,
                        float* out_amax_to_raise, cudaStream_t stream) {
-    enqueue(stream, "attention_forward",
-            [&] { fastest(s).forward(s, qkv, out, lse, out_amax_to_raise, stream); });
+    unless_dry_run(stream, "attention_forward",
+                   [&] { fastest(s).forward(s, qkv, out, lse, out_amax_to_raise, stream); });
 }
 
 void attention_backward(const AttentionShape& s, const AttentionBackward& tensors, cudaStream_t stream) {
-    enqueue(stream, "attention_backward", [&] { fastest(s).backward(s, tensors, stream); });
+    unless_dry_run(stream, "attention_backward", [&] { fastest(s).backward(s, tensors, stream); });
 }
 
 int64_t attention_workspace_bytes(const AttentionShape& s) { return fastest(s).workspace_bytes(s); }

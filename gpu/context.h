@@ -20,7 +20,7 @@ struct GpuContext {
     // Waits until the stream has run all that was put on it. what: how the Error begins if something has
     // failed. (With several ranks: if another rank has ended, this process ends too.)
     void wait(const char* what = "The GPU failed") const {
-        enqueue(stream, "wait", [&] {
+        unless_dry_run(stream, "wait", [&] {
             if (settings.communicator)
                 settings.communicator->wait_until(
                     [&] { return cudaStreamQuery(stream) != cudaErrorNotReady; });

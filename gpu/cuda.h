@@ -2,7 +2,7 @@
 // work is put on a stream. (gpu/handles.h makes streams, and has what else the host needs of CUDA.)
 //
 // A dry run finds out how much memory a training step takes. It runs the same code, but needs no GPU: its
-// stream is DRY_RUN, and enqueue(), which puts work on a stream, then does nothing.
+// stream is DRY_RUN, and what is given to unless_dry_run() is then not called.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -52,21 +52,23 @@ cudaError_t kernel_status();
 // What takes the place of a stream in a dry run.
 inline const cudaStream_t DRY_RUN = reinterpret_cast<cudaStream_t>(-1);
 
-// For tests: how often each kind of work would have been put on a stream in a dry run, by its name. Null
+// For tests: how often unless_dry_run(), below, was called in a dry run, by the name of the work. Null
 // means that nothing is counted.
 inline std::map<std::string, int64_t>* dry_run_counts = nullptr;
 
-// Calls put_work(), which puts work of this name on the stream. In a dry run it is not called, only counted.
-template <class PutWork> void enqueue(cudaStream_t stream, const char* name, PutWork put_work) {
-    if (stream != DRY_RUN) put_work();
+// Calls f(), which puts work of this name on the stream, or waits for the stream. In a dry run f() is not
+// called, only counted.
+template <class Function> void unless_dry_run(cudaStream_t stream, const char* name, Function f) {
+    if (stream != DRY_RUN) f();
     else if (dry_run_counts) (*dry_run_counts)[name]++;
 }
 
 inline void clear_async(void* p, int64_t bytes, cudaStream_t stream) {
-    enqueue(stream, "clear", [&] { check(cudaMemsetAsync(p, 0, bytes, stream), "Clearing memory failed"); });
+    unless_dry_run(stream, "clear",
+                   [&] { check(cudaMemsetAsync(p, 0, bytes, stream), "Clearing memory failed"); });
 }
 inline void copy_async(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
-    enqueue(stream, "copy", [&] {
+    unless_dry_run(stream, "copy", [&] {
         check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "Copying memory failed");
     });
 }

@@ -65,7 +65,7 @@ void launch(const char* what, void (*kernel)(Parameters...), dim3 grid, dim3 blo
     // CUDA's limits. They are checked in a dry run, too.
     require(grid.y <= 65535 && grid.z <= 65535, "a grid is too large");
     if (grid.x == 0 || grid.y == 0) return;  // a rank may have no part of a tensor
-    enqueue(stream, what, [&] {
+    unless_dry_run(stream, what, [&] {
         // CUDA allows a block 48 KiB of shared memory, and more only after this call. A kernel that asks for
         // shared_bytes has at most 8 KiB in arrays of a fixed size.
         if (shared_bytes > 40 << 10)

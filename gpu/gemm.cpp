@@ -247,7 +247,7 @@ void CublasGemms::run(GemmKind kind, const Operand& left, const Operand& right, 
                   .cols = out.cols,
                   .depth = depth,
                   .biased = options.bias != nullptr};
-    enqueue(stream, "GEMM", [&] {
+    unless_dry_run(stream, "GEMM", [&] {
         if (!handle_) check_cublas(cublasLtCreate(&handle_), "Starting cuBLASLt failed");
         const auto chosen = algorithms_.find(key);
         if (chosen != algorithms_.end()) {

@@ -17,7 +17,7 @@ void ScaleTable::clear() {
 
 // Strided: of each entry, which has 16 bytes, only `amax` is cleared.
 void ScaleTable::clear_amaxes(int64_t first) const {
-    enqueue(stream_, "clear", [&] {
+    unless_dry_run(stream_, "clear", [&] {
         check(cudaMemset2DAsync(&entries_[first].amax, sizeof(TensorScale), 0, sizeof(float),
                                 entry_count_ - first, stream_),
               "Clearing amaxes failed");

@@ -11,7 +11,7 @@ namespace {
 class Event : UniqueHandle<cudaEvent_t, cudaEventDestroy> {
 public:
     void record(cudaStream_t stream) {
-        enqueue(stream, "record an event", [&] {
+        unless_dry_run(stream, "record an event", [&] {
             if (!handle)
                 check(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming),
                       "Creating a CUDA event failed");
