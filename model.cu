@@ -195,7 +195,7 @@ class Network {
     Sharding& sharding_;  // the other GPUs
     CublasGemms gemms_{memory_.gemm_scratch, recipe_.fast_accumulation};
     SharedByLinearLayers shared_by_linear_layers_;
-    std::vector<Layer> layers_;
+    std::vector<Layer> layers_;               // made by make_layer()
     MicroBatch micro_batch_{.B = 0, .T = 0};  // what is computed now: see begin_micro_batch()
 
     // Weights, as indices into ParameterTensors::params. A tied head has the index of the embedding.
@@ -476,9 +476,9 @@ public:
     // The gradient of the residual stream, dresidual(), stays in one place: each norm adds its part there.
 
     // From the gradient of the residual stream after layer l to that before norm 2 of this layer. This is
-    // what is on the stack, from one kernel to the next. In brackets is what a linear layer allocates for one
-    // GEMM. Of dgate_up_operand only the transposed codes are on the stack in coat: the row-major codes take
-    // the place of gate_up.
+    // what is on the stack, from one operator to the next. In brackets is what a linear layer allocates for
+    // one GEMM. Of dgate_up_operand only the transposed codes are on the stack in coat: the row-major codes
+    // take the place of gate_up.
     //
     //   on the stack                                                     what runs, and what it computes
     //   dgate_up_operand | g_operand of down_proj | [x_operand]          wgrad of down_proj
@@ -1028,8 +1028,8 @@ public:
         const bool skipped = outcome.gradient_state.skip != 0;
         first_step_done_ = true;
         if (scale_table_.delayed() && !skipped) scale_table_.note_empty_histories(outcome.empty_histories);
-        // This is not loss_or_nan, because `skipped` says whether an amax was not finite. (An evaluation has
-        // no such field, so validation_loss() returns loss_or_nan.)
+        // The loss that is returned is outcome.loss, not loss_or_nan, because `skipped` says whether an amax
+        // was not finite. (An evaluation has no such field, so validation_loss() returns loss_or_nan.)
         return {.loss = sum_over_ranks(outcome.loss),
                 .grad_norm = outcome.gradient_state.norm,
                 .skipped = skipped,

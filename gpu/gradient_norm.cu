@@ -86,7 +86,7 @@ void compute_gradient_squares(const ParamsToUpdate& params, const Range& units, 
     // (Units that other ranks sum stay 0 here.)
     clear_async(loss_and_squares, (1 + units.count) * int64_t(sizeof(double)), stream);
     const unsigned most_blocks = unsigned(SQUARES_BLOCKS_PER_SM * multiprocessors());
-    // A warp for each unit, and one if there are no units, because the loss has to be written
+    // A warp for each unit, and one more: the loss has to be written even if there are no units.
     const unsigned useful_blocks = block_count(32 * units.count + 32, THREADS);
     launch("compute_gradient_squares", compute_gradient_squares_kernel, std::min(useful_blocks, most_blocks),
            THREADS, /*shared_bytes=*/0, stream, params.table, params.count,

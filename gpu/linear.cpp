@@ -1,4 +1,5 @@
-// gpu/linear.cpp - the GEMMs of a linear layer and their operands (gpu/linear.h).
+// gpu/linear.cpp - the GEMMs of a linear layer and their operands (gpu/linear.h). It goes from large to
+// small: the GEMMs come first, then how their operands are made.
 #include "linear.h"
 
 #include "../coat.h"

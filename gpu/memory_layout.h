@@ -94,9 +94,10 @@ inline constexpr int64_t HEAD_SLICE_TOKENS = 4096;
 // micro-batch add to the gradient of the head's weight in FP32, so that their sum is rounded once.
 //
 // At most four gradients are added to a BF16 sum in a step. gradient_format() of common/model.h, which
-// chooses the format of all gradients, counts each micro-batch as one. Here each slice of each micro-batch
-// counts as one. So does the embedding in each micro-batch, if the head is tied to it. For example, 8 x 2048
-// tokens are 4 slices. A step of one such micro-batch sums in BF16, and a step of two in FP32.
+// chooses the format of all gradients, counts each micro-batch as one addition. Here each slice of each
+// micro-batch counts as one. So does the embedding in each micro-batch, if the head is tied to it. For
+// example, 8 x 2048 tokens are 4 slices. A step of one such micro-batch sums in BF16, and a step of two in
+// FP32.
 inline bool head_sum_in_fp32(const RunSettings& s) {
     const int64_t slices = ceil_div(s.B * s.T, HEAD_SLICE_TOKENS);
     const int64_t additions = micro_batches_of_step(s) * (slices + s.config.tied);

@@ -6,6 +6,8 @@
 //   training_loader          which gives a micro-batch of tokens and targets for a number
 //   tokens, targets          where the micro-batches of a step are read to
 //   model                    the Model (common/model.h) on a GPU or on the CPU
+//   skipped_in_a_row, at_savable_step, last_checkpoint
+//                            whether an early end of the run may save this step
 #include "train_step.h"
 
 #include <cmath>
@@ -73,10 +75,9 @@ static void count_step(Run& run, const StepResult& result) {
     } else if (result.scored_target_count) {
         run.skipped_in_a_row++;
     }
-    // When steps are skipped for their loss or gradients, an earlier update may have made weights overflow.
-    // So if the run ends early, because a signal comes or data cannot be read, this step is saved in two
-    // cases: if no step since the last update was skipped for these reasons, or if there is no earlier
-    // checkpoint to go back to.
+    // Whether this step is saved if the run ends early, because a signal comes or data cannot be read. It is
+    // not if the last steps were skipped for their loss or gradients, because then an earlier update may have
+    // made weights overflow. Without an earlier checkpoint to go back to, it is saved in any case.
     run.at_savable_step = run.skipped_in_a_row == 0 || run.last_checkpoint.empty();
 }
 
