@@ -49,8 +49,7 @@ struct MaxAndK {
     float max, k;
 };
 
-// All moments of this file are in E4M3.
-constexpr float E4M3_FMAX = format_info(Format::E4M3).fmax;  // 448
+// All moments of this file are in E4M3. (FMAX is in gpu/device.cuh.)
 constexpr float E4M3_FMIN = format_info(Format::E4M3).fmin;  // 2^-9
 constexpr float LOG2_FMAX = 8.80735492f;                     // log2(448)
 constexpr float LOG2_RANGE = 17.80735492f;                   // log2(448 / 2^-9)
@@ -150,7 +149,7 @@ template <bool IS_V> struct ExpansionCodec {
 
     static __device__ float table_entry(uint32_t code) {
         const float y = decode_two<Format::E4M3>(code).x;
-        return log2f(y) - log2f(E4M3_FMAX);
+        return log2f(y) - log2f(FMAX<Format::E4M3>);
     }
 
     // The careful path, for a few moment groups. (This can wait: go on with part 3.) They are so wide or so
@@ -158,8 +157,8 @@ template <bool IS_V> struct ExpansionCodec {
     // compute the eight elements as in any other moment group. Then contract_carefully() and
     // expand_carefully() replace what was computed.
     //
-    // nvcc inlines the careful path by itself. It should stay so: a __noinline__ function for it makes the
-    // rest up to 24% slower.
+    // nvcc inlines the careful path by itself. It should stay so: in an earlier form of this kernel, a
+    // __noinline__ function for it made the rest up to 24% slower.
 
     // A moment group is wide if R_X may exceed about 2^120. Then decoding and encoding need care. (log2(R_X)
     // is LOG2_RANGE / k.)
@@ -200,7 +199,7 @@ template <bool IS_V> struct ExpansionCodec {
     static __device__ void expand_carefully(const ChunkValues& x, const MaxAndK& max_and_k, ChunkValues& y) {
         for (int j = 0; j < CHUNK_SIZE; j++) {
             const float log2_ratio = log2f(fabsf(x[j])) - log2f(max_and_k.max);
-            y[j] = E4M3_FMAX * fast_exp2(max_and_k.k * log2_ratio);
+            y[j] = FMAX<Format::E4M3> * fast_exp2(max_and_k.k * log2_ratio);
             if (IS_V && x[j] > 0 && y[j] < E4M3_FMIN) y[j] = E4M3_FMIN;
         }
     }
@@ -545,7 +544,7 @@ template <bool IS_V> struct CodecWithoutExpansion {
     // The factor is the scale.
     static __device__ FactoredMoments decode(uint2 codes, const MaxAndK& max_and_k, const Table& table) {
         FactoredMoments moments;
-        moments.factor = scale_of(E4M3_FMAX, max_and_k.max);
+        moments.factor = scale_of(FMAX<Format::E4M3>, max_and_k.max);
         for (int j = 0; j < CHUNK_SIZE; j++) {
             const uint32_t code = code_of(codes, j);
             moments.multiples[j] = with_sign<IS_V>(table[code % CODES_WITHOUT_SIGN], code);
@@ -554,7 +553,7 @@ template <bool IS_V> struct CodecWithoutExpansion {
     }
 
     static __device__ uint2 encode(const ChunkValues& x, const MaxAndK& max_and_k) {
-        const float inverse_scale = __frcp_rn(scale_of(E4M3_FMAX, max_and_k.max));
+        const float inverse_scale = __frcp_rn(scale_of(FMAX<Format::E4M3>, max_and_k.max));
         ChunkValues y;
         for (int j = 0; j < CHUNK_SIZE; j++) {
             y[j] = fabsf(x[j]) * inverse_scale;

@@ -556,9 +556,9 @@ public:
         linear_and_norm_backward(norm1_of(l), g_operand);
         finish_bucket(layer.qkv_proj.bucket());
     }
-    // Whether dqkv takes the place of the saved gate and up (rule 3 above). A row of dqkv must
-    // fit into the bytes of a row of gate and up, codes and scales together. (In Llama-2-7B a row of dqkv has
-    // 24,576 bytes. A row of gate and up has 22,016 bytes of codes and 2,752 bytes of scales.)
+    // Whether dqkv takes the place of the saved gate and up (rule 3 above). A row of dqkv must fit into the
+    // bytes of a row of gate and up, codes and scales together. (In Llama-2-7B a row of dqkv has 24,576
+    // bytes. A row of gate and up has 22,016 bytes of codes and 2,752 bytes of scales.)
     bool dqkv_replaces_gate_up() const {
         return TensorFormat{recipe_.compute_format}.bytes(1, config_.qkv_cols()) <=
                recipe_.saved_inputs.bytes(1, config_.gate_up_cols());
@@ -684,8 +684,8 @@ public:
         return bias_index ? gradient(*bias_index) : TensorRef{};
     }
     // Whether GEMMs overwrite gradients: in the first micro-batch. In later ones they add to the gradients.
-    // (With several ranks they always overwrite: backward writes to a buffer, from which the
-    // gradients are sent, and the sums of the step lie elsewhere.)
+    // (With several ranks they always overwrite: backward writes to a buffer, from which the gradients are
+    // sent, and the sums of the step lie elsewhere.)
     bool overwrites_gradients() const { return micro_batch_.is_first || sharding_.sends_gradients(); }
 
     // A tensor (n, cols) in the compute format, in memory that is allocated now. There is memory for a

@@ -19,7 +19,7 @@
 // What they use of this file:
 //   ThreadTile       where the thread's 8 x 8 elements of x are (part 1)
 //   Producer         the type of the producer, which loads or computes the values of x (part 3). PLANES is 2
-//                    where gate and up are kept apart, else 1
+//                    where a thread takes gate and up together, else 1
 //   for_each_row()   calls the lambda for each of the thread's 8 rows (part 4). The lambda is given the
 //                    number of the row, its values v, and whether they are live. Here it needs only v
 #pragma once
@@ -43,9 +43,9 @@ namespace coat::gpu {
 // These are whole sectors. (A sector is 32 bytes. A warp's load or store takes time for each sector that it
 // touches, however little of it is used.)
 //
-// Planes. Where gate and up are kept apart, [gate | up] has two planes side by side, gate and up, each with
-// plane_cols columns. A thread block has a tile of both, with the same rows and columns, and a thread a
-// thread tile of both. So it is with their gradients. Any other tensor has one plane.
+// Planes. Where a thread takes gate and up together, [gate | up] has two planes side by side, gate and up,
+// each with plane_cols columns. A thread block has a tile of both, with the same rows and columns, and a
+// thread a thread tile of both. So it is with their gradients. Any other tensor has one plane.
 
 constexpr int TILE_SIDE = 128;                        // rows and columns of a tile
 constexpr int THREAD_ROWS = 8;                        // rows of a thread tile
@@ -146,7 +146,7 @@ inline __device__ float gelu_backward(float u, float d) {
 inline __device__ uint32_t row_offset(int i, int64_t cols) { return uint32_t(i) * uint32_t(cols); }
 
 // The producer of the LazyTensors whose op is OP, and whose input is read through a StoredView (device.cuh).
-// INPUT_PLANES is 2 where gate and up of the input are kept apart, else 1. The activation's output,
+// INPUT_PLANES is 2 where a thread takes gate and up of the input together, else 1. The activation's output,
 // SiLU(gate) x up, has one plane.
 template <LazyOp OP, class StoredView, int INPUT_PLANES = 1> struct LazyProducer {
     static constexpr bool NORM = OP == LazyOp::Norm, ACTIVATION = OP == LazyOp::Activation,

@@ -148,9 +148,10 @@ AmaxFoundBy LinearLayer::amax_found_by(OperandKind kind) const {
     // With delayed scaling an amax is needed before codes are made only as long as some history is empty
     const bool delayed = shared_.scale_table.delayed();
     if (delayed && !shared_.scale_table.any_empty_history) return AmaxFoundBy::Nobody;
-    bool extra_pass = delayed;  // of w: then the update leaves no amax
+    bool extra_pass = false;
     if (kind == OperandKind::X) extra_pass = extra_amax_passes_.over_x;
-    if (kind == OperandKind::G) extra_pass = extra_amax_passes_.over_g;
+    else if (kind == OperandKind::G) extra_pass = extra_amax_passes_.over_g;
+    else extra_pass = delayed;  // of w: with delayed scaling the update leaves no amax
     return extra_pass ? AmaxFoundBy::LinearLayer : AmaxFoundBy::EarlierKernel;
 }
 

@@ -6,9 +6,9 @@
 namespace coat::gpu {
 
 // The table of scales, on the device. An entry, a TensorScale (gpu/tensors.h), has an amax and the scale that
-// follows from it. The struct is named TensorScale for the scale, which GEMMs read. Most kernels use
-// its other field, amax. Each linear layer has three entries, one for each of its operands. The entries of
-// all weights come first:
+// follows from it. The struct is named TensorScale for the scale, which GEMMs read. Most kernels use its
+// other field, amax. Each linear layer has three entries, one for each of its operands. The entries of all
+// weights come first:
 //
 //   w of each linear layer | x of each linear layer | g of each linear layer
 //
@@ -64,8 +64,9 @@ private:
 
     // The index of an operand in the table, which has w before x and g.
     int64_t index_of(OperandKind o, int64_t linear_layer) const {
-        const int64_t part = o == OperandKind::W ? 0 : o == OperandKind::X ? 1 : 2;
-        return part * linear_layer_count + linear_layer;
+        if (o == OperandKind::W) return linear_layer;
+        const int64_t parts_before = o == OperandKind::X ? 1 : 2;
+        return parts_before * linear_layer_count + linear_layer;
     }
     void clear_amaxes(int64_t first) const;  // of the entries from number `first` on
     void clear_histories();

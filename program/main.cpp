@@ -64,7 +64,7 @@ static int run_training(Flags flags, const RunLocation& location, std::unique_pt
         resumed = read_resumed(find_resumed_on_all_ranks(flags, out_existed, location.processes));
         take_flags_of_resumed(location.ranks, resumed, flags);
         if (is_complete(resumed, flags)) {
-            print_complete(resumed, flags);
+            print_complete(resumed);
             return 0;
         }
     }

@@ -57,6 +57,15 @@ Resumed read_resumed(const std::string& checkpoint) {
             .changes = saved.flags.at("changes")};
 }
 
+// Error if --steps is not above the steps that were made, in a run that was to make more: it is not complete.
+static void require_steps_left_if_unfinished(const Resumed& resumed, const Flags& flags) {
+    const int64_t step = resumed.state.step;
+    const int64_t steps_of_run = resumed.flags_of_checkpoint.at("steps");
+    if (is_complete(resumed, flags) && step < steps_of_run)
+        throw Error("--steps ", flags.steps, " is not above step ", step,
+                    ", which the run has reached; leave it out to go on to step ", steps_of_run, ".");
+}
+
 void take_flags_of_resumed(int64_t ranks, Resumed& resumed, Flags& flags) {
     ordered_json saved = resumed.flags_of_checkpoint;
     const int64_t all = saved.at("accumulate");
@@ -67,6 +76,7 @@ void take_flags_of_resumed(int64_t ranks, Resumed& resumed, Flags& flags) {
     const std::string changes = flags.take_checkpoint(saved);
     // An evaluation takes no steps, and the log is that of the run.
     if (flags.steps == 0 && !flags.given("log")) flags.log = "";
+    require_steps_left_if_unfinished(resumed, flags);
     if (flags.steps > 0 && !changes.empty())
         resumed.changes.push_back(sentence_of_change(flags, resumed, changes));
 }
@@ -75,13 +85,9 @@ bool is_complete(const Resumed& resumed, const Flags& flags) {
     return !flags.plan && flags.steps > 0 && resumed.state.step >= flags.steps;
 }
 
-void print_complete(const Resumed& resumed, const Flags& flags) {
-    const int64_t step = resumed.state.step, steps_of_run = resumed.flags_of_checkpoint.at("steps");
-    if (step < steps_of_run)
-        throw Error("--steps ", flags.steps, " is not above step ", step,
-                    ", which the run has reached; leave ", "it out to go on to step ", steps_of_run, ".");
+void print_complete(const Resumed& resumed) {
     std::printf("The run is complete: %s is its step %ld. To continue it, give --steps above %ld.\n",
-                printable(resumed.checkpoint).c_str(), step, step);
+                printable(resumed.checkpoint).c_str(), resumed.state.step, resumed.state.step);
 }
 
 std::string model_in(const std::string& folder) {

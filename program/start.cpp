@@ -284,7 +284,8 @@ void require_same_on_all_ranks(const Run& run) {
 
 // With other data the saved state, which has the place in the data, would mean something else.
 void require_data_of_resumed(const Run& run) {
-    const ordered_json &before = run.resumed.flags_of_checkpoint, &now = run.flags_to_save;
+    const ordered_json& before = run.resumed.flags_of_checkpoint;
+    const ordered_json& now = run.flags_to_save;
     const std::string text = difference_of_data(before, now);
     if (text.empty()) return;
     const std::string new_run =
